@@ -29,7 +29,7 @@ from small_job import words
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import geometric_mean, mean_interval
-from toolkit.launch.environment import inherited_environment
+from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of
 from toolkit.launch.options import TrainOptions
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from toolkit.data import Sample
+from toolkit.data.formats import Sample
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.data_report import DataStats, mark_supervised
 from toolkit.train.data.tokenization import EncodedSource, encode, encode_rows, row_encoder

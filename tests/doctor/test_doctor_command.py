@@ -196,11 +196,6 @@ def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_foun
     assert f"chmod 600 {tmp_path}/token" in {finding["fix"] for finding in found["findings"]}
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="/dev/shm is no disk of its own here")
-def test_a_hub_cache_in_memory_is_found() -> None:
-    assert ("hub", "warning") in levels(report(HF_HOME="/dev/shm/no-such-folder"), "hub")
-
-
 # -- what a preset needs
 
 
@@ -208,8 +203,6 @@ def test_a_preset_that_needs_more_host_memory_than_there_is_is_an_error() -> Non
     found = report("--preset", "zero3_cpu_offload", "--num-processes", "2", QWEN_72B)
     assert levels(found, "host-memory")[:1] == [("host-memory", "error")]
     assert measured(found, "host-memory")["needed_bytes"] > 10**12  # 16 bytes for each of 72.7 billion parameters
-    small = report("--preset", "ddp", "--num-processes", "2", str(ROOT / "tests" / "fixtures" / "qwen3-0.6b"))
-    assert 10**9 < measured(small, "host-memory")["needed_bytes"] < 10**10
 
 
 def test_nvme_offload_names_what_train_would_refuse(tmp_path: Path) -> None:
@@ -229,10 +222,8 @@ def test_nvme_offload_names_what_train_would_refuse(tmp_path: Path) -> None:
         (["--preset", "zero4"], "unknown preset 'zero4'", "did you mean"),
         ([str(LLAMA_8B_CONFIG)], "a MODEL has no effect without --preset", "toolkit doctor --preset NAME MODEL"),
         (["--preset", "ddp", "no-such-model"], "no-such-model", "hint"),
-        (["--gpus-per-node", "0"], "--gpus-per-node is 0, expected 1 or more", ""),
         (["--port", "70000"], "--port is 70000, expected 1 to 65535", ""),
         (["a.json", "b.json"], "one MODEL at most, 2 given", "--compare"),
-        (["--nvme-pth", "x"], "no such option: --nvme-pth", ""),
     ],
 )
 def test_invalid_input_is_refused_before_anything_is_measured(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import cpu_environment, run_warm
 
-from toolkit.cache import are_compiled, path_with_ninja, torch_extensions_folder
+from toolkit.cache import are_compiled, path_with_ninja
 from toolkit.doctor import ops
 from toolkit.errors import ToolkitError
 
@@ -35,12 +35,6 @@ def test_ops_are_compiled_when_each_has_a_finished_library_newer_than_its_source
     (extensions / "cpu_adam" / "lock").unlink()
     os.utime(extensions / "cpu_adam" / "cpu_adam.so", (0, 0))
     assert not are_compiled(ops.CPU_OPS)
-
-
-def test_the_user_may_choose_the_folder(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.extensions_folder() == extensions
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    assert ops.extensions_folder() == torch_extensions_folder()
 
 
 def test_the_lock_of_a_killed_compilation_is_removed_and_that_of_a_live_process_kept(
@@ -81,11 +75,6 @@ def test_a_failed_compilation_reports_its_last_line_and_its_log(
         ops.compile_ops()
 
 
-def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin")
-    assert path_with_ninja() == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
-
-
 @pytest.mark.launch
 def test_compiled_ops_load_without_compiling(tmp_path: Path) -> None:
     ops.compile_ops()
@@ -120,8 +109,3 @@ def test_the_compiler_searches_the_header(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert ops.has_libaio_header()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not ops.has_libaio_header()
-
-
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ops.main(["--asyncio"]) == 2
-    assert capsys.readouterr().err == "error: the only option is --async-io\n"

@@ -297,7 +297,8 @@ def _parquet(rows: list[dict[str, str]]) -> bytes:
 
 def read_every_row() -> None:
     """check_file and to_sample on rows.*"""
-    from toolkit.data import check_file, iter_rows, to_sample
+    from toolkit.data.data_files import check_file, iter_rows
+    from toolkit.data.formats import to_sample
 
     path = next(Path.cwd().glob("rows.*"))
     checked = check_file(path)

@@ -16,9 +16,7 @@ from toolkit.units import GIB
     ("driver_name", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("AMD Instinct MI300X", "mi300x"),

@@ -14,8 +14,7 @@ import psutil
 import pytest
 from launching import CPU_PRESETS, ROOT, accelerate_launch, cpu_environment, fork_server, launch_preset, losses, read
 
-from toolkit.launch.exit_status import find_killed_rank
-from toolkit.launch.process import processes_of
+from toolkit.launch.process import find_killed_rank, processes_of
 from toolkit.launch.warm_start import SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process, python_words
 
 pytestmark = pytest.mark.launch
@@ -173,5 +172,5 @@ def test_a_server_that_is_gone_is_a_refusal() -> None:
     ],
 )
 def test_only_a_module_or_a_script_can_be_forked(words: list[str], expected: list[str] | None) -> None:
-    assert python_words([sys.executable, *words]) == expected
+    assert python_words((sys.executable, *words)) == expected  # torch's launcher has a tuple
     assert python_words(["/usr/bin/env", *words]) is None

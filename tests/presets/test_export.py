@@ -12,7 +12,7 @@ import yaml
 from launching import ROOT, accelerate_launch, read, toolkit
 
 from toolkit.errors import ToolkitError
-from toolkit.launch.environment import launcher_environment
+from toolkit.launch.command import launcher_environment
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.export import export_presets, preset_text
 from toolkit.presets.training_arguments import FSDP_ENVIRONMENT_KEYS, strategy_variables, trainer_arguments

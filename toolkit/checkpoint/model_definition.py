@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from toolkit.data import is_hub_id
+from toolkit.data.data_files import is_hub_id
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
 from toolkit.files.reading import user_path

@@ -30,7 +30,7 @@ def train(options: TrainOptions) -> None:
     if prepared.nvme is not None:
         print_message("\n".join([prepared.nvme.describe(), *prepared.nvme.warnings]))
     elif options.nvme_path is not None:
-        print_message(f"--nvme-path has no effect: preset {prepared.preset.name!r} does not offload to a disk")
+        print_message(f"--nvme-path has no effect: preset {prepared.command.preset.name!r} does not offload to a disk")
     if options.dry_run:
         _print_dry_run(prepared)
         return
@@ -56,8 +56,9 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.plan.planner import plan_line, plan_run, plan_run_here
 
-    if prepared.options.gpu is not None:
-        gpu, world_size = find_gpu(prepared.options.gpu), prepared.command.num_processes
-        print_message(plan_line(plan_run(prepared.preset, prepared.job, world_size=world_size, gpu=gpu)))
-        return None
-    return plan_run_here(prepared.preset, prepared.job, world_size=prepared.command.num_processes, say=print_message)
+    preset, world_size = prepared.command.preset, prepared.command.num_processes
+    if prepared.options.gpu is None:
+        return plan_run_here(preset, prepared.job, world_size=world_size, say=print_message)
+    gpu = find_gpu(prepared.options.gpu)
+    print_message(plan_line(plan_run(preset, prepared.job, world_size=world_size, gpu=gpu)))
+    return None

@@ -18,10 +18,10 @@ from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.command import RESUME_LATEST
-from toolkit.launch.environment import (
+from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
     PRESET_VARIABLE,
+    RESUME_LATEST,
     RUN_ID_VARIABLE,
     WORLD_SIZE_VARIABLE,
     process_environment,

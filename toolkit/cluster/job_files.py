@@ -23,8 +23,7 @@ from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError, visible
 from toolkit.files import write_text
 from toolkit.files.secrets import hide_words
-from toolkit.launch.command import torchrun_words
-from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.launch.command import NVME_PATH_VARIABLE, torchrun_words
 from toolkit.presets import Preset
 
 if TYPE_CHECKING:

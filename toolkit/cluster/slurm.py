@@ -41,8 +41,7 @@ from toolkit.job.argument_reading import without_flags
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import refuse_arguments_of_comparison
-from toolkit.launch.command import LaunchCommand, torchrun_words
-from toolkit.launch.environment import NVME_PATH_VARIABLE, threads_per_rank
+from toolkit.launch.command import NVME_PATH_VARIABLE, LaunchCommand, threads_per_rank, torchrun_words
 from toolkit.launch.preflight import check_required
 from toolkit.presets import Preset, load_preset
 

@@ -29,7 +29,7 @@ from toolkit.compare.ledger import (
 from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.specification import ComparisonSpec, Trial
-from toolkit.launch.environment import inherited_environment
+from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.options import TrainOptions

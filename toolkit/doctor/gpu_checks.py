@@ -1,18 +1,16 @@
 """Checks of NVIDIA GPUs by what NVML and the kernel log say. Nothing here uses a GPU.
 
-No GPU has confirmed them: they were written from NVML's documentation.
+No GPU has confirmed them: they were written from NVML's documentation. PCIe and NVLink are tested by `dcgmi diag`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.system_text import entries_of, output_of
 from toolkit.units import gib
@@ -25,11 +23,8 @@ DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/acce
 MAX_LIFETIME_SRAM_ERRORS = 4
 # A power limit that is lower by less than this is rounding.
 LIMIT_TOLERANCE = 0.02
-# Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
+# Arguments of NVML's functions, from nvml.h.
 UNCORRECTED, VOLATILE, AGGREGATE, SRAM, CLOCK_SM, TEMPERATURE = 1, 0, 1, 7, 1, 0
-PEER_READ, PEER_NVLINK, PEER_OK = 0, 2, 0
-MAX_NVLINKS = 18
-NVLINK_COUNTERS = ("replays", "recoveries", "CRC errors of flits", "CRC errors of data")
 FABRIC_STATES = dict(enumerate(("not supported", "not started", "in progress", "completed")))
 RECOVERY_ACTIONS = dict(enumerate(("none", "reset the GPU", "reboot the node", "drain its traffic", "drain and reset")))
 
@@ -37,7 +32,6 @@ RESET = "end all processes on it, then `nvidia-smi -r -i {index}`, or reboot the
 REPLACE = "replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for"
 COOLING = "check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)"
 FABRIC = "systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log"
-NO_ACS = "turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none"
 SOME_GPUS = "SLURM: --gpus-per-node; docker run --gpus all"
 
 
@@ -188,7 +182,7 @@ def gpu_clocks(node: NodeReadings) -> Outcome:
         if reasons:
             level = ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING
             add(level, "its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C", "no reason", COOLING)
-        if _is_below(limit, default):
+        if limit is not None and default is not None and limit < default * (1 - LIMIT_TOLERANCE):
             normal, fix = f"{default / 1000:g}", "nvidia-smi -i {index} -pl "
             add(WARNING, "the power limit is below its default", f"{watts:g} W", f"{normal} W", f"{fix}{normal}")
         if persistence == 0:
@@ -198,10 +192,6 @@ def gpu_clocks(node: NodeReadings) -> Outcome:
         what, fix = "the node's GPUs differ: the slowest sets the pace of all", "GPUs of one kind; nvidia-smi -pl, -rgc"
         outcome.add(WARNING, what, "; ".join(sorted(kinds)), "the same on all GPUs", fix)
     return outcome
-
-
-def _is_below(value: float | None, normal: float | None) -> bool:
-    return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
 
 
 @node_check(
@@ -219,64 +209,3 @@ def gpu_processes(node: NodeReadings) -> Outcome:
             fix = f"`ps -fp {','.join(map(str, pids))}` shows whose they are; end those that are left over"
             _adding(outcome, gpu)(NOTE, "other processes use it", held, "none, before a job starts", fix)
     return outcome
-
-
-# -- connections
-
-
-@node_check(
-    threshold="fewer lanes than the GPU has",
-    source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
-)
-def gpu_pcie(node: NodeReadings) -> Outcome:
-    """PCIe lanes."""
-    outcome = Outcome({})
-    for gpu in node.gpus():
-        width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
-        outcome.measured[str(gpu.index)] = {"width": width, "max_width": max_width}
-        if _is_below(width, max_width):
-            what, fix = f"{gpu.label}: PCIe runs with fewer lanes", "reseat the card, or choose a slot with all lanes"
-            outcome.add(WARNING, what, f"{width}x", f"{max_width}x", fix)
-    return outcome
-
-
-@node_check(
-    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
-    "access: NCCL copies through host memory",
-    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
-    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-)
-def gpu_links(node: NodeReadings) -> Outcome:
-    """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
-    gpus, outcome, kind = node.gpus(), Outcome({}), common_gpu(node.gpu_names)
-    has_nvlink = False
-    for gpu in gpus:
-        states = {link: gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)}
-        active, inactive = ([link for link, state in states.items() if state == wanted] for wanted in (1, 0))
-        outcome.measured[str(gpu.index)] = {"active_nvlinks": len(active)}
-        has_nvlink |= bool(active) and kind is not None and kind.nvlink_bytes_per_second is not None
-        if inactive:
-            what, fix = f"{gpu.label}: NVLinks are inactive", "reset the GPUs, or reboot the node"
-            outcome.add(WARNING, what, ", ".join(map(str, inactive)), "all active", fix)
-        for link in active:
-            counts = [gpu.read("nvmlDeviceGetNvLinkErrorCounter", link, counter) for counter in range(4)]
-            errors = [f"{count} {name}" for name, count in zip(NVLINK_COUNTERS, counts, strict=True) if count]
-            if errors:
-                what, fix = f"{gpu.label} link {link}: errors on the NVLink", "if they grow in a run, report the GPU"
-                outcome.add(WARNING, what, ", ".join(errors), 0, fix)
-    if has_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
-        fix = "keep tensor parallelism to pairs with NVLink"
-        outcome.add(WARNING, "pairs of GPUs without NVLink", pairs, "NVLink between all", fix)
-    if pairs := _refused_pairs(gpus, PEER_READ):
-        outcome.add(WARNING, "pairs of GPUs have no peer access", pairs, "all pairs", NO_ACS)
-    return outcome
-
-
-def _refused_pairs(gpus: list[Nvml], capability: int) -> str:
-    """`0-3, 1-2`: the pairs that NVML says to lack a capability of peer access."""
-    pairs = [
-        f"{first.index}-{second.index}"
-        for first, second in combinations(gpus, 2)
-        if first.read("nvmlDeviceGetP2PStatus", second.handle, capability) not in (PEER_OK, None)
-    ]
-    return ", ".join(pairs)

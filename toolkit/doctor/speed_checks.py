@@ -20,7 +20,7 @@ from statistics import median
 from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
-from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.units import MIB
@@ -130,7 +130,7 @@ def all_reduce(node: NodeReadings) -> Outcome:
         outcome.add(ERROR, what, _last_line(printed, code), "a result", fix)
     elif expected and bandwidth < expected:
         what = f"the all-reduce of {gpus} GPUs is slower than the planner's range"
-        fix = "NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables"
+        fix = "NCCL_DEBUG=INFO toolkit doctor --long; see nccl-variables"
         outcome.add(WARNING, what, f"{bandwidth / GIGA:.0f} GB/s", f"at least {expected / GIGA:.0f} GB/s", fix)
     return outcome
 

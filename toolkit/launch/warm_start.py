@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from toolkit.launch.environment import RUN_ID_VARIABLE
+from toolkit.launch.command import RUN_ID_VARIABLE
 
 # A running server: its address, and a digest of the variables that libraries have read while it imported them.
 SERVER_VARIABLE, PRELOADED = "TOOLKIT_FORK_SERVER", "toolkit.train.preloaded"
@@ -145,9 +145,10 @@ def fork_process(
 
 def python_words(argv: Sequence[str]) -> list[str] | None:
     """Return the words after this environment's Python, if they run a module or a script; None otherwise."""
-    words = [str(word) for word in argv[2 if argv[1:2] == ["-u"] else 1 :]]
+    python, *words = map(str, argv)
+    words = words[words[:1] == ["-u"] :]
     runs = len(words) > 1 if words[:1] == ["-m"] else bool(words) and words[0].endswith(".py")
-    return words if runs and argv[0] == sys.executable else None
+    return words if runs and python == sys.executable else None
 
 
 # -- in the forked process

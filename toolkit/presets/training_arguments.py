@@ -116,7 +116,7 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
 def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | None = None) -> dict[str, str]:
     """Return the part of the launcher's environment that `TrainingArguments` cannot carry.
 
-    `toolkit.launch.environment.launcher_environment` derives the complete environment with accelerate's own functions;
+    `toolkit.launch.command.launcher_environment` derives the complete environment with accelerate's own functions;
     a test checks that these variables have the same values. This function needs no accelerate, so that
     `toolkit preset show --as trainer` can print them.
     """

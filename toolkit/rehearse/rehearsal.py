@@ -24,11 +24,9 @@ from toolkit.files.secrets import hide_words, separate_secrets
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
-from toolkit.launch.command import ProcessCommand, new_run_id
-from toolkit.launch.environment import process_environment
-from toolkit.launch.exit_status import RunResult, record_result
+from toolkit.launch.command import ProcessCommand, new_run_id, process_environment
 from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_required
-from toolkit.launch.process import run_command
+from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset

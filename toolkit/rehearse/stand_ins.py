@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.job.argument_fields import ModelArguments
-from toolkit.launch.environment import launcher_environment, rank_environment
+from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets import Preset

@@ -212,10 +212,8 @@ def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpo
         checkpoint = latest
     if launch.preset is not None:
         run = _resuming_run(arguments, launch.preset)
-        converted = convert_checkpoint(
-            checkpoint_to_convert(checkpoint, run), run, on_message=partial(print, flush=True)
-        )
-        checkpoint = checkpoint if converted.path is None else read_checkpoint(converted.path)
+        if (other := checkpoint_to_convert(checkpoint, run)) is not None:
+            checkpoint = read_checkpoint(convert_checkpoint(other, run, on_message=partial(print, flush=True)))
     if not arguments.job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint

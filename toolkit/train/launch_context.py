@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
-from toolkit.launch.environment import (
+from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
     PREPARED_VARIABLE,
     PRESET_VARIABLE,

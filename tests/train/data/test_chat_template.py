@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conversations import CHATML_WITH_GENERATION_BLOCK, RENDERED, TURNS, marked, tokenized, with_template
 
-from toolkit.data import Sample
+from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
 from toolkit.train.data.collation import Collator
 from toolkit.train.data.tokenization import encode

@@ -12,7 +12,8 @@ import pytest
 from conversations import TURNS, marked, tokenized, with_template
 from dataset_folders import write_dataset_folder
 
-from toolkit.data import DataSource, Sample, resolve_sources
+from toolkit.data.data_files import DataSource, resolve_sources
+from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder

@@ -14,8 +14,17 @@ from typing import Any
 
 import datasets
 
-from toolkit.data import DataSource, iter_rows, resolve_source, resolve_sources
-from toolkit.data.mixture import fractions, numbered, repeated_rows, row_and_source, rows_per_epoch
+from toolkit.data.data_files import (
+    DataSource,
+    fractions,
+    iter_rows,
+    numbered,
+    repeated_rows,
+    resolve_source,
+    resolve_sources,
+    row_and_source,
+    rows_per_epoch,
+)
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.dataset_checks import check_val_size

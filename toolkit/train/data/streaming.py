@@ -29,8 +29,7 @@ import datasets
 import torch
 from accelerate.data_loader import prepare_data_loader
 
-from toolkit.data import DataSource, iter_rows, resolve_source
-from toolkit.data.mixture import numbered
+from toolkit.data.data_files import DataSource, iter_rows, numbered, resolve_source
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.json_files import read_json_object

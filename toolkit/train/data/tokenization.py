@@ -24,18 +24,9 @@ from typing import Any
 import datasets
 import transformers
 
-from toolkit.data import (
-    DataSource,
-    Sample,
-    check_file,
-    check_row,
-    config_error,
-    detect_format,
-    formats,
-    iter_rows,
-    resolve_source,
-)
-from toolkit.data.formats import to_sample, with_system_prompt
+from toolkit.data import formats
+from toolkit.data.data_files import DataSource, check_file, config_error, iter_rows, resolve_source
+from toolkit.data.formats import Sample, check_row, detect_format, to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data import chat_template
