@@ -95,10 +95,8 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
         calls = steps * len(units)
         yield inside(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
     reductions = 1 if setup.job.keeps_whole_gradients else steps
-    payload, calls = (
-        reductions * element_bytes * _padded_rows(setup.trained, ranks),
-        reductions * len(setup.weights.units),
-    )
+    payload = reductions * element_bytes * _padded_rows(setup.trained, ranks)
+    calls = reductions * len(setup.weights.units)
     yield inside(name="reduce_scatter", purpose="gradients", payload_bytes=payload, calls=calls)
     between = partial(Collective, group_size=replicas, group="replicas", calls=calls)
     yield between(name="all_reduce", purpose="gradients between replicas", payload_bytes=payload // ranks)
