@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from toolkit.job.job import Job
+from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.timer import StepTimer
@@ -38,7 +39,7 @@ def callback_names(folder: Path, training: Any, **arguments: Any) -> list[str]:
         rank=0,
         world_size=2,
     )
-    timer = StepTimer(folder / "ranks" / "rank0.jsonl", rank=0, device=torch.device("cpu"), progress=progress)
+    timer = StepTimer(run, ObserverParts(), device=torch.device("cpu"))
     trainer: Any = SimpleNamespace(args=training, eval_dataset=None)
     return [type(callback).__name__ for callback in callbacks(run, trainer, SimpleNamespace(timer=timer))]  # type: ignore
 

@@ -16,7 +16,7 @@ from toolkit.job.job_checks import profiled_steps
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.readings import Values
+from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import compute_dtype, dtype_name
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
