@@ -26,10 +26,9 @@ from transformers import AttentionMaskInterface
 
 from toolkit.errors import AttestationFailed, ToolkitError
 from toolkit.models.attention import needs_no_mask
-from toolkit.observe.attest.readings import Values
+from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import compute_dtype, dtype_name, without_adapters
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
-from toolkit.observe.compiler_events import uncompiled_forward
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, PackCollator
 
 TokenRow = dict[str, Any]
@@ -122,10 +121,7 @@ class PackedRows(torch.utils.data.Dataset[TokenRow]):  # type: ignore[misc]
 
 
 def check_model_packs(model: Any) -> None:
-    """Raise ToolkitError for an architecture without position ids: its documents would attend to each other.
-
-    An architecture that takes them and leaks anyway is found by the run-time verification.
-    """
+    """Raise ToolkitError for an architecture without position ids: its documents would attend to each other."""
     plain = without_adapters(model)
     if "position_ids" not in inspect.signature(plain.forward).parameters:
         raise ToolkitError(
@@ -156,7 +152,7 @@ def verify_packing(trainer: Any) -> Values:
     """
     if not isinstance(getattr(trainer.data_collator, "collator", None), PackCollator):
         return {"packing": None}
-    with uncompiled_forward():
+    with torch.compiler.set_stance("force_eager"):
         reading = read_packing(trainer, compute_dtype=dtype_name(compute_dtype(trainer.args)))
     if reading["packing"] != "isolated":
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)

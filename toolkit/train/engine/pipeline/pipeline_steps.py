@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import pad
 
-from toolkit.observe.attest.readings import Values
+from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import dtype_names
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.parallel.layout import DIMENSIONS

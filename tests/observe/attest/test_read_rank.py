@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.observe.attest.first_step import RecomputeDetector, uses_activation_checkpointing
+from toolkit.observe.attest.read_rank import RecomputeDetector, uses_activation_checkpointing
 
 
 @pytest.fixture
