@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from launching import ROOT
 
-from toolkit import load_preset
 from toolkit.cache import cache_folder
 from toolkit.cli import main
 from toolkit.cli.options import expand_words
@@ -62,15 +60,6 @@ def test_a_path_in_the_arguments_may_be_below_the_home_folder(given: list[str], 
 @pytest.mark.parametrize("word", ["~nobody-here/x", "a~b", "./~x", "-x=~/y"])
 def test_what_is_no_path_below_a_home_folder_is_unchanged(word: str) -> None:
     assert expand_words([word]) == [word]
-
-
-def test_a_preset_and_the_json_that_it_names_may_be_below_the_home_folder(home: Path) -> None:
-    shutil.copy(ROOT / "ds_configs" / "zero2.json", home / "mine.json")
-    text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
-    (home / "mine.yaml").write_text(text.replace("ds_configs/zero2.json", "~/mine.json"))
-    preset = load_preset("~/mine.yaml")
-    assert preset.deepspeed_config_path == (home / "mine.json").resolve()
-    assert json.loads(preset.texts()[f"{home.name}/mine.json"])
 
 
 def test_a_cache_in_the_environment_may_be_below_the_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from command_line import run_command
 
-from toolkit.cli.lint import version_notes
-from toolkit.lint import lint_paths
-
 FSDP1_FILE = """# kept
 distributed_type: FSDP  # kept too
 fsdp_config:
@@ -98,12 +95,3 @@ def test_options_that_exclude_each_other_are_refused(lint: Lint, words: list[str
     code, _, err = lint(*words)
     assert code == 2
     assert why in err
-
-
-def test_another_installed_version_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
-    findings = lint_paths([tmp_path]).findings
-    assert len(findings) == 2
-    assert version_notes(findings) == []
-    monkeypatch.setattr("toolkit.versions.installed_version", lambda _: "1.16.2")
-    assert version_notes(findings) == ["note: accelerate 1.16.2 is installed; its rules were checked with 1.15.0"]

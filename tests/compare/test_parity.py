@@ -147,18 +147,6 @@ def test_the_band_of_losses_grows_with_the_number_of_steps() -> None:
         assert aggregate_rows(comparison("ddp", "other", repeats=1), *trials)["other-n2"].parity == parity
 
 
-def test_only_steps_that_both_rows_ran_are_compared() -> None:
-    short = {
-        "losses": LOSSES[:7],
-        "batch_sha256": BATCHES[:7],
-        "step_tokens": [200] * 7,
-        "step_seconds": [9.0, 0.7, *[0.5] * 5],
-        "timed_step_numbers": [3, 4, 5, 6, 7],
-    }
-    row = row_beside_ddp(**short)
-    assert (row.parity, row.timed_steps) == ("agrees", 5)
-
-
 def test_a_first_timed_step_that_is_slow_in_every_repeat_fails_parity() -> None:
     row = row_beside_ddp(step_seconds=[9.0, 0.7, 9.0, *[0.5] * 5])
     assert row.parity == "parity failed"

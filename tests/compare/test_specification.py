@@ -83,17 +83,14 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
 
 @pytest.mark.parametrize(
     ("micro", "accumulation", "expected"),
-    [(4, 1, [(4, 1), (2, 1), (1, 1)]), (2, 4, [(2, 4), (2, 2), (2, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
+    [(4, 1, [(4, 1), (2, 1), (1, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
 )
 def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
     arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     found = strong_scaling_batches(Job.from_values(arguments), [1, 2, 4])
     assert [tuple(found[n].values()) for n in (1, 2, 4)] == expected
-
-
-def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ToolkitError, match="a global batch of 3 sequences cannot be shared by 2 processes"):
-        strong_scaling_batches(Job(per_device_train_batch_size=3), [1, 2])
+    with pytest.raises(ToolkitError, match="sequences cannot be shared by 7 processes"):
+        strong_scaling_batches(Job.from_values(arguments), [1, 7])
 
 
 def specification(*words: str, **given: Any) -> ComparisonSpec:
@@ -129,13 +126,12 @@ def test_only_an_equal_comparison_is_resumed(tmp_path: Path) -> None:
         open_comparison(tmp_path, written.model_copy(update={"repeats": 9}), resume=True)
 
 
-@pytest.mark.parametrize("content", ["garbage", "", "[1]"], ids=["text", "empty", "list"])
-def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path: Path, content: str) -> None:
-    (tmp_path / "comparison.json").write_text(content)
+def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "comparison.json").write_text("garbage")
     for resume in (False, True):
         with pytest.raises(ToolkitError, match=r"comparison\.json"):
             open_comparison(tmp_path, comparison("ddp"), resume=resume)
-    assert (tmp_path / "comparison.json").read_text() == content
+    assert (tmp_path / "comparison.json").read_text() == "garbage"
 
 
 # Variants
@@ -203,7 +199,5 @@ def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
 
 
 def test_more_trials_than_a_day_has_time_for_are_refused(faq_alpaca: Path, tiny_model: Path) -> None:
-    variants = [f"v{seed}=ddp --seed {seed}" for seed in range(400)]
-    with pytest.raises(ToolkitError, match="the rows and --repeats make 1,203 trials, expected 1,000 or fewer"):
-        check_comparison(compare_options(faq_alpaca, tiny_model, *variants))
-    assert len(check_comparison(compare_options(faq_alpaca, tiny_model, repeats=1000)).spec.trials()) == 1000
+    with pytest.raises(ToolkitError, match="the rows and --repeats make 2,000 trials, expected 1,000 or fewer"):
+        check_comparison(compare_options(faq_alpaca, tiny_model, "again=ddp", repeats=1000))

@@ -56,15 +56,6 @@ def test_summary_names_what_differs_by_design(results: Document) -> None:
     assert "could not be checked" not in summary_sentence(results)
 
 
-def test_summary_never_compares_different_process_counts(results: Document) -> None:
-    faster = copy.deepcopy(results["rows"][0])
-    faster.update(world_size=4, trial="ddp-n4-r0", tokens_per_second=900.0)
-    results["rows"] = [*results["rows"][:2], faster]
-    sentence = summary_sentence(results)
-    assert "On 2 CPU processes, 2 presets ran at 300 (zero2) to 400 tokens/s (ddp) in single runs" in sentence
-    assert "on 4 CPU processes, ddp ran at 900 tokens/s, with no comparable row" in sentence
-
-
 def test_an_empty_comparison_is_reported_as_such(results: Document) -> None:
     results["rows"] = []
     assert summary_sentence(results) == "Nothing was compared: there are no rows."

@@ -18,7 +18,7 @@ import typer
 
 from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import Place, node_script, python_of, render
-from toolkit.cluster.options import check_printable, limit_seconds
+from toolkit.cluster.options import JobOptions, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import Range, check_range
 
@@ -200,6 +200,6 @@ def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
     )
 
 
-def submit_command(job: ClusterJob) -> list[str]:
+def submit_command(options: JobOptions) -> list[str]:
     """Return the command that submits a task; secrets are taken from the environment by their names."""
-    return ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in job.options.passed_variables)]
+    return ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in options.passed_variables)]
