@@ -90,13 +90,6 @@ def test_what_has_no_figures_is_refused_rather_than_planned() -> None:
         make_plans(mixture)
 
 
-def test_more_ranks_per_sequence_fit_a_longer_one() -> None:
-    job = {"max_seq_length": 65_536, "activation_checkpointing": True}
-    largest = [make_plans(request("cp", cp=cp, **job))[0].largest_micro_batch or 0 for cp in (2, 4, 8)]
-    assert largest == sorted(largest)
-    assert largest[0] < largest[-1]
-
-
 def asked(*, length: int, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
     job = PlannedJob(max_seq_length=length)
     gpu = custom_gpu(H100, memory_gib=memory_gib)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.job.accumulation import ACCUMULATE
-from toolkit.job.argument_values import Range
-from toolkit.job.defaults import (
+from toolkit.job.argument_values import (
     GRADIENT_ACCUMULATION_STEPS,
     LOSS_CHUNK_TOKENS,
     MAX_SEQ_LENGTH,
     PER_DEVICE_TRAIN_BATCH_SIZE,
     YEAR_MINUTES,
+    Range,
 )
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER

@@ -19,14 +19,13 @@ from toolkit.job.argument_reading import argument_words
 from toolkit.job.argument_values import as_list, check_range, check_word
 from toolkit.job.compilation import check_compilation, missing_compiler
 from toolkit.job.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
-from toolkit.job.global_batch import check_global_batch
+from toolkit.job.global_batch import check_global_batch, check_scaling
 from toolkit.job.job import Job
-from toolkit.job.learning_rate import check_scaling
 from toolkit.job.model_arguments import check_attention
-from toolkit.job.trainer_checks import check_trainer_arguments
+from toolkit.job.trainer_checks import check_trainer_arguments, optimizer_module
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import missing_attention_package
-from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module
+from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable
 
 # Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
 ARGUMENTS_OF_COMPARISON = {

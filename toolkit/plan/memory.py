@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.job.defaults import LOSS_CHUNK_TOKENS
+from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
