@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.read_model import shape_from_config
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.memory import (
