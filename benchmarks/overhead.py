@@ -29,7 +29,7 @@ from small_job import words
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import geometric_mean, mean_interval
-from toolkit.launch.environment import inherited_environment
+from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of
 from toolkit.launch.options import TrainOptions
 
@@ -130,18 +130,17 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.job.argument_fields import ModelArguments
-    from toolkit.train.data.tokenization import load_rows, tokenize
+    from toolkit.job.argument_fields import DataArguments, ModelArguments
+    from toolkit.train.data.tokenization import EncodedSource, encode_rows, load_rows, row_encoder
     from toolkit.train.model.loading import load_tokenizer
 
     datasets.disable_progress_bars()
     model, dataset, tokens = model or prepare_default_model(), default_data_file(), scratch / "tokens"
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(model)), chat_template=None)
     rows, data_format = load_rows(str(dataset), "train")
-    tokenized = tokenize(
-        rows, tokenizer=tokenizer, data_format=data_format, max_seq_length=MAX_SEQ_LENGTH, loss_on=None
-    )
-    tokenized.dataset.save_to_disk(tokens)
+    encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=MAX_SEQ_LENGTH))
+    source = EncodedSource(name=str(dataset), rows=encode_rows(rows, encoder), encoder=encoder)
+    source.supervised()[0].save_to_disk(tokens)
     return Job(model=model, dataset=dataset, tokens=tokens, steps=steps, untimed_steps=untimed_steps)
 
 

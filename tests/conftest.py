@@ -9,7 +9,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -159,20 +159,30 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any) -> Path:
     return build_once("models", lambda folder: random_llama(folder / "tiny-llama", tokenizer, **sizes)) / "tiny-llama"
 
 
+class PresetRuns(dict[str, Path]):
+    """One run folder per preset, launched when a test first asks for it."""
+
+    def __init__(self, launch: Callable[[str], Path]) -> None:
+        self.launch = launch
+
+    def __missing__(self, preset: str) -> Path:
+        self[preset] = self.launch(preset)
+        return self[preset]
+
+
 @pytest.fixture(scope="session")
 def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """One run folder per preset that a CPU can run, started by `accelerate launch` on the same job.
+    """A run folder for each preset that a CPU can run, started by `accelerate launch` on the same job.
 
-    `test_fork_server.py` compares what they are given, and their losses, with what a cold launcher gives.
+    `test_warm_start.py` compares what they are given, and their losses, with what a cold launcher gives.
     """
-    from launching import CPU_PRESETS, launch_preset
+    from launching import launch_preset
 
-    def run_all(folder: Path) -> None:
-        for preset in CPU_PRESETS:
-            launch_preset(preset, tiny_model, faq_alpaca, folder / preset)
+    def launch(preset: str) -> Path:
+        run = partial(launch_preset, preset, tiny_model, faq_alpaca)
+        return build_once(f"run_{preset}", lambda folder: run(folder / preset)) / preset
 
-    folder = build_once("preset_runs", run_all)
-    return {preset: folder / preset for preset in CPU_PRESETS}
+    return PresetRuns(launch)
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,11 @@ from typing import Any
 
 import datasets
 
-from toolkit.data import Sample
+from toolkit.data.formats import Sample
+from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
-from toolkit.train.data.data_report import mark_supervised
-from toolkit.train.data.tokenization import Tokenized, encode, tokenize
+from toolkit.train.data.data_report import DataStats, mark_supervised
+from toolkit.train.data.tokenization import EncodedSource, encode, encode_rows, row_encoder
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -46,7 +47,10 @@ def marked(sample: Sample, tokenizer: Any, *, supervise_all: bool = False) -> st
     return mark_supervised({"input_ids": input_ids, "labels": labels}, tokenizer)
 
 
-def tokenized(rows: list[dict[str, Any]], tokenizer: Any, data_format: str, **changes: Any) -> Tokenized:
-    arguments = {"max_seq_length": 128, "loss_on": None, **changes}
-    dataset = datasets.Dataset.from_list(rows)
-    return tokenize(dataset, tokenizer=tokenizer, data_format=data_format, **arguments)
+def tokenized(
+    rows: list[dict[str, Any]] | datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any
+) -> tuple[datasets.Dataset, DataStats]:
+    """Rows with a supervised token, and their statistics."""
+    dataset = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+    encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
+    return EncodedSource(name="rows", rows=encode_rows(dataset, encoder), encoder=encoder).supervised()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -16,7 +15,8 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from toolkit.cache import path_with_ninja, torch_extensions_folder
-from toolkit.launch.warm_start import SERVER_VARIABLE, WarmStart, fork_process
+from toolkit.launch import warm_start
+from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -40,9 +40,7 @@ LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random state m
 @cache
 def fork_server() -> str:
     """One server for the whole session, on the CPU; it ends with pytest, whatever ends pytest."""
-    warm_start = WarmStart()
-    atexit.register(warm_start.stop)
-    return warm_start.server(cpu_environment())
+    return warm_start.fork_server(cpu_environment())
 
 
 def cpu_environment() -> dict[str, str]:
@@ -144,6 +142,14 @@ def run_warm(command: Sequence[str], environment: dict[str, str], cwd: Path = RO
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def attested_ranks(folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank of a verified run has read back."""
+    attestation = read(folder / "attestation.json")
+    assert attestation["verdict"] == "attested"
+    found: list[dict[str, Any]] = attestation["ranks"]
+    return found
 
 
 def attested(folder: Path) -> dict[str, Any]:

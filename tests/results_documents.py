@@ -49,12 +49,6 @@ def before_and_after(before: Document, after: Document) -> BeforeAndAfter:
     return two_comparisons.before_and_after(Results.model_validate(before), Results.model_validate(after))
 
 
-def only(results: Document, *presets: str) -> Document:
-    """The results of some presets."""
-    results["rows"] = [row for row in results["rows"] if row["preset"] in presets]
-    return results
-
-
 def console_lines(results: Document) -> list[str]:
     from rich.console import Console
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from launching import ROOT, torchrun
 
-from toolkit.data import check_file
+from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job

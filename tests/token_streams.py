@@ -8,9 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import BATCH_FACTS
-from toolkit.train.data.stream_loader import LaneStates, batch_share, record_lane_states
-from toolkit.train.data.streaming import RowStream, TokenStream, open_stream
+from toolkit.train.data.streaming import (
+    LaneStates,
+    MixedRows,
+    RowStream,
+    TokenStream,
+    open_stream,
+    record_lane_states,
+)
 from toolkit.train.data.tokenization import RowEncoder, row_encoder
 
 TRUNCATED_EVERY = 3  # the answer of every third row is truncated away
@@ -31,14 +38,12 @@ def write_rows(path: Path) -> Path:
 
 
 def encoder(tokenizer: Any, rows: RowStream) -> RowEncoder:
-    return row_encoder(
-        tokenizer=tokenizer, data_format=rows.data_format, max_seq_length=32, loss_on=None, system_prompt=None
-    )
+    return row_encoder(tokenizer, rows.data_format, DataArguments(max_seq_length=32))
 
 
 def token_stream(path: Path, tokenizer: Any, training: Any, *, packing: bool = False) -> TokenStream:
     rows = open_stream(str(path), "train", buffer_size=8, seed=1)
-    return TokenStream(rows, [encoder(tokenizer, rows)], batch_share(training), packing=packing)
+    return TokenStream(MixedRows(streams=(rows,)), [encoder(tokenizer, rows)], training, packing=packing)
 
 
 def rank_arguments(index: int, ranks: int, *, batch: int, accumulation: int = 1, workers: int = 0) -> Any:

@@ -28,13 +28,7 @@ def test_the_yaml_goes_to_stdout_and_the_next_command_to_stderr(convert: Convert
     code, out, err = convert(str(AXOLOTL))
     assert code == 0
     assert yaml.safe_load(out)["per_device_train_batch_size"] == 2
-    assert out.splitlines()[:2] == [
-        f"# Converted from axolotl: {AXOLOTL}",
-        "#   toolkit train --preset ddp -- train.yaml",
-    ]
-    assert "# axolotl drops longer rows" in out
-    assert "# Defaults of axolotl, which differ from ours:\nnum_train_epochs: 1.0\n" in out
-    assert "#   loss_watchdog_threshold: 5.0  (`toolkit train` ends a run" in out
+    assert "#   toolkit train --preset ddp -- train.yaml" in out.splitlines()
     assert err.splitlines() == [
         "axolotl: 6 settings converted, 1 without a counterpart",
         "not converted: loss_watchdog_threshold",
@@ -77,49 +71,21 @@ def test_json_names_what_became_of_every_setting(convert: Convert) -> None:
     assert shown["redundant"] == ["datasets[0].type"]
 
 
-def test_what_the_configuration_does_not_say_is_asked_for(convert: Convert, tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: faq\n")
-    _, _, err = convert("theirs.yaml")
-    assert "next: toolkit train --preset ddp -- train.yaml --dataset FILE" in err
-
-
 @pytest.mark.parametrize(
-    ("text", "options", "message", "hint"),
+    ("text", "options", "message"),
     [
-        ("base_model: a/b\nrl: dpo\n", (), "not supervised fine-tuning", "use a preset with TRL"),
-        ("learning_rate: 1e-5\n", (), "is not recognised", "`--from trl`, `--from axolotl`, `--from llama-factory`"),
-        ("distributed_type: FSDP\n", (), "is not recognised", "an accelerate YAML is a preset already"),
-        ("base_model: a/b\n", ("--from", "axolotel"), "--from is 'axolotel'", "did you mean `axolotl`?"),
+        ("base_model: a/b\nrl: dpo\n", (), "not supervised fine-tuning"),
+        ("learning_rate: 1e-5\n", (), "is not recognised"),
+        ("base_model: a/b\n", ("--from", "axolotel"), "--from is 'axolotel'"),
     ],
 )
 def test_a_file_that_cannot_be_converted_is_refused_in_two_lines(
-    convert: Convert, text: str, options: tuple[str, ...], message: str, hint: str, tmp_path: Path
+    convert: Convert, text: str, options: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     code, out, err = convert("theirs.yaml", *options)
-    assert (code, out) == (2, "")
-    first, second = err.splitlines()
-    assert message in first
-    assert hint in second
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "no such file: theirs.yaml"),
-        ("- a\n- b\n", "theirs.yaml holds list, expected keys and values"),
-        ("a: [\n", "theirs.yaml is not YAML: while parsing a flow node"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_refused(
-    convert: Convert, text: str | None, message: str, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / "theirs.yaml").write_text(text)
-    code, _, err = convert("theirs.yaml")
-    assert code == 2
-    assert err.startswith(f"error: {message}")
-    assert len(err.splitlines()) == 1
+    assert (code, out, len(err.splitlines())) == (2, "", 2)
+    assert message in err.splitlines()[0]
 
 
 def test_the_tool_can_be_named_where_the_settings_do_not_say(convert: Convert, tmp_path: Path) -> None:

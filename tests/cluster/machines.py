@@ -2,7 +2,6 @@
 
     with Machines(folder, ["ctl", "node1", "node2"]) as machines:
         machines.run("node1", "ping", "-c1", "node2")
-        machines.shape("node2", "1gbit")
         machines.power_off("node2")
 
 All machines see the same files, except `/mnt`, which is each machine's own. The switch is a bridge in a network
@@ -19,7 +18,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -110,28 +109,6 @@ class Machines:
         self._in_switch("ip", "link", "delete", machine.port)  # the kernel may keep the machine's end for minutes
         _end(machine)
 
-    def cut(self, name: str) -> None:
-        """Pull a machine's cable out of the switch; its processes live."""
-        self._in_switch("ip", "link", "set", self.on[name].port, "nomaster")
-
-    def join(self, name: str) -> None:
-        """Plug the cable in again."""
-        self._in_switch("ip", "link", "set", self.on[name].port, "master", BRIDGE)
-
-    def shape(self, name: str, rate: str) -> None:
-        """Limit both directions of a machine's cable, such as to `1gbit`, by token buckets; without delay."""
-        bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-        self._in_switch("tc", "qdisc", "replace", "dev", self.on[name].port, *bucket)
-        self.run(name, "tc", "qdisc", "replace", "dev", "eth0", *bucket)
-
-    def unshape(self, name: str) -> None:
-        self._in_switch("tc", "qdisc", "del", "dev", self.on[name].port, "root")
-        self.run(name, "tc", "qdisc", "del", "dev", "eth0", "root")
-
-    def sent_bytes(self, name: str) -> int:
-        """Return the bytes that a machine has sent over its cable, headers included."""
-        return int(self.run(name, "cat", "/sys/class/net/eth0/statistics/tx_bytes", sysfs=True).stdout)
-
     def command(self, name: str, *words: str) -> list[str]:
         """Return the command that runs `words` on a machine, in this process's working directory.
 
@@ -207,15 +184,3 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float, detai
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{details()}"
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def shaped(machines: Machines, names: Sequence[str], rate: str) -> Iterator[None]:
-    """Limit the cables of some machines for a while."""
-    for name in names:
-        machines.shape(name, rate)
-    try:
-        yield
-    finally:
-        for name in names:
-            machines.unshape(name)

@@ -19,7 +19,7 @@ from cluster.machines import Machines, wait_until
 from launching import ROOT
 
 CONTROLLER = "ctl"
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 # cred_expire: by default a requeued job waits 120 s for the old credential. A node that is silent for SlurmdTimeout is
 # down; a ping that nobody answers takes MessageTimeout. KillWait: seconds between SIGTERM and SIGKILL: ranks wait 10 s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -64,17 +63,6 @@ def test_a_head_that_does_not_resolve_is_named_with_the_node(capsys: pytest.Capt
     assert err.startswith(f"error: the head 'no-such-host.invalid' does not resolve from {socket.gethostname()}: ")
 
 
-def test_a_port_in_use_on_the_head_is_refused_with_the_process_that_has_it() -> None:
-    name = psutil.Process().name()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(
-            ToolkitError, match=rf"port {port} of the head node1 is in use by process {os.getpid()} \({name}\)"
-        ):
-            node_setup.check_port("node1", port, attempt="7")
-    node_setup.check_port("node1", port, attempt="7")
-
-
 def test_the_rendezvous_of_the_same_attempt_has_the_port_where_nodes_share_a_host() -> None:
     """The words of its command line are what is known of a torchrun."""
     command = [sys.executable, "-c", TORCHRUN, "--rdzv-id", "7"]
@@ -92,17 +80,9 @@ def test_the_rendezvous_of_the_same_attempt_has_the_port_where_nodes_share_a_hos
             first.kill()
 
 
-def test_only_the_head_checks_the_port() -> None:
-    """Another node's listener may be anything: the port is the head's."""
-    assert node_setup.is_this_node("127.0.0.1")
-    assert all(node_setup.is_this_node(address) for address in own_addresses().values())
-    assert not node_setup.is_this_node("192.0.2.1"), "a documentation address, which no host has"
-
-
-@pytest.mark.parametrize("port", [0, 65536])
-def test_a_number_that_is_no_port_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert node_setup.main(["--head", "127.0.0.1", "--port", str(port)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --port is {port}, expected ")
+def test_a_number_that_is_no_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_setup.main(["--head", "127.0.0.1", "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --port is 0, expected ")
 
 
 def test_a_node_with_too_few_gpus_ends_before_a_rank_starts(

@@ -18,6 +18,7 @@ LISTENER = (
 )
 
 
+@pytest.mark.nightly
 def test_a_run_folder_that_is_not_shared_is_refused_by_the_name_of_the_node(jobs: ClusterJobs) -> None:
     """/mnt is a disk of each machine's own."""
     codes, printed = jobs.torchrun("ddp", "impatient_of_folders.py", Path("/mnt/out"), "--max_steps", "1")
@@ -35,14 +36,11 @@ def check_rendezvous(machines: Machines, node: str, head: str, port: str) -> tup
     return ended.returncode, ended.stderr
 
 
-def test_a_head_that_does_not_resolve_from_a_node_is_refused(machines: Machines) -> None:
+def test_a_head_that_does_not_resolve_and_a_port_in_use_on_the_head_are_refused(machines: Machines) -> None:
     code, said = check_rendezvous(machines, "node2", "node9", "29400")
     assert code == 2
     assert "error: the head 'node9' does not resolve from node2" in said
     assert check_rendezvous(machines, "node2", "node1", "29400")[0] == 0
-
-
-def test_a_port_in_use_on_the_head_is_refused_with_the_process_that_has_it(machines: Machines) -> None:
     listener = machines.start("node1", sys.executable, "-c", LISTENER)
     try:
         assert listener.stdout is not None

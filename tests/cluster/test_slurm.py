@@ -1,9 +1,12 @@
-"""sbatch files: what makes them right by construction."""
+"""sbatch files, of runs and of comparisons, and runs inside of a job: what makes them right by construction."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,14 @@ import pytest
 from cluster_jobs import check_shell, node_script_of, run_cluster, write_inputs
 
 from toolkit.cluster.options import limit_seconds
+from toolkit.cluster.slurm import COMPARISON_FILE, LEDGER_FILE, Allocation
+from toolkit.compare.ledger import LEDGER_FILE as LEDGER_OF_COMPARISON
+from toolkit.compare.options import CompareOptions
+from toolkit.compare.specification import SPEC_FILE
 from toolkit.errors import ToolkitError
+from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.lint import lint_paths
+from toolkit.presets import load_preset
 
 Write = Callable[..., str]
 
@@ -96,13 +106,6 @@ def test_the_signal_leaves_an_asynchronous_save_the_write_of_the_one_before(sbat
     assert "--shutdown-timeout 270" in sbatch("--save-seconds", "60", preset="fsdp2", training=training)
 
 
-def test_the_signal_leaves_the_fingerprint_before_a_save(sbatch: Write, tmp_path: Path) -> None:
-    """`seconds` begins after it; of `stall_seconds`, waiting for an earlier save is not part of this one."""
-    save = {"kind": "checkpoint", "seconds": 40.0, "stall_seconds": 52.0, "waited_seconds": 5.0, "write_seconds": 40.0}
-    earlier = measured_run(tmp_path / "earlier", save, step_seconds=0.0)
-    assert "--shutdown-timeout 124" in sbatch(*earlier)  # 2 x 47 + 30
-
-
 def test_a_save_that_was_not_measured_is_assumed_and_said(sbatch: Write) -> None:
     text = sbatch()
     assert "--signal=TERM@300" in directives(text)
@@ -147,7 +150,6 @@ def test_an_elastic_job_outlives_a_node_and_keeps_its_global_batch(sbatch: Write
 @pytest.mark.parametrize(
     ("options", "training", "minutes"),
     [
-        ((), (), 5),  # 2 x 120 s, assumed, + 30 s
         (("--save-seconds", "2"), (), 2),  # no less: connecting the ranks is no progress
         (("--save-seconds", "2"), ("--torch_compile", "true"), 10),
         (("--save-seconds", "600"), (), 21),
@@ -169,15 +171,10 @@ def test_the_users_own_hang_timeout_stays_and_other_jobs_have_the_default(sbatch
     assert "TOOLKIT_HANG_TIMEOUT_MINUTES" not in node_script_of(sbatch())
 
 
-def test_a_quote_in_a_training_argument_reaches_the_script_as_it_is(sbatch: Write) -> None:
+def test_quotes_and_line_breaks_stay_what_they_are(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--run_name 'it'\"'\"'s $HOME'" in node_script_of(sbatch(training=("--run_name", "it's $HOME")))
-
-
-def test_a_line_break_in_an_argument_does_not_leave_the_comment_that_names_the_command(
-    sbatch: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
-    assert "\nrm -rf" not in sbatch()
+    assert "\nrm -rf" not in sbatch()  # it does not leave the comment that names the command
 
 
 def test_preflight_runs_on_every_node_before_training_and_checks_what_the_preset_needs(
@@ -220,34 +217,173 @@ def test_modules_and_setup_lines_come_before_torchrun(sbatch: Write) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216_000), ("1-0:30", 88_200), ("1-1:1:1", 90_061)],
+    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216_000), ("1-1:1:1", 90_061)],
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: int) -> None:
     assert limit_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-5", "x-1"])
+@pytest.mark.parametrize("text", ["1h", "1:2:3:4", "-5"])
 def test_a_time_limit_that_slurm_would_refuse_is_refused(text: str) -> None:
     with pytest.raises(ToolkitError, match="expected MINUTES, HH:MM:SS or D-HH:MM:SS"):
         limit_seconds(text)
 
 
-def refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    code, text, errors = run_cluster(["slurm", *words, "--", *write_inputs(tmp_path)], capsys)
-    assert (code, text) == (2, "")
-    return errors
-
-
-def test_a_limit_in_which_the_run_could_only_stop_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = refused(["--preset", "zero2", "--nodes", "2", "--time-limit", "5"], tmp_path, capsys)
-    assert "--time-limit 5 is too short: the run is stopped 300 s before its end to save (120 s, assumed" in found
-
-
-def test_submitting_without_sbatch_says_where_to_go(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--time-limit", "5"), "--time-limit 5 is too short: the run is stopped 300 s before its end to save (120 s"),
+        (("--submit",), "error: `sbatch` is not on the PATH: the job was not submitted\n  hint: run this on a login"),
+    ],
+)
+def test_a_limit_in_which_the_run_could_only_stop_and_a_missing_sbatch_are_refused(
+    option: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = refused(["--preset", "zero2", "--nodes", "2", "--submit"], tmp_path, capsys)
-    assert "error: `sbatch` is not on the PATH: the job was not submitted\n  hint: run this on a login node" in found
+    words = ["slurm", "--preset", "zero2", "--nodes", "2", *option, "--", *write_inputs(tmp_path)]
+    code, text, errors = run_cluster(words, capsys)
+    assert (code, text) == (2, "")
+    assert message in errors
+
+
+# -- comparisons
+
+PRESETS = ["--preset", "ddp", "--preset", "zero2"]
+TWO = ["slurm", *PRESETS, "--nodes", "1:2", "--gpus-per-node", "4"]
+
+
+def comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    training = [*write_inputs(tmp_path), "--max_steps", "20"]
+    code, text, errors = run_cluster([*TWO, *options, "--", *training], capsys)
+    assert code == 0, errors
+    check_shell(text)
+    return text
+
+
+def test_each_number_of_nodes_is_a_world_size_of_one_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = comparison(tmp_path, capsys, "--repeats", "5")
+    assert "#SBATCH --nodes=2\n" in text
+    assert "    --repeats 5 \\\n" in text
+    assert "--preset ddp --preset zero2 \\\n    --nproc-per-node 4 --num-processes 4,8 \\\n" in text
+    assert f"output_dir={tmp_path}/out\n" in text
+    assert "--output_dir" not in text.partition("toolkit compare")[2]
+    assert '[[ -e "$output_dir/comparison.json" ]] && resume=(--resume)' in text
+
+
+def test_the_files_that_it_looks_for_are_those_of_a_comparison() -> None:
+    assert (COMPARISON_FILE, LEDGER_FILE) == (SPEC_FILE, LEDGER_OF_COMPARISON)
+
+
+@pytest.mark.parametrize(
+    ("state", "ledger", "requeued"), [("RUNNING", True, True), ("RUNNING", False, False), ("COMPLETING", True, False)]
+)
+def test_the_signal_requeues_a_running_job_that_has_finished_a_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, ledger: bool, requeued: bool
+) -> None:
+    text = comparison(tmp_path, capsys)
+    assert re.findall(r"^#SBATCH (--signal.*|--.*requeue)", text, re.MULTILINE) == ["--signal=B:TERM@60", "--requeue"]
+    function = re.search(r"^requeue\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    (tmp_path / "1-0.started").touch()
+    os.utime(tmp_path / "1-0.started", (0, 0))
+    if ledger:
+        (tmp_path / "ledger.jsonl").touch()
+    commands = f'squeue() {{ echo {state}; }}; scontrol() {{ echo called "$@"; }}; SLURM_JOB_ID=1 ATTEMPT=1-0'
+    folders = f"output_dir={tmp_path}; logs={tmp_path}"
+    script = f"{commands}; {folders}\n{function[0]}\nrequeue"
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=False)
+    assert ("called requeue 1" in ended.stdout) is requeued
+
+
+def test_the_file_has_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.sbatch").write_text(comparison(tmp_path, capsys, "--preflight"))
+    assert lint_paths([tmp_path / "job.sbatch"]).findings == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["slurm", *PRESETS, "--nodes", "2", "--container", "i"], "a comparison starts srun itself"),
+        (["slurm", "--preset", "ddp", "--preset", "single", "--nodes", "2"], "preset 'single' trains in one process"),
+        (["slurm", "--preset", "ddp", "--preset", "zero3_nvme_offload", "--nodes", "2"], "checks on one node only"),
+        (["ssh", *PRESETS, "--nodes", "1", "--host", "a"], "several presets (ddp, zero2) are a comparison"),
+        (["slurm", "--nodes", "2"], "missing option '--preset'"),
+        ([*TWO, "--save_strategy=no"], "--save_strategy is set by the comparison itself"),
+    ],
+)
+def test_what_is_no_comparison_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    training = [*write_inputs(tmp_path), "--max_steps", "20", *(word for word in options if word.startswith("--save_"))]
+    words = [word for word in options if not word.startswith("--save_")]
+    code, text, errors = run_cluster([*words, "--gpus-per-node", "4", "--", *training], capsys)
+    assert (code, text) == (2, "")
+    assert message in errors
+
+
+# -- inside of a job
+
+needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs scontrol: apt install slurm-client")
+TWO_NODES = Allocation(nodes=("node1", "node2"), processes_per_node=4)
+
+
+def zero2(num_processes: int) -> LaunchCommand:
+    argv = ["--dataset", "rows of mine.jsonl", "--token", "secret"]
+    return launch_command(load_preset("zero2"), num_processes=num_processes, training_argv=argv, cpu=True)
+
+
+@needs_scontrol
+def test_the_nodes_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=test\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3],gpu7")
+    allocation = Allocation.current(processes_per_node=8)
+    assert allocation.nodes == ("node1", "node2", "node3", "gpu7")
+    assert allocation.max_processes == 32
+
+
+def test_ranks_that_do_not_fit_the_nodes_and_a_process_outside_of_a_job_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [len(TWO_NODES.nodes_of(size)) for size in (1, 4, 8)] == [1, 1, 2]
+    for size, message in ((6, "does not fill nodes of 4 ranks"), (12, "has 2 nodes with 4 each")):
+        with pytest.raises(ToolkitError, match=message):
+            TWO_NODES.check(size)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(ToolkitError, match="runs in no SLURM job"):
+        Allocation.current(processes_per_node=8)
+
+
+def test_each_node_starts_one_torchrun_with_the_run_id_as_its_rendezvous() -> None:
+    plain = zero2(8)
+    spread = TWO_NODES.spread(plain)
+    assert {"srun", "--nodes=2", "--ntasks=2", "--nodelist=node1,node2", "--kill-on-bad-exit=1"} <= set(spread.argv)
+    check_shell(spread.argv[-1])
+    assert f'--nnodes 2 --nproc-per-node 4 --rdzv-id "{plain.run_id}"' in spread.argv[-1]
+    assert re.search(r"--head node1 --port (2[0-9]{4}) --peer node2.* --rdzv-endpoint .node1:\1.", spread.argv[-1])
+    assert "'rows of mine.jsonl'" in spread.argv[-1]
+
+
+def test_a_run_on_one_node_of_the_job_names_that_node_and_no_secret() -> None:
+    spread = TWO_NODES.spread(zero2(2))
+    assert "--nodelist=node1" in spread.argv
+    assert "--nnodes 1 --nproc-per-node 2 " in spread.argv[-1]
+    assert not any("secret" in word for word in spread.argv)
+    assert any("secret" in value for value in spread.environment.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({}, "--nproc-per-node needs --num-processes"), ({"warm_start": True}, "--warm-start forks ranks on this node")],
+)
+def test_a_comparison_over_nodes_needs_a_number_of_processes_and_no_fork_server(
+    options: dict[str, bool], message: str
+) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        CompareOptions(preset=("ddp",), output_dir=Path("out"), nproc_per_node=4, **options)  # type: ignore[arg-type]

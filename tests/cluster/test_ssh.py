@@ -51,6 +51,7 @@ def test_what_ssh_would_read_as_an_option_or_a_shell_as_two_words_is_no_host(
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 @pytest.mark.cold_start
 def test_two_nodes_train_one_run(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]

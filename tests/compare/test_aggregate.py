@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from comparison_records import aggregate_rows, comparison, failure, row_beside_ddp, trial
+from comparison_records import aggregate_rows, comparison, failure, trial
 
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.rows import Row
-from toolkit.record.measurements import StepRow, rank_skew
 
 
 def row_of(*trials: TrialRecord) -> Row:
@@ -19,32 +17,17 @@ def row_of(*trials: TrialRecord) -> Row:
 
 def test_readings_of_a_row_are_the_largest_the_median_or_those_of_the_middle_repeat() -> None:
     """Repeat 0 has the middle speed of 0.5, 0.505 and 0.495 s per step."""
+    first, unknown = {"allocator_retries": 1, "attestation_sha256": "b"}, {"bytes_of": "rss", "step": None}
     row = row_of(
-        trial("ddp", 0, allocator_retries=1, energy_joules=100.0, startup_seconds=8.0, attestation_sha256="b").updated(
-            throttle_reasons=["hardware slowdown"], peak_driver_bytes=9
-        ),
-        trial("ddp", 1, allocator_retries=0, energy_joules=90.0, startup_seconds=7.0).updated(
-            throttle_reasons=[], peak_driver_bytes=5
-        ),
-        trial("ddp", 2, energy_joules=150.0, startup_seconds=30.0, attestation_sha256="c"),
+        trial("ddp", 0, energy_joules=100.0, padding_fraction=0.2, memory_by_phase=unknown | {"load": 1}, **first),
+        trial("ddp", 1, energy_joules=90.0, padding_fraction=0.2, memory_by_phase=unknown | {"load": 3}),
+        trial("ddp", 2, energy_joules=150.0, padding_fraction=0.2, throttle_reasons=["hot"], attestation_sha256="c"),
     )
-    assert (row.peak_driver_bytes, row.allocator_retries) == (9, 1)
-    assert (row.energy_joules, row.startup_seconds) == (100.0, 8.0)
-    assert (row.throttle_reasons, row.attestation_sha256) == (("hardware slowdown",), "b")
-
-
-def test_memory_by_phase_is_the_maximum_of_each_phase_over_repeats() -> None:
-    phases = ({"load": 1, "forward": 5}, {"load": 3, "forward": 4})
-    unknown = {"bytes_of": "rss", "backward": None, "step": None}
-    row = row_of(*(trial("ddp", repeat, memory_by_phase=unknown | known) for repeat, known in enumerate(phases)))
+    assert (row.peak_host_bytes, row.peak_rank, row.allocator_retries) == (1002, 0, 1)
+    assert (row.energy_joules, row.attestation_sha256, row.throttle_reasons) == (100.0, "b", ("hot",))
     assert row.memory_by_phase is not None
-    assert (row.memory_by_phase.load, row.memory_by_phase.forward, row.memory_by_phase.step) == (3, 5, None)
-
-
-def test_tokens_without_padding_are_the_row_s_own_speed_without_padding() -> None:
-    row = row_of(*(trial("ddp", repeat, padding_fraction=0.2) for repeat in range(3)))
-    assert row.tokens_per_second is not None
-    assert row.non_padding_tokens_per_second == 0.8 * row.tokens_per_second
+    assert (row.memory_by_phase.load, row.memory_by_phase.step) == (3, None)
+    assert row.non_padding_tokens_per_second == 0.8 * (row.tokens_per_second or 0)
 
 
 def test_what_no_repeat_measured_is_unknown() -> None:
@@ -74,18 +57,3 @@ def test_an_unsupported_row_has_the_reason_and_ranks_no_other_row() -> None:
         "not_supported",
     )
     assert rows["ddp-n2"].rank is None  # nobody to be ranked with
-
-
-def test_peaks_are_the_largest_of_all_repeats() -> None:
-    row = row_beside_ddp()
-    assert (row.peak_host_bytes, row.peak_rank) == (1002, 0)
-
-
-def test_a_slow_rank_is_reported_as_skew() -> None:
-    known = dict.fromkeys(StepRow.model_fields)
-    steps = [
-        [StepRow.model_construct(**known | {"own_seconds": own}) for own in (0.1, 0.1 * slow)]
-        for slow in (2.0, 2.1, 1.9, 9.0, 2.0)
-    ]
-    assert rank_skew(steps) == pytest.approx(2.0)
-    assert row_beside_ddp(rank_skew=2.0).rank_skew == pytest.approx(2.0)

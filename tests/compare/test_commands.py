@@ -1,4 +1,4 @@
-"""Real comparisons of presets on a tiny Llama: killed, resumed and replayed."""
+"""A real comparison of presets on a tiny Llama, killed and resumed: its trials, side runs, results and report."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from pathlib import Path
 import pytest
 from launching import ROOT, read, toolkit
 
-from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.results import load_results
-from toolkit.compare.specification import read_comparison
+from toolkit.compare.predictions import dry_run_text
+from toolkit.compare.results import Results, load_results
+from toolkit.compare.specification import ComparisonSpec
 
+pytestmark = pytest.mark.launch
 TRIALS = ["ddp-n2-r0", "ddp-n2-r1", "zero2-n2-r0", "zero2-n2-r1"]
-
-
-def compare_command(folder: Path, model: Path, data: Path, *options: str) -> list[str]:
-    job = ["--model_name_or_path", str(model), "--dataset", str(data), "--max_seq_length", "64"]
-    job += ["--max_steps", "30", "--per_device_train_batch_size", "2"]
-    return ["compare", *options, "--num-processes", "2", "--output", str(folder), "--cpu", "--resume", "--", *job]
+SIDE_RUNS = ["ddp-n2-profile-save", "zero2-n2-profile-save"]
+P = 3_219_776  # parameters of the tiny Llama
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
-    """ddp and zero2 twice each, a variant that fails and a preset without CPU support; killed twice and interrupted."""
+    """ddp and zero2 twice each, a variant that fails and a preset without CPU support; killed and interrupted."""
     folder = tmp_path_factory.mktemp("comparison") / "cmp"
-    options = ["--preset", "ddp", "--preset", "zero2", "--preset", "zeropp", "--repeats", "2"]
+    options = ["--preset", "ddp", "--preset", "zero2", "--preset", "zeropp", "--repeats", "2", "--num-processes", "2"]
     options += ["--variant", "broken=ddp --lora_r 4 --lora_config layers_to_transform=99", "--target-interval", "0.9"]
-    # in this order: ddp, zero2, broken, ddp, broken, zero2
-    command = compare_command(folder, tiny_model, faq_alpaca, *options, "--order-seed", "6")
-    run_until(command, signal.SIGKILL, lambda: "data: alpaca" in log_of(folder, "ddp-n2-r0"))
+    options += ["--order-seed", "6"]  # in this order: ddp, zero2, broken, ddp, broken, zero2
+    options += ["--profile", "--measure-save", "--price-per-gpu-hour", "2", "--cpu", "--resume"]
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    job += ["--max_steps", "30", "--per_device_train_batch_size", "2"]
+    command = ["compare", "--output", str(folder), *options, "--", *job]
     run_until(command, signal.SIGKILL, lambda: len(ledger_lines(folder)) == 1)
     output = run_until(command, signal.SIGINT, lambda: "data: alpaca" in log_of(folder, "zero2-n2-r0"))
     assert "`--resume` resumes" in output
@@ -47,8 +46,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alp
     assert ended.returncode == 0, ended.stderr
     assert ledger_lines(folder)[: len(before)] == before  # finished trials are not repeated
     assert "already in the ledger" in ended.stderr
+    assert "--price-per-gpu-hour has no effect" in ended.stderr
     (folder / "output.txt").write_text(ended.stdout + ended.stderr)
     return folder
+
+
+@pytest.fixture(scope="module")
+def results(finished: Path) -> Results:
+    return load_results(finished)
 
 
 def run_until(command: list[str], number: signal.Signals, when: Callable[[], bool]) -> str:
@@ -80,22 +85,19 @@ def ledger_lines(folder: Path) -> list[str]:
     return ledger.read_text().splitlines() if ledger.exists() else []
 
 
-@pytest.mark.launch
-def test_a_comparison_that_was_killed_three_times_has_each_trial_once(finished: Path) -> None:
-    trials = [json.loads(line)["trial"] for line in ledger_lines(finished)]
-    failed = [name for name in trials if name.startswith("broken")]
-    assert sorted(trials) == sorted([*TRIALS, *failed])
+def test_a_comparison_that_was_killed_has_each_run_once(finished: Path) -> None:
+    runs = [json.loads(line)["trial"] for line in ledger_lines(finished)]
+    failed = [name for name in runs if name.startswith("broken")]
+    assert sorted(runs) == sorted([*TRIALS, *SIDE_RUNS, *failed])
     assert len(failed) == 1  # its second repeat would fail as the first did
     assert f"since {failed[0]} ended as failed" in (finished / "output.txt").read_text()
 
 
-@pytest.mark.launch
-def test_rows_have_intervals_and_agree(finished: Path) -> None:
-    results = load_results(finished)
+def test_rows_have_intervals_and_agree(results: Results) -> None:
     ddp, zero2, zeropp, broken = results.rows
     assert [row.status for row in results.rows] == ["completed", "completed", "not_supported", "failed"]
     assert (ddp.parity, zero2.parity, ddp.repeats, zero2.repeats) == ("reference", "agrees", 2, 2)
-    assert (zero2.gradient_bytes, ddp.gradient_bytes) == (6_439_552, 12_879_104)
+    assert (zero2.gradient_bytes, ddp.gradient_bytes) == (2 * P, 4 * P)
     assert zero2.losses == pytest.approx(ddp.losses[: len(zero2.losses)], rel=1e-5)
     assert zero2.ratio_to_reference == pytest.approx((zero2.tokens_per_second or 0) / (ddp.tokens_per_second or 1))
     low, high = zero2.ratio_interval or (0, 0)
@@ -103,26 +105,21 @@ def test_rows_have_intervals_and_agree(finished: Path) -> None:
     assert "CUDA kernels" in (zeropp.message or "")
     assert "layers_to_transform=99" in (broken.message or "")
     assert broken.failure is not None
-    assert broken.failure.phase == "load"
-    assert broken.tokens_per_second is None
-    assert results.method.repeats == 2
+    assert (broken.failure.phase, broken.tokens_per_second) == ("load", None)
 
 
-@pytest.mark.launch
-def test_trials_have_start_up_times_and_leave_no_weights(finished: Path) -> None:
-    trials = load_results(finished).trials
-    assert sorted(row.trial for row in trials if row.status == "completed") == TRIALS
-    for row in trials:
-        if row.status == "completed":
-            assert (row.startup_seconds or 0) > 0
-            assert row.timed_step_numbers[0] == 3
-            assert read(finished / "trials" / row.trial / "run.json")["warm_start"] is True
+def test_trials_have_start_up_times_and_leave_no_weights(finished: Path, results: Results) -> None:
+    completed = [trial for trial in results.trials if trial.status == "completed"]
+    assert sorted(trial.trial for trial in completed) == TRIALS  # no speed counts a side run
+    for trial in completed:
+        assert 0 < (trial.startup_seconds or 0) < (trial.wall_seconds or 0)
+        assert trial.timed_step_numbers[0] == 3
+        assert read(finished / "trials" / trial.trial / "run.json")["warm_start"] is True
     assert not list(finished.glob("trials/*/model.safetensors"))
     for name in ("report.md", "report.html", "results.json", "results.csv"):
         assert (finished / name).stat().st_size > 0
 
 
-@pytest.mark.launch
 def test_a_trial_ends_early_on_all_ranks_after_the_same_step(finished: Path) -> None:
     """±90 % is reached at the first decision with ten timed steps, after step 15; all ranks stop after step 17."""
     for name in TRIALS:
@@ -131,25 +128,52 @@ def test_a_trial_ends_early_on_all_ranks_after_the_same_step(finished: Path) -> 
         assert [len((run / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()) for rank in (0, 1)] == [17, 17]
 
 
-@pytest.mark.launch
-def test_a_row_can_be_replayed(finished: Path) -> None:
-    ended = toolkit("compare", "--replay", str(finished), "--row", "ddp-n2")
-    assert ended.returncode == 0, ended.stderr
-    assert "where its 2 repeats predict one more run (95 %)" in ended.stdout
-    run = read(finished / "replays" / "ddp-n2-0" / "run.json")
-    assert (run["status"], run["warm_start"]) == ("completed", True)  # as its repeats
-    unknown = toolkit("compare", "--replay", str(finished), "--row", "ddp-n3")
-    assert (unknown.returncode, "--row ddp-n3 is not in the comparison" in unknown.stderr) == (2, True)
+def test_a_row_has_memory_by_phase_flops_and_no_figure_of_a_gpu(results: Results) -> None:
+    row = results.rows[1]
+    assert row.memory_by_phase is not None
+    assert row.flops_per_token is not None
+    sizes = row.memory_by_phase.model_dump()
+    assert sizes.pop("bytes_of") == "rss"
+    assert all(4 * P < size <= (row.peak_host_bytes or 0) for size in sizes.values())
+    assert row.flops_per_token.causal == 6 * P + 6 * 2 * 64 * row.flops_per_token.seq_length
+    assert 0 < (row.non_padding_tokens_per_second or 0) <= (row.tokens_per_second or 0)
+    assert len(row.attestation_sha256 or "") == 64
+    gpu_only = ("mfu", "hfu", "energy_joules", "throttle_reasons", "peak_driver_bytes", "cost_per_million_tokens")
+    assert {getattr(row, key) for key in gpu_only} == {None}
 
 
-@pytest.mark.launch
+def test_a_side_run_measures_communication_and_a_checkpoint(finished: Path, results: Results) -> None:
+    row = results.rows[1]
+    assert 0 < (row.exposed_communication_fraction or 0) <= (row.communication_fraction or 0) < 1
+    assert (row.save_seconds or 0) > 0
+    assert (row.save_bytes or 0) > 12 * P  # weights, and AdamW's two states, in fp32
+    assert row.timeline is not None
+    assert (row.timeline.step, [rank.rank for rank in row.timeline.ranks]) == (4, [0, 1])
+    assert "One step of every rank" in (finished / "report.html").read_text()
+    assert not list(finished.glob("extras/*/checkpoint-*"))
+
+
 def test_a_dry_run_reads_the_ledger_and_starts_nothing(finished: Path) -> None:
     before = sorted(finished.rglob("*"))
     options = CompareOptions(preset=("ddp",), num_processes=("2",), output_dir=finished, dry_run=True, cpu=True)
-    text = dry_run_text(options, read_comparison(finished), {"zeropp-n2": "needs CUDA kernels"})
+    spec = ComparisonSpec.model_validate(read(finished / "comparison.json"))
+    text = dry_run_text(options, spec, {"zeropp-n2": "needs CUDA kernels"})
     assert "ddp-n2-r0: completed, already in the ledger" in text
     assert "zeropp-n2-r0: not supported here: needs CUDA kernels" in text
     assert "--num_processes 2 -m toolkit.train" in text
     assert "0 of 8 trials to run, in " in text.splitlines()[-1]
     assert re.search(r"broken-n2-r\d: not run, since broken-n2-r\d ended as failed", text)
     assert sorted(finished.rglob("*")) == before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_by_phase_is_of_the_allocator(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    job += ["--max_steps", "4", "--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
+    ended = toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    measured = read(tmp_path / "run" / "run.json")["measured"]
+    memory = measured["memory_by_phase"]
+    assert memory["bytes_of"] == "allocated"
+    assert 4 * P <= memory["load"] < memory["forward"]
+    assert memory["load"] + 8 * P <= memory["step"] <= measured["peak_allocated_bytes"]  # AdamW's two fp32 states

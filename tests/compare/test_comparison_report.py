@@ -23,68 +23,39 @@ from results_documents import (
 from toolkit.compare.commands import write_report_again
 
 
-def test_markdown_table_is_exact(results: Document) -> None:
+def test_markdown_has_each_row_s_figures_and_its_difference_from_the_baseline(results: Document) -> None:
     lines = markdown_text(results).splitlines()
     assert lines[0] == "# Comparison: 4 presets on 2 CPU processes"
-    assert lines[4:10] == [
-        "| preset | status | tokens /s | step s | param. MiB | grad. MiB | optim. MiB | peak RSS MiB | last loss"
-        " | ratio to ddp |",
-        "| :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    assert lines[6:8] == [
         "| ddp | completed | 400 | 0.500 | 4.0 | 4.0 | 8.0 | 1,500 | 2.0000 | 1.00 |",
         "| zero2 | completed | 300 | 0.667 | 4.0 | 2.0 | 4.0 | 1,600 | 2.0000 | 0.75 |",
-        "| zero3 | out_of_memory | n/a | n/a | n/a | n/a | n/a | n/a | n/a | n/a |",
-        "| fsdp2 | parity failed | n/a | n/a | 2.0 | 2.0 | 4.0 | 1,550 | 2.2000 | n/a |",
     ]
-
-
-def test_markdown_shows_each_difference_from_the_baseline(results: Document) -> None:
-    lines = markdown_text(results).splitlines()
     assert "| fsdp2 | parity failed | 2.750000 | +1.0e-01 | 2.200000 | +1.0e-01 |" in lines
     assert "| zero3 | n/a | 2.500000 | 0 | 2.500000 | n/a |" in lines  # it never reached the reference's last step
 
 
+def test_figures_of_gpus_have_intervals_mfu_scaling_and_timelines(made_up: Document) -> None:
+    row = "| fsdp2 n2 | completed | 24,840 | 24,641–25,039 | 31.6 % | 0.0635 | 1.319 | 7.45 | 7.45 | 14.90 | 37.95"
+    assert any(line.startswith(row) for line in markdown_text(made_up).splitlines())
+    page = html_text(made_up)
+    assert "<h2>Scaling</h2>" in page
+    assert (page.count("<details"), page.count("<details open>")) == (6, 1)  # one per row with a profile
+
+
 def test_markdown_escapes_hostile_text(results: Document) -> None:
     text = markdown_text(results)
-    assert r"models/&lt;b&gt;tiny\|llama&lt;/b&gt;" in text
     assert "````text\n<script>alert('loss')</script> | CUDA out of memory.\nTried to allocate" in text
-    assert "first loss 2.75 against 2.5 of ddp \\| relative 1e-1, allowed 1e-5 &lt;b&gt;" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
 
 
-def test_html_makes_no_request(made_up: Document) -> None:
+def test_html_makes_no_request_and_has_one_script(made_up: Document, results: Document) -> None:
     page = html_text(made_up)
     assert not re.search(r"(https?:)?//[a-z]|@import|url\(", page.replace("// Clicking", ""))
     for tag, attributes in Tags(page).found:
         assert tag not in ("link", "img", "iframe", "object", "embed", "base")
         assert not {"src", "href", "srcset", "action"} & set(attributes)
-
-
-def test_html_escapes_what_it_shows(results: Document) -> None:
-    page = html_text(results)
-    assert page.count("<script>") == 1  # its own
-    assert "&lt;script&gt;alert(&#39;loss&#39;)&lt;/script&gt; | CUDA out of memory.\nTried to allocate" in page
-    assert "models/&lt;b&gt;tiny|llama&lt;/b&gt;" in page
-
-
-def test_scaling_and_timelines_are_shown_only_where_there_are_any(made_up: Document, results: Document) -> None:
-    full, small = html_text(made_up), html_text(results)
-    for heading in ("<h2>Scaling</h2>", "<h2>One step of every rank</h2>", "<h3>GPU interconnect</h3>"):
-        assert heading in full
-        assert heading not in small
-    assert full.count("<details") == 6  # one per row with a profile, the first open
-    assert full.count("<details open>") == 1
-    assert full.count('class="rank"><b>rank 3') == 3
-
-
-def test_markdown_of_repeated_rows_has_intervals_mfu_and_cost(made_up: Document) -> None:
-    lines = markdown_text(made_up).splitlines()
-    assert lines[0] == "# Comparison: 5 presets on 2 and 4 × NVIDIA H100 80GB HBM3"
-    assert (
-        "| fsdp2 n2 | completed | 24,840 | 24,641–25,039 | 31.6 % | 0.0635 | 1.319 | 7.45 | 7.45 | 14.90 | 37.95"
-        " | 1.3999 | 0.92 |"
-    ) in lines
-    assert "| ddp | out_of_memory | 15.00 | 36.10 | 44.60 | n/a | allocated |" in lines  # memory by phase
+    assert html_text(results).count("<script>") == 1  # a message of this comparison has another
 
 
 HOSTILE = "\x1b[2J</script><script>alert(1)</script>\u202e=cmd|x"
@@ -103,17 +74,9 @@ def test_a_hostile_name_acts_in_no_terminal_page_or_spreadsheet(
     assert (tmp_path / "report.html").read_text().count("<script>") == 1
 
 
-def test_a_long_curve_is_thinned_in_the_page(results: Document) -> None:
-    short = len(html_text(results))
-    results["rows"][0]["losses"] = [2.0, 1.0] * 50_000
-    assert len(html_text(results)) < short + 2100 * len("1000.0,300.0 ")
-
-
-@pytest.mark.parametrize("text", ["=cmd()", "@x"])
-def test_a_spreadsheet_reads_no_formula(results: Document, text: str) -> None:
-    results["rows"][2]["message"] = text
-    (cell,) = {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results))) if text in row["message"]}
-    assert cell == f"'{text}"
+def test_a_spreadsheet_reads_no_formula(results: Document) -> None:
+    results["rows"][2]["message"] = "=cmd()"
+    assert "'=cmd()" in {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results)))}
 
 
 @pytest.mark.parametrize(("index", "preset"), [(2, "zero3"), (3, "fsdp2")])
@@ -144,28 +107,9 @@ def test_report_writes_four_files_and_writing_again_changes_nothing(results: Doc
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == first
 
 
-def test_an_undecodable_byte_in_a_message_breaks_no_file(results: Document, tmp_path: Path) -> None:
-    results["rows"][2]["message"] = b"\xff killed".decode("utf-8", "surrogateescape")
-    write_report(results, tmp_path)
-    assert read(tmp_path)["rows"][2]["message"] == "? killed"
-
-
 def test_the_csv_begins_with_the_row_and_has_one_line_for_each(results: Document) -> None:
     header, *lines = csv_text(results).splitlines()
     assert header.startswith("trial,preset,world_size,status,message,parity,parity_message,tokens_per_second_per_gpu,")
     assert "losses" not in header
     assert len(lines) == 4  # the message with a line break is one line too
     assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,150.0,0.75,")
-
-
-def test_console_table_is_exact_at_100_columns(results: Document) -> None:
-    lines = console_lines(results)
-    assert [" ".join(line.split()) for line in lines[4:8]] == [
-        "ddp completed 400 0.500 4.0 4.0 8.0 1,500 2.0000 1.00",
-        "zero2 completed 300 0.667 4.0 2.0 4.0 1,600 2.0000 0.75",
-        "zero3 out_of_memory n/a n/a n/a n/a n/a n/a n/a n/a",
-        "fsdp2 parity failed n/a n/a 2.0 2.0 4.0 1,550 2.2000 n/a",
-    ]
-    assert [line.split()[0] for line in lines[:1]] == ["peak"]
-    assert "RSS" in lines[1]
-    assert max(map(len, lines)) <= 100

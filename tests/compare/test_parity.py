@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 from comparison_records import DDP, FSDP2_TP, aggregate_rows, comparison, row_beside_ddp, trial
 
-from toolkit.compare.specification import equal_global_batches
+from toolkit.compare.specification import with_own_batches
 
 BATCHES = [[f"{number}0", f"{number}1"] for number in range(8)]
 LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
@@ -25,10 +24,8 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
     [
         ({"problem": {"optimizer_dtype": "bfloat16"}}, "optimizer_dtype is bfloat16, expected float32"),
         ({"problem": {"master_dtype": "bfloat16"}}, "master_dtype is bfloat16, expected float32"),
-        ({"problem": {"frozen_dtype": "float32"}}, "frozen_dtype is float32, None in ddp-n2-r0"),
         ({"problem": {"gradient_clipping": 0.0}}, "gradient_clipping is 0.0, 1.0 in ddp-n2-r0"),
         ({"problem": {"seed": 43}}, "seed is 43, 42 in ddp-n2-r0"),
-        ({"problem": {"global_batch_size": 8}}, "global_batch_size is 8, 4 in ddp-n2-r0"),
         (
             {"problem": {"initial_weights_sha256": "b" * 64}},
             "initial_weights_sha256 is bbbbbbbbbbbb, aaaaaaaaaaaa in ddp-n2-r0",
@@ -45,6 +42,7 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
         ({"step_non_padding_tokens": [200] * 8}, "step 1 has 200 non-padding tokens, 180 in ddp-n2-r0"),
         ({"step_supervised_tokens": [180] * 8}, "step 1 has 180 supervised tokens, 90 in ddp-n2-r0"),
         ({"timed_step_numbers": [3, 4, 5, 6, 7]}, "step 8 is not timed, with untimed_steps 2"),
+        ({"timed_step_numbers": [1, 2, 3, 4, 5, 6, 7, 8]}, "step 1 is timed, with untimed_steps 2"),
         ({"losses": step(LOSSES, 1, 2.00003)}, "loss of step 1 is 2.000030, allowed 2.000000 ± 0.000020 of ddp"),
         ({"losses": step(LOSSES, 8, 1.31)}, "loss of step 8 is 1.310000, allowed 1.300000 ± 0.000130 of ddp"),
         ({"grad_norms": [3.1] * 8}, "gradient norm of step 1 is 3.100000, allowed 3.000000 ± 0.003000 of ddp"),
@@ -75,7 +73,7 @@ def row_of_split_model(*, problem: dict[str, Any] | None = None, words: tuple[st
         training_arguments=("--tp", "2", "--per_device_train_batch_size", "4"),
         extra_arguments={"fsdp2_tp": words},
     )
-    spec = spec.with_batches(equal_global_batches(spec))
+    spec = with_own_batches(spec)
     batches = [[f"{step}{rank // 2}" for rank in range(4)] for step in range(8)]
     own = {"problem": SPLIT | (problem or {}), "batch_sha256": batches, "step_tokens": [480] * 8}
     trials = [trial("ddp", r, world_size=4, problem={"global_batch_size": 16}) for r in range(3)]
@@ -149,26 +147,6 @@ def test_the_band_of_losses_grows_with_the_number_of_steps() -> None:
         assert aggregate_rows(comparison("ddp", "other", repeats=1), *trials)["other-n2"].parity == parity
 
 
-def test_only_steps_that_both_rows_ran_are_compared() -> None:
-    short = {
-        "losses": LOSSES[:7],
-        "batch_sha256": BATCHES[:7],
-        "step_tokens": [200] * 7,
-        "step_seconds": [9.0, 0.7, *[0.5] * 5],
-        "timed_step_numbers": [3, 4, 5, 6, 7],
-    }
-    row = row_beside_ddp(**short)
-    assert (row.parity, row.timed_steps) == ("agrees", 5)
-
-
-def test_a_timed_first_step_fails_parity() -> None:
-    """However slow it is: the steps to be timed are known."""
-    for first in (9.0, 0.5):
-        row = row_beside_ddp(step_seconds=[first, *[0.5] * 7], timed_step_numbers=[1, 2, 3, 4, 5, 6, 7, 8])
-        assert row.parity == "parity failed"
-        assert row.parity_message == "repeat 0: step 1 is timed, with untimed_steps 2"
-
-
 def test_a_first_timed_step_that_is_slow_in_every_repeat_fails_parity() -> None:
     row = row_beside_ddp(step_seconds=[9.0, 0.7, 9.0, *[0.5] * 5])
     assert row.parity == "parity failed"
@@ -206,46 +184,24 @@ def test_nothing_is_compared_with_a_failed_baseline() -> None:
     assert (row.parity, row.ratio_to_reference, row.tokens_per_second) == (None, None, pytest.approx(400))
 
 
-def test_a_communication_hook_forms_its_own_group() -> None:
-    spec = comparison("ddp", "ddp_int8", extra_arguments={"ddp_int8": ["--ddp_comm_hook", "int8"]})
-    trials = [trial("ddp", r) for r in range(3)] + [
-        trial("ddp_int8", r, losses=[9.0] * 8, slower=0.5) for r in range(3)
-    ]
-    row = aggregate_rows(spec, *trials)["ddp_int8-n2"]
-    assert (row.group, row.parity, row.rank) == ("ddp_comm_hook int8", None, None)
-    assert re.match(r"differs by design: ddp_comm_hook int8", row.parity_message)
-    assert (row.difference, row.ratio_to_reference) == ("faster", pytest.approx(2.0))
-
-
-def test_another_optimizer_forms_its_own_group() -> None:
-    spec = comparison("ddp", "other", extra_arguments={"other": ("--optim", "adamw_bnb_8bit")})
-    row = row_beside_ddp(spec=spec, problem={"optimizer_dtype": "float32+uint8"}, losses=(4.0, *([2.0] * 7)))
-    assert (row.group, row.parity) == ("optim adamw_bnb_8bit", None)
-    adafactor = comparison("ddp", "other", extra_arguments={"other": ("--optim", "adafactor")})
-    assert row_beside_ddp(spec=adafactor).group == "optim adafactor"  # its states are fp32, and not AdamW's
-
-
-def test_a_row_that_differs_by_design_must_still_train_on_the_same_data() -> None:
-    spec = comparison("ddp", "ddp_int8", extra_arguments={"ddp_int8": ["--ddp_comm_hook", "int8"]})
-    trials = [trial("ddp", r) for r in range(3)]
-    trials += [trial("ddp_int8", r, problem={"seed": 1}) for r in range(3)]
-    assert aggregate_rows(spec, *trials)["ddp_int8-n2"].parity == "parity failed"
+@pytest.mark.parametrize(
+    ("words", "group"),
+    [
+        (("--ddp_comm_hook", "int8"), "ddp_comm_hook int8"),
+        (("--optim", "adamw_bnb_8bit"), "optim adamw_bnb_8bit"),
+        (("--optim", "adafactor"), "optim adafactor"),  # its states are fp32, and not AdamW's
+        (("--optim", "paged_adamw_32bit"), None),  # AdamWs with fp32 states are one optimizer
+    ],
+)
+def test_a_row_that_differs_by_design_forms_its_own_group(words: tuple[str, ...], group: str | None) -> None:
+    spec = comparison("ddp", "other", extra_arguments={"other": words})
+    row = row_beside_ddp(spec=spec, losses=LOSSES if group is None else [9.0] * 8, slower=0.5)
+    assert (row.group, row.difference, row.ratio_to_reference) == (group, "faster", pytest.approx(2.0))
+    assert (row.parity, row.rank) == (("agrees", 1) if group is None else (None, None))
+    on_other_data = row_beside_ddp(spec=spec, problem={"seed": 1})
+    assert on_other_data.parity == "parity failed"
 
 
 def test_quantized_communication_forms_its_own_group() -> None:
-    expected = {"ddp": DDP, "zeropp": DDP.model_copy(update={"quantises": True})}
-    spec = comparison("ddp", "zeropp", expected=expected)
-    rows = aggregate_rows(spec, *(trial(name, r) for name in ("ddp", "zeropp") for r in range(3)))
-    assert rows["zeropp-n2"].group == "quantised communication"
-
-
-def test_a_row_fails_parity_if_one_of_its_repeats_does() -> None:
-    baseline = [trial("ddp", repeat) for repeat in range(3)]
-    others = [trial("other", repeat, problem={"seed": 43} if repeat == 2 else None) for repeat in range(3)]
-    row = aggregate_rows(comparison("ddp", "other"), *baseline, *others)["other-n2"]
-    assert row.parity_message == "repeat 2: seed is 43, 42 in ddp-n2-r0"
-
-
-def test_adamws_with_fp32_states_are_one_optimizer() -> None:
-    spec = comparison("ddp", "other", extra_arguments={"other": ("--optim", "paged_adamw_32bit")})
-    assert (row_beside_ddp(spec=spec).group, row_beside_ddp(spec=spec).parity) == (None, "agrees")
+    expected = {"ddp": DDP, "other": DDP.model_copy(update={"quantises": True})}
+    assert row_beside_ddp(spec=comparison("ddp", "other", expected=expected)).group == "quantised communication"

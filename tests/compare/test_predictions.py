@@ -1,14 +1,17 @@
-"""What is known of a trial before it runs: memory and duration, from the planner or from the ledger."""
+"""A dry run: each trial's memory, duration and cost, from the planner or the ledger, and nothing that starts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from comparison_records import comparison_on_gpus, planned_step_seconds, probe, trial
+from command_line import run_command
+from comparison_records import comparison, comparison_on_gpus, planned_step_seconds, probe, trial
 
-from toolkit.compare.ledger import SideRunRecord
-from toolkit.compare.predictions import ExpectedDuration, PlannedMemory, expected_duration, planned_memory
+from toolkit.compare.ledger import Ledger, SideRunRecord
+from toolkit.compare.options import CompareOptions
+from toolkit.compare.predictions import ExpectedDuration, dry_run_text, expected_duration, planned_memory
 from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -29,8 +32,8 @@ def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model:
         job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512),
     )
     assert planned_memory(on_gpus, ZERO2, shape=shape) == (plan.planned_peak_bytes, plan.peak.allocated_bytes)
-    assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == PlannedMemory()
-    assert planned_memory(on_gpus, ZERO2, shape=None) == PlannedMemory()
+    assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == (None, None)
+    assert planned_memory(on_gpus, ZERO2, shape=None) == (None, None)
 
 
 def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(tiny_model: Path) -> None:
@@ -64,3 +67,46 @@ def test_probes_and_side_runs_predict_no_trial_s_duration(tiny_model: Path) -> N
     profile = SideRunRecord.of(trial("zero2", 0, wall_seconds=9.0), trial="zero2-n2-profile", kinds=["profile"])
     records = {"zero2-n2-b4": probe("zero2", 4, wall_seconds=9.0), "zero2-n2-profile": profile}
     assert expected_duration(ZERO2, records, comparison_on_gpus(tiny_model)) is None
+
+
+def options(folder: Path, **changes: Any) -> CompareOptions:
+    return CompareOptions(**{"output_dir": folder, "num_processes": ("2",), "cpu": True, "dry_run": True} | changes)
+
+
+def test_a_dry_run_estimates_the_cost_from_the_ledger(tmp_path: Path) -> None:
+    """Two trials of 90 s are in the ledger; the other of each row takes as long on two GPUs at 4 per hour."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for preset in ("ddp", "zero2"):
+        ledger.append(trial(preset, 0, wall_seconds=90.0))
+    text = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), comparison("ddp", "zero2", repeats=2), {})
+    assert text.splitlines()[-1] == "2 of 4 trials to run, in 3 min 00 s, at 0.40; nothing was started"
+
+
+def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:
+    """Two trials of 30 steps on two GPUs each, at 360,000 per hour: 100 per GPU-second."""
+    on_h100 = options(tmp_path, cpu=None, gpu="h100-sxm", price_per_gpu_hour=3.6e5)
+    lines = dry_run_text(on_h100, comparison_on_gpus(tiny_model), {}).splitlines()
+    low, high = (2 * 30 * 2 * 100 * seconds for seconds in planned_step_seconds(tiny_model))
+    assert f"at {low:,.2f} to {high:,.2f}; nothing was started" in lines[-2]
+    assert "of steps, by the planner; predicted memory" in lines[0]
+    assert lines[-1].startswith("durations by the planner are of steps on h100-sxm, with rows of full length; starting")
+
+
+def test_only_a_dry_run_can_plan_for_gpus_that_this_node_lacks(
+    tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--preset", "ddp", "--num-processes", "8", "--output", "nowhere", "--gpu", "h100-sxm"]
+    job = ["--", "--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "20"]
+    code, out, err = run_command([*words, "--dry-run", *job], capsys)
+    assert (code, "by the planner" in out) == (0, True), err
+    code, _, err = run_command([*words, *job], capsys)
+    assert (code, "--gpu needs --dry-run" in err) == (2, True)
+
+
+def test_a_dry_run_reports_the_longest_search_and_the_sizes_already_tried(tmp_path: Path, faq_alpaca: Path) -> None:
+    words = ("--model_name_or_path", "m", "--dataset", str(faq_alpaca), "--per_device_train_batch_size", "4")
+    spec = comparison("ddp", "zero2", find_max_batch=32, training_arguments=words)
+    Ledger(tmp_path / "ledger.jsonl").append(probe("zero2", 4))
+    lines = dry_run_text(options(tmp_path), spec, {}).splitlines()
+    assert lines[0] == "ddp-n2: its largest micro-batch is searched first, from 4 to 32: at most 8 runs of 2 steps"
+    assert lines[1] == "zero2-n2: of micro-batches up to 32, 4 were tried, and 4 runs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from results_documents import GIB, Document, html_text, markdown_text, summary_sentence
 
 
@@ -52,12 +51,3 @@ def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_doe
     assert "| zero2 n2 | 4 | 4, 6, 8 | 6 | out_of_memory | backward | 84.00 | 78.00 |" in lines
     assert "| zero3 n2 | 8 | 4, 8 | none |  |  |  |  |" in lines
     assert "the largest micro-batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in summary_sentence(made_up)
-
-
-def test_the_mfu_of_the_fixture_follows_from_its_own_numbers(made_up: Document) -> None:
-    """The fixture is computed manually: 4e9 parameters, 36 layers of width 2560, 2048 tokens, an H100's 989 TFLOP/s."""
-    row = made_up["rows"][1]
-    causal = 6 * 4_000_000_000 + 6 * 36 * 2560 * 2048
-    assert row["flops_per_token"] is not None
-    assert row["flops_per_token"]["causal"] == causal
-    assert row["mfu"] == pytest.approx(13_500 * causal / 989e12, rel=1e-4)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comparison_records import DDP, FSDP2_TP, comparison
 
+from toolkit.compare.commands import check_comparison
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import (
     ComparisonSpec,
-    Trial,
-    equal_global_batches,
+    load_variants,
     make_specification,
     open_comparison,
-    read_comparison,
+    parse_variant,
     strong_scaling_batches,
+    with_own_batches,
 )
-from toolkit.compare.variants import load_variants
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
-
-
-def test_a_trial_is_named_by_its_row_and_repeat() -> None:
-    trial = Trial(row=RowKey(preset="zero2", world_size=4), repeat=1)
-    assert (trial.row.name, trial.id) == ("zero2-n4", "zero2-n4-r1")
 
 
 def test_trials_are_interleaved_in_a_new_order_each_round() -> None:
@@ -53,7 +48,7 @@ def with_split_model(*words: str, **changes: Any) -> ComparisonSpec:
     """`ddp` and `fsdp2_tp` on four and eight processes."""
     expected = {"ddp": DDP, "fsdp2_tp": FSDP2_TP}
     spec = comparison("ddp", "fsdp2_tp", expected=expected, world_sizes=(4, 8), training_arguments=words, **changes)
-    return spec.with_batches(equal_global_batches(spec))
+    return with_own_batches(spec)
 
 
 def test_a_degree_goes_to_the_presets_that_have_it(tmp_path: Path) -> None:
@@ -86,24 +81,16 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
     assert with_split_model("--tp", "2", extra_arguments=own).batches == {}
 
 
-def test_a_model_that_all_ranks_share_is_not_wrapped() -> None:
-    facts = with_split_model("--tp", "4").expected_facts(RowKey(preset="fsdp2_tp", world_size=4))
-    assert facts == {"engine": "none", "sharding": "full_shard", "layout": "tp 4"}
-
-
 @pytest.mark.parametrize(
     ("micro", "accumulation", "expected"),
-    [(4, 1, [(4, 1), (2, 1), (1, 1)]), (2, 4, [(2, 4), (2, 2), (2, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
+    [(4, 1, [(4, 1), (2, 1), (1, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
 )
 def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
     arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     found = strong_scaling_batches(Job.from_values(arguments), [1, 2, 4])
     assert [tuple(found[n].values()) for n in (1, 2, 4)] == expected
-
-
-def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ToolkitError, match="a global batch of 3 sequences cannot be shared by 2 processes"):
-        strong_scaling_batches(Job(per_device_train_batch_size=3), [1, 2])
+    with pytest.raises(ToolkitError, match="sequences cannot be shared by 7 processes"):
+        strong_scaling_batches(Job.from_values(arguments), [1, 7])
 
 
 def specification(*words: str, **given: Any) -> ComparisonSpec:
@@ -129,34 +116,88 @@ def test_an_option_that_changes_the_global_batch_is_refused_where_it_is_kept(giv
         specification("--global_batch_size", "8", **{"num_processes": ("2",)} | given)
 
 
-def test_a_specification_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_only_an_equal_comparison_is_resumed(tmp_path: Path) -> None:
     written = comparison("ddp", "zero2", world_sizes=(1, 2), scaling="weak", find_max_batch=8)
     open_comparison(tmp_path, written, resume=False)
-    assert read_comparison(tmp_path) == written
     open_comparison(tmp_path, written, resume=True)
+    with pytest.raises(ToolkitError, match="already holds a comparison"):
+        open_comparison(tmp_path, written, resume=False)
     with pytest.raises(ToolkitError, match="holds another comparison: its repeats is 3, now 9"):
         open_comparison(tmp_path, written.model_copy(update={"repeats": 9}), resume=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world_sizes": ["two"]}, "world_sizes[0] is 'two', expected a valid integer"),
-        ({"presets": []}, "presets is [], expected"),
-        ({"schema_version": 3}, "schema_version is 3, expected 1"),
-    ],
-)
-def test_a_damaged_specification_is_named_with_its_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    (tmp_path / "comparison.json").write_text(json.dumps(comparison("ddp").as_json() | changes))
-    with pytest.raises(ToolkitError) as raised:
-        read_comparison(tmp_path)
-    assert message in raised.value.message
-
-
-@pytest.mark.parametrize("content", ["garbage", "", "[1]"], ids=["text", "empty", "list"])
-def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path: Path, content: str) -> None:
-    (tmp_path / "comparison.json").write_text(content)
+def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "comparison.json").write_text("garbage")
     for resume in (False, True):
         with pytest.raises(ToolkitError, match=r"comparison\.json"):
             open_comparison(tmp_path, comparison("ddp"), resume=resume)
-    assert (tmp_path / "comparison.json").read_text() == content
+    assert (tmp_path / "comparison.json").read_text() == "garbage"
+
+
+# Variants
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp", "expected a name of letters"),
+        ("../x=ddp", "expected a name of letters"),
+        ("a=", "expected a name of letters"),
+        ("a=ddp --ddp_com_hook int8", "unknown argument --ddp_com_hook"),
+        ("a=ddp --optim 'sgd", "no closing quotation"),
+    ],
+)
+def test_a_text_that_is_no_variant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        parse_variant(text)
+
+
+def test_a_name_can_be_compared_once() -> None:
+    with pytest.raises(ToolkitError, match="--preset ddp is given twice"):
+        load_variants(["ddp"], ["ddp=zero2"])
+
+
+def compare_options(faq_alpaca: Path, tiny_model: Path, *variants: str, repeats: int = 3) -> CompareOptions:
+    words = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8")
+    return CompareOptions(
+        preset=("ddp",),
+        variant=variants,
+        num_processes=("2",),
+        output_dir=Path("out"),
+        training_arguments=words,
+        repeats=repeats,
+        cpu=True,
+    )
+
+
+def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(faq_alpaca: Path, tiny_model: Path) -> None:
+    for words, message in (("--optim nope", "--optim is 'nope'"), ("--dataset /nope.jsonl", "no such data file")):
+        with pytest.raises(ToolkitError, match=message):
+            check_comparison(compare_options(faq_alpaca, tiny_model, f"mine=ddp {words}"))
+
+
+@pytest.mark.parametrize(
+    ("presets", "arguments", "message"),
+    [
+        (("ddp", "fsdp2_tp"), (), "preset 'fsdp2_tp' needs --tp: the number of GPUs for tensor parallelism"),
+        (("ddp", "fsdp2"), ("--tp", "2"), "--tp 2 does not work under preset 'ddp': it has no tensor parallelism"),
+        (("ddp", "fsdp2_tp"), ("--tp", "3"), "--tp 3 does not work for this model: 3 does not divide its 4 attention"),
+        (("ddp", "cp"), ("--cp", "2", "--packing"), None),
+    ],
+)
+def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
+    presets: tuple[str, ...], arguments: tuple[str, ...], message: str | None, faq_alpaca: Path, tiny_model: Path
+) -> None:
+    job = compare_options(faq_alpaca, tiny_model)
+    job = replace(job, preset=presets, num_processes=("6",), training_arguments=(*job.training_arguments, *arguments))
+    if message is None:  # a row of its own says why: the other preset can run
+        assert check_comparison(job).unsupported.keys() == {"cp-n6"}
+        return
+    with pytest.raises(ToolkitError) as caught:
+        check_comparison(job)
+    assert caught.value.message.startswith(message)
+
+
+def test_more_trials_than_a_day_has_time_for_are_refused(faq_alpaca: Path, tiny_model: Path) -> None:
+    with pytest.raises(ToolkitError, match="the rows and --repeats make 2,000 trials, expected 1,000 or fewer"):
+        check_comparison(compare_options(faq_alpaca, tiny_model, "again=ddp", repeats=1000))

@@ -8,7 +8,7 @@ import pytest
 from launching import read, toolkit
 from split_runs import build_models, build_rows
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import copy
 
-from results_documents import Document, html_text, notes, only, summary_sentence
+from results_documents import Document, html_text, notes, summary_sentence
 
 
 def test_summary_ranks_only_rows_that_completed_and_trained_the_same_problem(results: Document) -> None:
     assert summary_sentence(results) == (
         "On 2 CPU processes, the 2 of 4 presets that can be compared ran at 300 (zero2) to 400 tokens/s (ddp) in"
-        " single runs, unranked; zero2 holds 62 % of ddp's model-state bytes per rank at 0.75 times its speed;"
+        " single runs, unranked; zero2 holds 38 % fewer model-state bytes than ddp at 0.75 times its speed;"
         " 1 did not complete (zero3: out_of_memory); 1 did not train the same problem (fsdp2);"
         " CPU speeds (gloo) say nothing about GPU speeds."
     )
-
-
-def test_summary_of_gpus_names_them_and_does_not_mention_cpus(gpu_results: Document) -> None:
-    assert summary_sentence(only(gpu_results, "ddp", "zero2")).startswith(
-        "On 2 × NVIDIA H100, 2 presets ran at 300 (zero2) to 400 tokens/s (ddp) in single runs, unranked; zero2 holds"
-    )
-    assert "CPU" not in summary_sentence(gpu_results)
-
-
-def test_summary_claims_no_order_between_equal_speeds(results: Document) -> None:
-    results["rows"][1]["tokens_per_second"] = 400.3  # shown as 400
-    assert "ddp and zero2 ran at the same highest speed of" in summary_sentence(results)
 
 
 def repeat(results: Document, *presets: str, ranked: bool = True) -> Document:
@@ -41,10 +29,13 @@ def repeat(results: Document, *presets: str, ranked: bool = True) -> Document:
 def test_summary_calls_one_fastest_only_where_the_comparison_ranks_it(results: Document) -> None:
     assert "fastest" not in summary_sentence(results)
     ranked = summary_sentence(repeat(copy.deepcopy(results), "ddp", "zero2"))
-    assert "ddp is the fastest that fits (400 tokens/s); zero2 holds 38 % fewer model-state bytes for 25 %" in ranked
+    assert (
+        "ddp is the fastest that fits (400 tokens/s); zero2 holds 38 % fewer model-state bytes than ddp for 25 %"
+        in ranked
+    )
     unranked = summary_sentence(repeat(results, "ddp", "zero2", ranked=False))
     assert "no difference in speed is seen between ddp and zero2, the fastest of the 2 of 4" in unranked
-    assert "zero2 holds 38 % fewer model-state bytes with no difference seen in speed" in unranked
+    assert "zero2 holds 38 % fewer model-state bytes than ddp with no difference seen in speed" in unranked
     results["rows"][1]["difference"] = "slower"  # separated from the reference, and there are only two
     assert "for 25 % less speed" in summary_sentence(results)
 
@@ -61,17 +52,8 @@ def test_summary_ranks_nothing_when_the_baseline_failed(results: Document) -> No
 
 def test_summary_names_what_differs_by_design(results: Document) -> None:
     results["rows"][1].update(group="ddp_comm_hook int8", parity=None)
-    assert "different by design, so not ranked here: zero2 (ddp_comm_hook int8)" in summary_sentence(results)
+    assert "1 not ranked here, different by design (zero2 (ddp_comm_hook int8))" in summary_sentence(results)
     assert "could not be checked" not in summary_sentence(results)
-
-
-def test_summary_never_compares_different_process_counts(results: Document) -> None:
-    faster = copy.deepcopy(results["rows"][0])
-    faster.update(world_size=4, trial="ddp-n4-r0", tokens_per_second=900.0)
-    results["rows"] = [*results["rows"][:2], faster]
-    sentence = summary_sentence(results)
-    assert "On 2 CPU processes, 2 presets ran at 300 (zero2) to 400 tokens/s (ddp) in single runs" in sentence
-    assert "on 4 CPU processes, ddp ran at 900 tokens/s, with no comparable row" in sentence
 
 
 def test_an_empty_comparison_is_reported_as_such(results: Document) -> None:
@@ -83,14 +65,11 @@ def test_an_empty_comparison_is_reported_as_such(results: Document) -> None:
 def test_summary_of_repeated_gpus_says_what_is_fastest_and_what_less_memory_costs(made_up: Document) -> None:
     assert summary_sentence(made_up) == (
         "On 2 × NVIDIA H100 80GB HBM3, zero2 is the fastest that fits (27,000 tokens/s); fsdp2 uses 31 % less"
-        " memory for 8 % less speed; on 4 × NVIDIA H100 80GB HBM3, zero2 is the fastest of 3 presets (50,220"
-        " tokens/s); fsdp2 uses 44 % less memory for 5 % less speed; from 2 to 4 processes zero2 becomes 1.86 times"
-        " as fast (93 % of ideal); 1 did not complete (ddp: out_of_memory); 1 did not train the same problem (zero1)."
+        " memory than zero2 for 8 % less speed; on 4 × NVIDIA H100 80GB HBM3, zero2 is the fastest of 3 presets (50,220"
+        " tokens/s); fsdp2 uses 44 % less memory than zero2 for 5 % less speed; from 2 to 4 processes zero2"
+        " becomes 1.86 times as fast (93 % of ideal); 1 did not complete (ddp: out_of_memory);"
+        " 1 did not train the same problem (zero1)."
     )
-
-
-def test_notes_warn_that_single_runs_are_not_ranked_by_significance(results: Document) -> None:
-    assert notes(results)[0] == "Single runs, not ranked by significance: a small difference may be noise."
 
 
 def test_notes_of_gpus_say_what_mfu_counts_the_price_and_throttling(made_up: Document) -> None:

@@ -9,8 +9,6 @@ import pytest
 import yaml
 from conversions import convert_text, reasons_of, refused_by_our_checks, unaccounted
 
-from toolkit.errors import ToolkitError
-
 LORA = """
 model_name_or_path: Qwen/Qwen3-8B
 trust_remote_code: true
@@ -84,16 +82,6 @@ def test_a_lora_configuration_becomes_arguments(tmp_path: Path, monkeypatch: pyt
     assert refused_by_our_checks(conversion, tmp_path) is None
 
 
-def test_what_llama_factory_does_by_default_is_written_down(tmp_path: Path) -> None:
-    conversion = convert_text(tmp_path, "model_name_or_path: a/b\nstage: sft\ndataset: x\n")
-    assert {name: conversion.arguments[name] for name in conversion.defaults} == {
-        "lora_r": 8,
-        "output_dir": "trainer_output",
-        "max_seq_length": 2048,
-        "activation_checkpointing": True,
-    }
-
-
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
@@ -122,23 +110,6 @@ def test_a_data_set_of_the_hub_keeps_its_split(tmp_path: Path, monkeypatch: pyte
     write_dataset_info(tmp_path, chat=chat)
     conversion = convert_text(tmp_path, "model_name_or_path: a/b\nstage: sft\ndataset: chat\n")
     assert (conversion.arguments["dataset"], conversion.arguments["dataset_split"]) == ("a/chat", "train_sft")
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("stage: dpo\ndataset: x", "is for stage 'dpo', not supervised fine-tuning"),
-        ("template: qwen\ninfer_backend: huggingface", "names no dataset to train on"),
-        ("finetuning_type: oft\ndataset: x", "finetuning_type 'oft' has no counterpart"),
-        ("finetuning_type: freeze\ndataset: x", "'freeze' counts layers from the end"),
-        ("stage: sft\ndataset: x\nimage_max_pixels: 262144", "images or video"),
-    ],
-)
-def test_what_cannot_be_converted_is_refused(lines: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError) as refused:
-        convert_text(tmp_path, f"model_name_or_path: a/b\n{lines}\n")
-    assert words in refused.value.message
-    assert refused.value.hint
 
 
 def test_the_format_of_v1_is_read_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import yaml
 from conversions import convert_text, reasons_of, refused_by_our_checks, unaccounted
 
 from toolkit.convert import Conversion
-from toolkit.errors import ToolkitError
 
 COMMAND = r"""#!/bin/bash
 export WANDB_PROJECT=demo  # kept for later
@@ -136,20 +135,3 @@ def test_lora_flags_without_use_peft_train_no_adapter(tmp_path: Path) -> None:
     conversion = convert_command(tmp_path, "trl sft --model_name_or_path a/b --dataset_name c/d --lora_r 8")
     assert "lora_r" not in conversion.arguments
     assert "`use_peft` is not set" in reasons_of(conversion)["lora_r"]
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("trl dpo --model_name_or_path a/b", "is for `trl dpo`, not supervised fine-tuning"),
-        ("trl sft --dataset_name c/d", "names no model_name_or_path"),
-        ("trl sft --config missing.yaml", "--config missing.yaml, which does not exist"),
-        ("trl sft --model_name_or_path a/b --accelerate_config mine", "no such accelerate configuration: mine"),
-        ("echo hello", "has no `trl sft` command"),
-    ],
-)
-def test_what_cannot_be_converted_is_refused(command: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError) as refused:
-        convert_command(tmp_path, command)
-    assert words in refused.value.message
-    assert refused.value.hint

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.data import FORMATS, Sample, check_row, detect_format, to_sample
+from toolkit.data.formats import FORMATS, Sample, check_row, detect_format, to_sample
 from toolkit.errors import ToolkitError
 
 QUESTION = {"role": "user", "content": "Hej?"}

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from toolkit.data.mixture import fractions, numbered, repeated_rows, row_and_source, rows_per_epoch
+from toolkit.data.data_files import fractions, numbered, repeated_rows, row_and_source, rows_per_epoch
 
 
 def test_without_weights_an_epoch_has_every_row_once() -> None:

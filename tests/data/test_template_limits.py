@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli.program import main
 from toolkit.data.formats import Sample
-from toolkit.data.template_limits import check_templates, templates_of, time_limit
+from toolkit.data.template_limits import check_templates, templates_of
 from toolkit.errors import ToolkitError
 
 CHAT = Sample(messages=[{"role": "user", "content": "Hej"}, {"role": "assistant", "content": "Hello"}])
@@ -23,7 +23,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("template", LOOPS.values(), ids=LOOPS)
 def test_a_template_that_never_ends_is_refused(template: str) -> None:
-    with pytest.raises(ToolkitError, match=r"^the template: it takes more than 0.5 s to render one conversation"):
+    with pytest.raises(ToolkitError, match=r"^the template: it takes more than 1 s to render one conversation"):
         check_templates([template], [CHAT], name="the template")
 
 
@@ -99,7 +99,7 @@ def job(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chat.jsonl"], "the chat template of {folder}/model: it takes more than 0.5 s"),
+        (["chat.jsonl"], "the chat template of {folder}/model: it takes more than 1 s"),
         (["chat.jsonl", "--chat_template", "bad.jinja"], "bad.jinja: line 1: Expected an expression"),
         (["chat.jsonl", "--chat_template", "none.jinja"], "no such file: none.jinja"),
         (["chat.jsonl", "--chat_template", "/dev/zero"], "/dev/zero is a device, expected a file"),
@@ -121,13 +121,3 @@ def test_a_job_with_such_a_template_is_refused_before_it_is_launched(
     printed = capsys.readouterr().err
     assert ended.value.code == (0 if message is None else 2), printed
     assert message is None or printed.startswith(f"error: {message.format(folder=tmp_path)}")
-
-
-def test_a_conversation_that_takes_too_long_in_a_rank_is_interrupted() -> None:
-    def loop_forever() -> None:
-        with time_limit(0.05):
-            while True:
-                pass
-
-    with pytest.raises(TimeoutError, match=r"it takes more than 0.05 s"):
-        loop_forever()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loaded_modules import HEAVY, loaded_after
 
 from toolkit.demo import assets
 from toolkit.demo.__main__ import main
-from toolkit.errors import RunFailed, ToolkitError
+from toolkit.errors import ToolkitError
 
 
 @pytest.fixture
@@ -48,19 +48,13 @@ def test_the_model_is_smollm2(real_model: Path) -> None:
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
         "vocab_size": 49152,
-        "max_position_embeddings": 8192,
         "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
         "tie_word_embeddings": True,
         "dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "pad_token_id": 2,
     }
     assert {key: config[key] for key in expected} == expected
-    assert config["rms_norm_eps"] == pytest.approx(1e-5)
     assert "quantization_config" not in config
     assert "_model_name_or_path" not in config
 
@@ -140,12 +134,6 @@ def test_a_failed_download_is_reported_with_the_alternative(monkeypatch: pytest.
         assets.prepare_default_model()
 
 
-def test_a_failed_conversion_is_reported_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"cannot convert missing\.gguf: ") as failure:
-        assets._convert_in_child_process(tmp_path / "missing.gguf", tmp_path / "model")
-    assert len(str(failure.value).splitlines()) == 2
-
-
 def test_a_full_disk_is_refused_before_the_download(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(empty_cache.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=2**28))
@@ -183,15 +171,6 @@ def test_a_missing_data_package_is_reported_with_the_pip_command(monkeypatch: py
         assets.default_data_file()
 
 
-@pytest.mark.usefixtures("empty_cache")
-def test_chitchat_rows_alternate_between_speakers_and_have_an_answer() -> None:
-    rows = [json.loads(line)["messages"] for line in assets.chitchat_data_file().read_text().splitlines()]
-    assert len(rows) == 4017  # of 7,168: nobody answered the others
-    for row in rows:
-        assert [turn["role"] for turn in row] == [("user", "assistant")[i % 2] for i in range(len(row))]
-        assert all(turn["content"].strip() for turn in row)
-
-
 # --- the door
 
 
@@ -202,11 +181,10 @@ def test_stdout_holds_only_the_answer(real_model: Path, capsys: pytest.CaptureFi
 
 def test_num_processes_is_two_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for gpus, expected in [(0, "2"), (1, "2"), (8, "8")]:
-        monkeypatch.setattr("toolkit.hardware.gpus.count_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("toolkit.demo.__main__.count_gpus", lambda gpus=gpus: gpus)
         assert main(["--num-processes"]) == 0
         assert capsys.readouterr().out.strip() == expected
 
 
 def test_the_command_imports_no_torch() -> None:
-    code = "import sys, toolkit.demo.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert not loaded_after("import toolkit.demo.__main__") & HEAVY

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import cpu_environment, run_warm
 
-from toolkit.cache import are_compiled, path_with_ninja, torch_extensions_folder
+from toolkit.cache import are_compiled, path_with_ninja
 from toolkit.doctor import ops
 from toolkit.errors import ToolkitError
 
@@ -37,12 +37,6 @@ def test_ops_are_compiled_when_each_has_a_finished_library_newer_than_its_source
     assert not are_compiled(ops.CPU_OPS)
 
 
-def test_the_user_may_choose_the_folder(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.extensions_folder() == extensions
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    assert ops.extensions_folder() == torch_extensions_folder()
-
-
 def test_the_lock_of_a_killed_compilation_is_removed_and_that_of_a_live_process_kept(
     extensions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +45,7 @@ def test_the_lock_of_a_killed_compilation_is_removed_and_that_of_a_live_process_
     with lock.open("w"):
         ops._drop_stale_lock(lock)
         assert lock.exists()
-    assert ops.compile_ops() == 0.0
+    ops.compile_ops()
     assert not lock.exists()
     assert ops.main() == 0
     assert capsys.readouterr() == ("", f"DeepSpeed's CPU ops are already compiled in {extensions}\n")
@@ -79,11 +73,6 @@ def test_a_failed_compilation_reports_its_last_line_and_its_log(
     monkeypatch.setattr(ops, "_LOAD_CODE", "raise SystemExit('ninja: build stopped')")
     with pytest.raises(ToolkitError, match=rf"ninja: build stopped\n  hint: see the log: {extensions}/compile\.log"):
         ops.compile_ops()
-
-
-def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin")
-    assert path_with_ninja() == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
 
 
 @pytest.mark.launch
@@ -120,8 +109,3 @@ def test_the_compiler_searches_the_header(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert ops.has_libaio_header()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not ops.has_libaio_header()
-
-
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ops.main(["--asyncio"]) == 2
-    assert capsys.readouterr().err == "error: the only option is --async-io\n"

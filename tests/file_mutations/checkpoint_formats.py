@@ -124,7 +124,7 @@ def exported_formats(folder: Path) -> list[Format]:
 
 def tokenize() -> None:
     """check_templates, load_tokenizer on exported, and encode_chat"""
-    from toolkit.data import Sample
+    from toolkit.data.formats import Sample
     from toolkit.data.template_limits import check_templates, templates_of
     from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.chat_template import encode_chat

@@ -297,7 +297,8 @@ def _parquet(rows: list[dict[str, str]]) -> bytes:
 
 def read_every_row() -> None:
     """check_file and to_sample on rows.*"""
-    from toolkit.data import check_file, iter_rows, to_sample
+    from toolkit.data.data_files import check_file, iter_rows
+    from toolkit.data.formats import to_sample
 
     path = next(Path.cwd().glob("rows.*"))
     checked = check_file(path)
@@ -459,13 +460,14 @@ def ledger_seed() -> Files:
 
 
 def results_of_ledger() -> None:
-    """read_comparison, build_results and write_report, as `compare --resume` does with a finished comparison"""
+    """open_comparison, build_results and write_report, as `compare --resume` does with a finished comparison"""
+    from comparison_records import comparison
+
     from toolkit.compare.build_results import build_results
     from toolkit.compare.comparison_report import write_report
-    from toolkit.compare.specification import open_comparison, read_comparison
+    from toolkit.compare.specification import open_comparison
 
-    folder = Path("cmp")
-    spec = read_comparison(folder)
+    folder, spec = Path("cmp"), comparison("ddp", "other", repeats=2)
     open_comparison(folder, spec, resume=True)
     write_report(build_results(spec, folder, {}), folder)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 
 
 def test_the_mode_of_an_existing_file_and_a_link_to_it_are_kept(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_lines import complete_bytes, read_json_lines
+from toolkit.files.json_files import complete_bytes, read_json_lines
 
 
 @pytest.fixture

@@ -15,9 +15,6 @@ import pytest
 from launching import toolkit
 
 from toolkit.cli.program import main
-from toolkit.compare.replay import with_secrets
-from toolkit.compare.rows import RowKey
-from toolkit.compare.specification import read_comparison
 from toolkit.errors import ToolkitError
 from toolkit.files import secrets
 from toolkit.files.secrets import (
@@ -288,18 +285,3 @@ def test_a_comparison_publishes_no_token_and_is_resumed_with_another(
     assert "already in the ledger" in err
     (folder.parent / "printed").write_text((folder.parent / "printed").read_text() + out + err)
     assert_no_secret(folder)
-    _replay_names_the_missing_token(folder / "cmp", capsys)
-
-
-def _replay_names_the_missing_token(comparison: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compare", "--replay", str(comparison), "--row", "named-n2"]
-    code, _, err = command_line.run_command(words, capsys)
-    assert code == 2
-    assert err == (
-        "error: --hub_token is recorded as ***, because it is a secret\n  hint: add it: `-- --hub_token HUB_TOKEN`\n"
-    )
-    spec = read_comparison(comparison)
-    given = with_secrets(spec, ["--hub_token", PLAIN, "--run_name", TOKEN])
-    assert given.job(RowKey(preset="named", world_size=2)).value("hub_token") == PLAIN
-    with pytest.raises(ToolkitError, match="--max_steps: a replay trains the job as it is recorded"):
-        with_secrets(spec, ["--max_steps", "9"])

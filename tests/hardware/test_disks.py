@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.hardware import disks
-from toolkit.hardware.disks import Mount, measure_rates, mount_of
+from toolkit.hardware.disks import Mount, disk_facts, measure_rates, mount_of
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -47,3 +47,8 @@ def test_rates_are_measured_and_nothing_stays_behind(tmp_path: Path, monkeypatch
     assert rates.write_bytes_per_second > 2**20
     assert rates.read_bytes_per_second > 2**20
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_of_a_folder_has_a_size(tmp_path: Path) -> None:
+    facts = disk_facts(tmp_path)
+    assert 0 < facts["free_bytes"] <= facts["total_bytes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.hardware.gpus import read_gpu_row, visible_gpus
+from toolkit.hardware.gpus import THROTTLES, Nvml, read_gpu_row, visible_gpus
 
 
 def test_a_line_of_nvidia_smi_describes_one_gpu() -> None:
@@ -28,7 +28,6 @@ def test_a_line_of_nvidia_smi_describes_one_gpu() -> None:
         ("-1", 0),
         ("0", 1),
         ("2,0", 2),
-        (" 0 , 1 ", 2),
         ("0,7,1", 1),  # CUDA stops at the first that is not there
         ("GPU-8932f937,GPU-1d2a3f4b", 2),
         ("MIG-1", 1),
@@ -41,3 +40,12 @@ def test_visible_gpus_follow_cudas_rule(variable: str | None, count: int) -> Non
 
 def test_no_gpu_is_visible_where_none_is_installed() -> None:
     assert visible_gpus([], cuda_visible_devices=None) == visible_gpus([], cuda_visible_devices="0") == 0
+
+
+def test_without_nvml_every_reading_is_unknown() -> None:
+    nvml = Nvml("no-such-uuid")
+    assert (nvml.process_bytes(1), nvml.energy_joules(), nvml.throttle_reasons()) == (None, None, None)
+
+
+def test_idle_and_user_set_clocks_are_not_throttling() -> None:
+    assert not THROTTLES.keys() & {0x1, 0x2, 0x10}  # idle, clocks set by the user, synchronised boost

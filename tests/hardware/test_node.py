@@ -1,12 +1,89 @@
-"""This node's disks."""
+"""Limits of a container, from both versions of cgroups, and of this process, set and lowered for real in a child."""
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.hardware.node import disk_facts
+import pytest
+
+from toolkit.hardware.node import (
+    CGROUP_ROOT,
+    cgroup_folders,
+    count_oom_kills,
+    cpu_cores,
+    cpu_limit,
+    locked_memory_limit_bytes,
+    memory_limit_bytes,
+    soft_limit,
+    tasks_limit,
+)
 
 
-def test_the_disk_of_a_folder_has_a_size(tmp_path: Path) -> None:
-    found = disk_facts(tmp_path)
-    assert 0 < found["free_bytes"] <= found["total_bytes"]
+def test_cpu_quotas_of_both_versions_of_cgroups_are_cores() -> None:
+    assert (cpu_cores("200000 100000"), cpu_cores("max 100000"), cpu_cores("-1 100000")) == (2.0, None, None)
+
+
+def test_the_smallest_limit_of_the_hierarchy_applies(tmp_path: Path) -> None:
+    """Both hierarchies are laid out below a folder: this node may have either version."""
+    for controller in ("memory", "cpu"):
+        (tmp_path / controller).mkdir()
+    for name, text in {
+        "memory.max": "1048576",
+        "memory/memory.limit_in_bytes": "1048576",
+        "cpu.max": "150000 100000",
+        "cpu/cpu.cfs_quota_us": "150000",
+        "cpu/cpu.cfs_period_us": "100000",
+        "pids.max": "4096",
+    }.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert (memory_limit_bytes(tmp_path), cpu_limit(tmp_path), tasks_limit(tmp_path)) == (2**20, 1.5, 4096)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # no limit in version 1
+    assert memory_limit_bytes(tmp_path) is None
+
+
+def test_processes_killed_for_memory_are_counted_in_the_cgroup_before_the_node(tmp_path: Path) -> None:
+    """The folder of this process's own cgroup is laid out below another root."""
+    own = [*cgroup_folders(tmp_path, ""), *cgroup_folders(tmp_path, "memory")][0]
+    own.mkdir(parents=True, exist_ok=True)
+    for name in ("memory.events", "memory.oom_control"):
+        (own / name).write_text("low 0\noom 5\noom_kill 3\n")
+    assert count_oom_kills(tmp_path) == 3
+    for name in ("memory.events", "memory.oom_control"):
+        (own / name).write_text("low 0\n")
+    in_vmstat = [line.split() for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill ")]
+    assert count_oom_kills(tmp_path) == int(in_vmstat[0][1])
+    assert count_oom_kills(CGROUP_ROOT) >= 0
+
+
+def in_child(check: Callable[[], bool]) -> bool:
+    """Return what a check returns in a forked child, whose limits it may change."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_the_soft_limits_are_reported() -> None:
+    def check() -> bool:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, 1000))
+        return soft_limit(resource.RLIMIT_NOFILE) == 500
+
+    assert in_child(check)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has the capability to give up")
+def test_the_capability_to_lock_memory_overrides_the_limit() -> None:
+    def check() -> bool:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 * 2**20, 8 * 2**20))
+        with_capability = locked_memory_limit_bytes()
+        os.setresuid(65534, 65534, 65534)
+        return (with_capability, locked_memory_limit_bytes()) == (None, 8 * 2**20)
+
+    assert in_child(check)

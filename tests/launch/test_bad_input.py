@@ -293,8 +293,7 @@ def test_a_comparison_that_cannot_be(options: str, more: str, error: str, job: J
 def prepared_comparison(job: Job, **changed: object) -> dict[str, Any]:
     """The folder as a comparison of ddp and zero2 leaves it when it is stopped before its first trial ends."""
     from toolkit.compare.options import CompareOptions
-    from toolkit.compare.specification import SPEC_FILE, make_specification, open_comparison
-    from toolkit.compare.variants import load_variants
+    from toolkit.compare.specification import SPEC_FILE, load_variants, make_specification, open_comparison
 
     options = CompareOptions(
         preset=("ddp", "zero2"),

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch.command import launch_command
-from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.command import launch_command, threads_per_rank
 from toolkit.presets import load_preset
 
 ROOT = Path(__file__).parents[2]

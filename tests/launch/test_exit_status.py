@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.launch.exit_status import find_killed_rank
 from toolkit.launch.launch import record_result
-from toolkit.launch.process import ProcessResult
+from toolkit.launch.process import ProcessResult, find_killed_rank
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, write_json
 

@@ -115,7 +115,9 @@ class Starter:
                 streams = {"stdout": nothing.fileno(), "stderr": file.fileno()}
                 process = fork_process(os.environ[SERVER_VARIABLE], argv, environment=environment, **streams)
             else:
-                argv = ["bash", "-c", f'{shell}; exec "$@"', "bash", *argv] if shell else argv
+                if shell:  # a limit is not the fork server's
+                    argv = ["bash", "-c", f'{shell}; exec "$@"', "bash", *argv]
+                    environment.pop(SERVER_VARIABLE)
                 process = subprocess.Popen(argv, env=environment, stdout=nothing, stderr=file)
         self.started.append(Running(process, self.out, stderr))
         return self.started[-1]

@@ -12,10 +12,9 @@ from toolkit.errors import ToolkitError
 from toolkit.job import job_checks
 from toolkit.launch import launch
 from toolkit.launch.command import LaunchCommand
-from toolkit.launch.exit_status import RunResult
 from toolkit.launch.launch import Restarts, can_restart
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.process import ProcessResult
+from toolkit.launch.process import ProcessResult, RunResult
 from toolkit.record.attempts import start_attempt
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.record.folder import RunFolder, write_json

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from toolkit.launch.command import ProcessCommand
-from toolkit.launch.environment import RUN_ID_VARIABLE
+from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand
 from toolkit.launch.process import processes_of, run_command
 
 ROOT = Path(__file__).parents[2]

@@ -87,10 +87,10 @@ def findings_or_error(text: str, name: str) -> list[Finding] | ToolkitError:
         return error
 
 
-def test_five_thousand_mutated_files_give_findings_or_one_clear_error() -> None:
+def test_mutated_files_give_findings_or_one_clear_error() -> None:
     dice = random.Random(3)
     ends = Counter[str]()
-    for index in range(5000):
+    for index in range(1500):
         name = dice.choice(sorted(SEEDS))
         text = mutated(SEEDS[name], dice)
         end = findings_or_error(text, f"nowhere/{name}")
@@ -99,13 +99,13 @@ def test_five_thousand_mutated_files_give_findings_or_one_clear_error() -> None:
             assert one_line, f"mutation {index}: {end.message}"
         json.dumps([dataclasses.asdict(found) for found in end] if isinstance(end, list) else str(end)).encode()
         ends["error" if isinstance(end, ToolkitError) else "found" if end else "clean"] += 1
-    assert min(ends[name] for name in ("error", "found", "clean")) > 300  # the mutations produce all three
+    assert min(ends[name] for name in ("error", "found", "clean")) > 100  # the mutations produce all three
 
 
 def test_fixing_a_mutated_file_gives_a_file_that_can_be_read(tmp_path: Path) -> None:
     dice = random.Random(4)
     fixed = 0
-    for index in range(300):
+    for index in range(150):
         folder = tmp_path / str(index)
         folder.mkdir()
         path = folder / dice.choice(["all.yaml", "trainer.yaml", "ds.json"])
@@ -115,7 +115,7 @@ def test_fixing_a_mutated_file_gives_a_file_that_can_be_read(tmp_path: Path) -> 
         text = fixed_text(path)
         fixed += text != path.read_bytes().decode()
         read_text(text, str(path))
-    assert fixed > 50
+    assert fixed > 25
 
 
 def bomb() -> str:
@@ -156,18 +156,6 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_the_reason(
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [f"distributed_type: FSDP\n{'# word' * 170_000}\n", f"distributed_type: FSDP\ndebug: '{'x ' * 499_000}'\n"],
-    ids=["comment", "string"],
-)
-def test_a_file_of_almost_one_mebibyte_is_read_completely(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(text)
-    assert MAX_YAML_BYTES * 0.9 < path.stat().st_size <= MAX_YAML_BYTES
-    assert [finding.rule for finding in lint_paths([path]).findings] == ["fsdp1-by-omission"]
-
-
 def test_a_thousand_unknown_keys_are_all_found(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("distributed_type: FSDP\n" + "".join(f"fsdp_sharding_{n}: 1\n" for n in range(1000)))
@@ -176,13 +164,11 @@ def test_a_thousand_unknown_keys_are_all_found(tmp_path: Path) -> None:
 
 def test_a_missing_file_or_one_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"a: \xff\n")
-    with pytest.raises(ToolkitError, match="is not UTF-8 text: byte 3"):
-        lint_paths([tmp_path / "a.yaml"])
-    with pytest.raises(ToolkitError, match="no such file"):
-        lint_paths([tmp_path / "b.yaml"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ToolkitError, match="no configuration in"):
-        lint_paths([tmp_path / "empty"])
+    expected = {"a.yaml": "is not UTF-8 text: byte 3", "b.yaml": "no such file", "empty": "no configuration in"}
+    for name, message in expected.items():
+        with pytest.raises(ToolkitError, match=message):
+            lint_paths([tmp_path / name])
 
 
 def test_positions_are_right_after_characters_of_several_bytes(tmp_path: Path) -> None:

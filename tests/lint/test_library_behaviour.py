@@ -77,7 +77,7 @@ FOUND_IN_SOURCE = {
     "save-only-model-best": ("transformers", "trainer.py", "`save_only_model` along with `load_best_model_at_end`"),
     "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
     "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
-    # run by tests/train/test_optimizers.py
+    # run by tests/train/test_training_methods.py
     "offload-replaces-optimizer": ("accelerate", "utils/deepspeed.py", 'defaults["adamw_mode"] = False'),
     "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
     # what becomes of the weights is run by tests/train/model/test_four_bit.py
@@ -137,19 +137,15 @@ def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> N
 
 def test_settings_that_libraries_accept_are_no_finding() -> None:
     assert seen()["prefix-is-added"] == "false"
-    assert seen()["field-names-are-taken"] == ACCEPTED
-    assert seen()["pair-alone"] == ACCEPTED
+    assert seen()["field-names-are-taken"] == seen()["pair-alone"] == ACCEPTED
 
 
 def test_the_nvme_path_of_the_yaml_never_reaches_a_rank() -> None:
     assert seen()["never-forwarded"]["offload_param"] == {"device": "nvme", "nvme_path": "none"}
 
 
-def test_deepspeed_refuses_unknown_keys_of_its_strict_blocks() -> None:
+def test_deepspeed_refuses_unknown_and_removed_keys_and_accepts_deprecated_ones() -> None:
     assert all("Extra inputs are not permitted" in message for message in seen()["refused-nested-key"])
-
-
-def test_deepspeed_refuses_each_removed_key_and_accepts_each_deprecated_one() -> None:
     said = seen()["removed-deepspeed-key"]
     assert set(said) == set(removed.DEEPSPEED_REMOVED) | set(removed.ZERO_REMOVED)
     assert all("removed" in each for each in said.values())
@@ -157,21 +153,12 @@ def test_deepspeed_refuses_each_removed_key_and_accepts_each_deprecated_one() ->
 
 
 def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -> None:
-    said = seen()["removed-training-argument"]
-    assert all("Some keys are not used" in each for each in said.values())
-    assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= trainer_argument_names()
-    replaced = {
-        str(new).partition(":")[0] for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "the " not in new
-    }
-    assert replaced - {"warmup_steps"} <= trainer_argument_names()
-
-
-def test_transformers_warns_of_what_version_6_removes() -> None:
+    assert all("Some keys are not used" in each for each in seen()["removed-training-argument"].values())
     assert any("`activation_checkpointing` instead" in message for message in seen()["deprecated-training-argument"])
-
-
-def test_transformers_refuses_false_where_the_word_no_is_meant() -> None:
     assert "False is not a valid SaveStrategy" in seen()["unquoted-no-strategy"][0]
+    assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= trainer_argument_names()
+    replacements = [str(new) for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "the " not in new]
+    assert {new.partition(":")[0] for new in replacements} - {"warmup_steps"} <= trainer_argument_names()
 
 
 @pytest.mark.launch
@@ -236,20 +223,11 @@ def test_a_head_that_is_not_found_becomes_localhost() -> None:
     assert output_of("head=$(scontrol-that-is-missing 2>/dev/null || echo localhost); echo $head") == ["localhost"]
 
 
-def test_torchrun_starts_one_node_unless_it_is_told_more() -> None:
+def test_torchruns_defaults_on_several_nodes() -> None:
     assert torchrun_config().max_nodes == 1
-
-
-def test_torchrun_on_two_nodes_without_an_endpoint_meets_at_localhost_with_rank_0() -> None:
     config = torchrun_config("--nnodes", "2")
     assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("127.0.0.1", 0)
-
-
-def test_torchrun_with_a_head_and_no_rank_has_rank_0() -> None:
     config = torchrun_config("--nnodes", "2", "--master-addr", "node1")
     assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("node1", 0)
-
-
-def test_torchrun_has_the_rendezvous_id_none_no_restarts_and_30_s_to_stop() -> None:
     config = torchrun_config("--nnodes", "1:2", "--rdzv-backend", "c10d")
     assert (config.run_id, config.max_restarts, config.shutdown_timeout) == ("none", 0, 30)

@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import pytest
 from job_scripts import SCRIPT_CASES
+from typer.testing import CliRunner
 
+from toolkit.cli.program import app
 from toolkit.hardware.disks import Mount
 from toolkit.lint import Finding, fixed_text, lint_paths
 from toolkit.lint.findings import CHECKED_VERSIONS
@@ -297,3 +300,26 @@ def test_what_an_older_library_still_accepts_is_no_finding(tmp_path: Path, monke
     assert lint_paths([tmp_path]).findings == []
     monkeypatch.setattr("toolkit.lint.check.installed_version", lambda _: "0.20.0")
     assert [each.rule for each in lint_paths([tmp_path]).findings] == ["removed-deepspeed-key"]
+
+
+# -- docs/reference/lint.md; its table of rules is made when the site is built
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "lint.md").read_text()
+KEYS = ["file", "key", "line", "level", "rule", "message", "fix", "checked_against"]
+
+
+def test_the_page_names_every_option_every_key_of_the_json_and_every_version() -> None:
+    assert [word for word in (*KEYS, "--fix", "--in-place", "--json") if f"`{word}`" not in PAGE] == []
+    assert [f"{name} {version}" for name, version in CHECKED_VERSIONS.items() if f"{name} {version}" not in PAGE] == []
+
+
+def test_the_json_has_the_keys_that_the_page_names(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    found = json.loads(CliRunner().invoke(app, ["lint", str(tmp_path / "mine.yaml"), "--json"]).stdout)
+    text = {"type": "string"}
+    properties = dict.fromkeys(KEYS, text) | {"line": {"type": ["integer", "null"]}}
+    properties["level"] = {"enum": ["error", "warning", "note"]}
+    row = {"type": "object", "properties": properties, "required": KEYS, "additionalProperties": False}
+    schema = {"properties": {"findings": {"type": "array", "items": row}}, "required": ["findings"]}
+    jsonschema.validate(found, schema)
+    assert len(found["findings"]) == 2

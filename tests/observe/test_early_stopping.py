@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from toolkit.observe.early_stopping import EarlyStopping, is_median_within, median_interval
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
@@ -61,6 +63,6 @@ def stopped_after(run: Any, timer: StepTimer, seconds: list[float]) -> tuple[int
 def test_training_stops_two_steps_after_the_decision(
     tmp_path: Path, seconds: list[float], expected: tuple[int, Any]
 ) -> None:
-    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), writes=True)
-    timer = StepTimer(tmp_path / "rank0.jsonl", rank=0, device=torch.device("cpu"), progress=Progress())
+    run = ObservedRun(folder=RunFolder(tmp_path), progress=Progress(), rank=0, world_size=1)
+    timer = StepTimer(run, ObserverParts(), device=torch.device("cpu"))
     assert stopped_after(run, timer, seconds) == expected

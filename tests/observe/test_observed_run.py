@@ -11,17 +11,17 @@ from heartbeats import pulse
 from toolkit.errors import RunFailed, ToolkitError
 from toolkit.observe import observed_run
 from toolkit.observe.failure_report import report_failure
-from toolkit.observe.observed_run import check_shared, check_visible, claim_folder
+from toolkit.observe.observed_run import check_visible, claim_folder
 from toolkit.observe.progress import Progress
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import is_superseded, read_attempt_id, read_heartbeats, write_attempt_id, write_heartbeat
 
 
-def test_every_node_without_the_folder_is_named() -> None:
-    found = [("a", []), ("a", []), ("c", ["/out"]), ("b", ["/out"]), ("b", ["/out"])]
-    with pytest.raises(ToolkitError, match=r"/out is not shared: b, c do not see what a has written there"):
-        check_shared(found)
-    check_shared(found[:2])
+def test_every_node_without_the_folder_is_named(tmp_path: Path) -> None:
+    ranks = [("a", True), ("a", True), ("c", False), ("b", False), ("b", False)]
+    with pytest.raises(ToolkitError, match=f"{tmp_path} is not shared: b, c do not see what a has written there"):
+        check_visible(tmp_path, gather=lambda _: ranks)
+    check_visible(tmp_path, gather=lambda _: ranks[:2])
 
 
 def test_a_rank_that_sees_another_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,15 +35,9 @@ def test_the_ranks_share_the_id_that_rank_0_has_written(tmp_path: Path) -> None:
     attempt_id, nodes = claim_folder(tmp_path, writes=True, gather=lambda value: [value])
     assert nodes == (os.uname().nodename,)
     assert read_attempt_id(tmp_path / "ranks") == attempt_id
-    again = claim_folder(tmp_path, writes=True, gather=lambda value: [value]).attempt_id
+    again, _ = claim_folder(tmp_path, writes=True, gather=lambda value: [value])
     assert is_superseded(tmp_path / "ranks", attempt_id)
     assert not is_superseded(tmp_path / "ranks", again)
-
-
-def test_a_checkpoint_that_a_node_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observed_run, "VISIBLE_SECONDS", 0.0)
-    with pytest.raises(ToolkitError, match="checkpoint-7 is not shared"):
-        check_visible(tmp_path / "checkpoint-7", gather=lambda value: [value])
 
 
 def test_heartbeats_of_an_attempt_that_was_replaced_are_not_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.observe.profiler import TraceIntervals, step_parts, step_rows, step_timeline, subtract, union
+from toolkit.observe.profiler import TraceIntervals, step_parts, step_rows, step_timeline
 
 
 def test_every_moment_of_a_step_is_in_one_part() -> None:
@@ -22,40 +22,24 @@ def test_every_moment_of_a_step_is_in_one_part() -> None:
     assert sum(parts[part] for part in ("compute", "exposed_communication", "data_wait", "idle")) == parts["step"]
 
 
-def test_intervals_are_joined_and_subtracted() -> None:
-    assert union([(3, 4), (0, 2), (1, 3), (5, 5)]) == [(0, 4)]
-    assert subtract([(0, 10)], [(2, 3), (9, 12)]) == [(0, 2), (3, 9)]
-    assert subtract([(2, 3)], [(0, 10)]) == []
-
-
 def event(name: str, start: int, end: int, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": start, "dur": end - start, "cat": cat, "tid": tid}
 
 
 def test_collation_is_data_wait_on_a_cpu_and_only_kernels_are_compute_on_a_gpu() -> None:
-    steps = [event("ProfilerStep#0", 0, 100, "user_annotation")]
-    fetch = event("toolkit.data_wait", 0, 10, "user_annotation")
     on_cpu = [
-        *steps,
-        fetch,
+        event("ProfilerStep#0", 0, 100, "user_annotation"),
+        event("toolkit.data_wait", 0, 10, "user_annotation"),
         event("aten::stack", 2, 4),
         event("aten::mm", 20, 60),
         event("gloo:all_reduce", 50, 80, tid=2),
     ]
-    (row,) = step_rows(TraceIntervals.from_events(on_cpu), first=3, last=3)
-    assert row["step"] == 3
-    assert [round(row[f"{part}_seconds"] * 1e6) for part in ("compute", "exposed_communication", "data_wait")] == [
-        40,
-        20,
-        10,
-    ]
     kernels = [event("gemm", 30, 40, "kernel", 7), event("ncclDevKernel_AllReduce", 35, 55, "kernel", 8)]
-    (row,) = step_rows(TraceIntervals.from_events([*on_cpu, *kernels]), first=3, last=3)
-    assert [round(row[f"{part}_seconds"] * 1e6) for part in ("compute", "exposed_communication", "data_wait")] == [
-        10,
-        15,
-        10,
-    ]
+    for trace, expected in ((on_cpu, [40, 20, 10]), ([*on_cpu, *kernels], [10, 15, 10])):
+        (row,) = step_rows(TraceIntervals.from_events(trace), first=3, last=3)
+        assert row["step"] == 3
+        parts = ("compute", "exposed_communication", "data_wait")
+        assert [round(row[f"{part}_seconds"] * 1e6) for part in parts] == expected
 
 
 def test_a_timeline_starts_at_its_step_and_leaves_out_what_is_too_short_to_draw() -> None:

@@ -1,4 +1,4 @@
-"""The step timer: the time that a rank works on its own, and the rows that a resumed run keeps."""
+"""The step timer: the time that a rank works on its own, and the end of a run that diverged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.failure_report import Diverged
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
-from toolkit.record.measurements import drop_rows_after, read_rows
+from toolkit.record.folder import RunFolder
 
 
 class ClockedTimer(StepTimer):
@@ -33,14 +35,17 @@ class ClockedTimer(StepTimer):
 
 @pytest.fixture
 def timer(tmp_path: Path) -> ClockedTimer:
-    timer = ClockedTimer(tmp_path / "rank0.jsonl", rank=0, device=torch.device("cpu"), progress=Progress())
+    folder = RunFolder(tmp_path)
+    folder.make()
+    run = ObservedRun(folder=folder, progress=Progress(), rank=0, world_size=1)
+    timer = ClockedTimer(run, ObserverParts(), device=torch.device("cpu"))
     timer.restart_clock()
     return timer
 
 
 def ended(timer: ClockedTimer, seconds: float) -> Any:
     timer.at(seconds).step.end = seconds
-    return timer._own_seconds(timer.step)
+    return timer._row(1, timer.step)["own_seconds"]
 
 
 def test_waits_and_backward_are_no_work_of_the_rank_itself(timer: ClockedTimer) -> None:
@@ -56,6 +61,7 @@ def test_waits_and_backward_are_no_work_of_the_rank_itself(timer: ClockedTimer) 
 
 
 def test_a_wait_within_a_wait_changes_nothing(timer: ClockedTimer) -> None:
+    assert ended(timer, 0.5) is None  # unknown where backward was not reported
     timer.at(1.0).begin_wait()
     timer.at(2.0).begin_wait()
     timer.at(3.0).end_wait()
@@ -65,14 +71,10 @@ def test_a_wait_within_a_wait_changes_nothing(timer: ClockedTimer) -> None:
     assert ended(timer, 9.0) == pytest.approx(3.0)
 
 
-def test_own_time_is_unknown_where_backward_was_not_reported(timer: ClockedTimer) -> None:
-    assert ended(timer, 9.0) is None
-
-
 def test_ddp_waits_from_its_own_forward_until_that_of_the_model() -> None:
     calls: list[str] = []
     waits = {"begin_wait": lambda: calls.append("wait"), "end_wait": lambda: calls.append("end")}
-    timer: Any = SimpleNamespace(**waits, compiles=False)
+    timer: Any = SimpleNamespace(**waits, parts=ObserverParts())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -82,18 +84,6 @@ def test_ddp_waits_from_its_own_forward_until_that_of_the_model() -> None:
     finally:
         dist.destroy_process_group()
     assert calls == ["wait", "model", "end"]
-
-
-def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "rank0.jsonl"
-    recorded = (
-        (Path(__file__).parents[1] / "fixtures" / "recorded_demo_ddp" / "ranks" / "rank0.jsonl")
-        .read_text()
-        .splitlines(keepends=True)
-    )
-    path.write_text("".join(recorded[:3]))
-    drop_rows_after(path, 2)
-    assert [row.step for row in read_rows(path)] == [1, 2]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_rows(timer: ClockedTimer) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 from launching import read
-from split_runs import RUNS, losses_and_norms
+from split_runs import RUNS, losses_and_norms, split_runs
 
 pytestmark = pytest.mark.launch
 
-SPLIT = [name for name, run in RUNS.items() if run.baseline and run.resumes is None]
-IN_FP32 = [name for name in SPLIT if "bf16" not in name]
+SPLIT = split_runs()
 
 
-@pytest.mark.parametrize("name", IN_FP32)
+@pytest.mark.parametrize("name", [run for run in SPLIT if "bf16" not in run.id])
 def test_losses_and_gradient_norms_are_those_of_one_process(name: str, run_folder: Callable[[str], Path]) -> None:
     losses, norms = losses_and_norms(run_folder(name))
     expected_losses, expected_norms = losses_and_norms(run_folder(RUNS[name].baseline))
@@ -25,25 +24,23 @@ def test_losses_and_gradient_norms_are_those_of_one_process(name: str, run_folde
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_every_rank_reads_its_layout_back(name: str, run_folder: Callable[[str], Path]) -> None:
-    attestation = read(run_folder(name) / "attestation.json")
-    run = RUNS[name]
+def test_every_rank_reads_its_layout_back_and_holds_a_part_of_the_model_states(
+    name: str, run_folder: Callable[[str], Path]
+) -> None:
+    """`tests/plan/test_split_memory.py` has the exact bytes."""
+    attestation, run = read(run_folder(name) / "attestation.json"), RUNS[name]
     assert (attestation["verdict"], attestation.get("differences")) == ("attested", [])
     assert len(attestation["ranks"]) == run.num_ranks
     for rank in attestation["ranks"]:
         assert {dimension: size for dimension, size in rank["layout"].items() if size > 1} == run.layout
-
-
-@pytest.mark.parametrize("name", [name for name in SPLIT if RUNS[name].preset not in ("cp", "ulysses")])
-def test_every_rank_holds_a_part_of_the_model_states(name: str, run_folder: Callable[[str], Path]) -> None:
-    """`tests/plan/test_split_memory.py` has the exact bytes."""
-    for rank in read(run_folder(name) / "attestation.json")["ranks"]:
         assert set(rank["byte_limits"]) == {"parameter", "gradient", "optimizer"}
         for part, (_, most) in rank["byte_limits"].items():
             assert 0 < rank[f"{part}_bytes"] <= most
-            assert most < rank["whole_bytes"][part] or RUNS[name].words[:1] == ("--lora_r",)
+            shares = run.preset in ("cp", "ulysses") or run.words[:1] == ("--lora_r",)
+            assert most < rank["whole_bytes"][part] or shares
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "baseline"), [("tp-without-norm-fix", "qwen3"), ("ulysses-without-token-weights", "llama")]
 )

@@ -48,7 +48,9 @@ def test_sigterm_ends_all_stages_with_a_checkpoint_after_the_same_step(job: list
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("schedule", "step"), [("1f1b", 2), ("interleaved_1f1b", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "step"), [("1f1b", 2), pytest.param("interleaved_1f1b", 1, marks=pytest.mark.nightly)]
+)
 def test_memory_that_runs_out_in_a_stage_is_reported_as_that(
     schedule: str, step: int, job: list[str], split_models: Path, tmp_path: Path
 ) -> None:
@@ -62,6 +64,7 @@ def test_memory_that_runs_out_in_a_stage_is_reported_as_that(
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
     job: list[str], split_rows: Path, tmp_path: Path
 ) -> None:
@@ -81,6 +84,7 @@ def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
     run_folder: Callable[[str], Path], split_models: Path, split_rows: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +96,7 @@ def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_other_stages_per_gpu_are_refused_before_ranks_start(run_folder: Callable[[str], Path], tmp_path: Path) -> None:
     """`llama_deep` has three and two layers per GPU with either schedule: the states would load without an error."""
     checkpoint = run_folder("pipeline-interleaved") / "checkpoint-1"

@@ -1,4 +1,4 @@
-"""Planned communication volume, compared with collectives counted in real runs."""
+"""Planned communication volume: compared with collectives counted in real runs, and worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,51 +8,62 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counted_collectives import assert_planned, planned
+from counted_collectives import assert_planned, counted, planned
 from launching import CPU_PRESETS, ROOT, accelerate_launch, read, torchrun
+from model_configs import small_shape
 
+from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.communication import communication_bytes, step_collectives, zero3_gathers
+from toolkit.plan.interconnect import Collective, Interconnect
+from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.step_time import dimension_traffic, step_time
 from toolkit.presets import load_preset
+
+# One preset per engine; the others are compared in `make test-nightly`.
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+ACCUMULATED = PlannedJob(gradient_accumulation_steps=2)
+
+
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def on_cpu(preset: str, model: Path, world_size: int, job: PlannedJob = ACCUMULATED) -> TrainingSetup:
+    chosen, shape = load_preset(preset), read_model(str(model))
+    return TrainingSetup(preset=chosen, shape=shape, world_size=world_size, job=job, mixed_precision="no")
+
+
+@pytest.fixture
+def words(tiny_model: Path, faq_alpaca: Path, tmp_path: Path) -> list[str]:
+    """Two steps of two accumulation steps."""
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    words += ["--max_steps", "2", "--gradient_accumulation_steps", "2", "--save_strategy", "no"]
+    return [*words, "--save_model", "false", "--output_dir", str(tmp_path / "run")]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("preset", [name for name, ranks in CPU_PRESETS.items() if ranks > 1])
+@pytest.mark.parametrize(
+    "preset", [name if name in ENGINES else nightly(name) for name, ranks in CPU_PRESETS.items() if ranks > 1]
+)
 def test_the_planned_payload_of_each_collective_is_what_a_real_run_sends(
     preset: str, preset_runs: dict[str, Path], tiny_model: Path
 ) -> None:
-    setup = TrainingSetup(
-        preset=load_preset(preset),
-        shape=read_model(str(tiny_model)),
-        world_size=CPU_PRESETS[preset],
-        mixed_precision="no",
-    )
-    assert_planned(setup, preset_runs[preset])
+    assert_planned(on_cpu(preset, tiny_model, CPU_PRESETS[preset], PlannedJob()), preset_runs[preset])
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("preset", "lora_rank"), [("zero2", None), ("fsdp2", 8)])
+@pytest.mark.parametrize(("preset", "lora_rank"), [nightly("zero2", None), ("fsdp2", 8)])
 def test_accumulation_and_adapters_send_what_is_planned(
-    preset: str, lora_rank: int | None, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+    preset: str, lora_rank: int | None, words: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--max_steps", "2", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
-    words += ["--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
-    words += [] if lora_rank is None else ["--lora_r", str(lora_rank)]
+    words += ["--per_device_train_batch_size", "1"] + ([] if lora_rank is None else ["--lora_r", str(lora_rank)])
     config = ROOT / "accelerate_configs" / f"{preset}.yaml"
     ended = accelerate_launch(config, *words, script="count_collectives.py")
     assert ended.returncode == 0, ended.stderr[-2000:]
-    shape = read_model(str(tiny_model))
-    setup = TrainingSetup(
-        preset=load_preset(preset),
-        shape=shape,
-        world_size=2,
-        job=PlannedJob(gradient_accumulation_steps=2, lora_r=lora_rank),
-        mixed_precision="no",
-    )
-    assert_planned(setup, tmp_path / "run")
+    assert_planned(on_cpu(preset, tiny_model, 2, replace(ACCUMULATED, lora_r=lora_rank)), tmp_path / "run")
     assert {rank["accumulate"] for rank in read(tmp_path / "run" / "attestation.json")["ranks"]} == {"sharded"}
 
 
@@ -68,25 +79,35 @@ def two_node_preset(folder: Path) -> Path:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), ("fsdp2_hybrid", 64)])
+@pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), nightly("fsdp2_hybrid", 64)])
 def test_rank_0_of_many_calls_what_is_planned(
-    preset: str, ranks: int, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+    preset: str, ranks: int, words: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:
     """In one process, with torch's fake process group: what would be sent is counted, nothing is."""
     config = two_node_preset(tmp_path) if preset == "hpz" else ROOT / "accelerate_configs" / f"{preset}.yaml"
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--max_steps", "2", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
-    words += ["--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
+    words += ["--per_device_train_batch_size", "1"]
     ended = torchrun("count_alone.py", str(config), str(ranks), *words, num_processes=1)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    setup = TrainingSetup(
-        preset=load_preset(str(config)),
-        shape=read_model(str(tiny_model)),
-        world_size=ranks,
-        job=PlannedJob(gradient_accumulation_steps=2),
-        mixed_precision="no",
-    )
-    assert_planned(setup, tmp_path / "run")
+    assert_planned(on_cpu(str(config), tiny_model, ranks), tmp_path / "run")
+
+
+@pytest.mark.launch
+def test_four_ranks_of_tensor_and_data_parallelism_send_what_is_planned(
+    words: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Collectives and model states of one run. Packed rows all have the full length; the head is tied."""
+    words += ["--per_device_train_batch_size", "2", "--packing", "true", "--tp", "2"]
+    config = ROOT / "accelerate_configs" / "fsdp2_tp.yaml"
+    ended = accelerate_launch(config, *words, script="count_collectives.py", num_processes=4)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    job = replace(ACCUMULATED, per_device_train_batch_size=2, max_seq_length=64, tp=2, packing=True)
+    setup = on_cpu("fsdp2_tp", tiny_model, 4, job)
+    assert planned(setup) == counted(tmp_path / "run")
+    ranks = read(tmp_path / "run" / "attestation.json")["ranks"]
+    states = plan_memory(setup.shape, setup.preset, world_size=4, job=setup.job, mixed_precision="no").states
+    for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert [rank[part] for rank in ranks] == [getattr(states, part)] * 4
+    assert [rank["layout"] for rank in ranks] == [setup.layout.degrees() if setup.layout else None] * 4
 
 
 LAYER = (Tensor(name="mlp.weight", shape=(8, 8)), Tensor(name="norm.weight", shape=(8,)))
@@ -112,6 +133,10 @@ def setup_of(preset: str, *, shape: ModelShape = SMALL, world_size: int = 4, **j
     return TrainingSetup(preset=load_preset(preset), shape=shape, world_size=world_size, job=PlannedJob(**job))
 
 
+def sent(setup: TrainingSetup) -> dict[str, Collective]:
+    return {collective.purpose: collective for collective in step_collectives(setup)}
+
+
 def test_one_process_sends_nothing() -> None:
     assert step_collectives(setup_of("single", world_size=1)) == ()
 
@@ -124,14 +149,9 @@ def test_ddp_sends_fp32_gradients_once_per_step() -> None:
 
 def test_zero1_reduces_once_and_zero2_in_every_accumulation_step_and_neither_scatters() -> None:
     gathered = 2 * (1728 + 16)  # both parameter groups are multiples of 8 already
-    assert planned(setup_of("zero1", gradient_accumulation_steps=3)) == {
-        "all_reduce": 2 * PARAMS,
-        "all_gather": gathered,
-    }
-    assert planned(setup_of("zero2", gradient_accumulation_steps=3)) == {
-        "all_reduce": 6 * PARAMS,
-        "all_gather": gathered,
-    }
+    for preset, steps in (("zero1", 1), ("zero2", 3)):
+        found = planned(setup_of(preset, gradient_accumulation_steps=3))
+        assert found == {"all_reduce": steps * 2 * PARAMS, "all_gather": gathered}
 
 
 def test_offloading_sends_the_same_between_gpus() -> None:
@@ -140,16 +160,15 @@ def test_offloading_sends_the_same_between_gpus() -> None:
 
 
 def test_fsdp2_gathers_twice_except_the_root_unit() -> None:
-    plan = {item.purpose: item.payload_bytes for item in step_collectives(setup_of("fsdp2"))}
-    assert plan["parameters in the forward"] == 2 * PARAMS
-    assert plan["parameters in the backward"] == 2 * (PARAMS - 800)  # the head stays from forward to backward
-    assert plan["gradients"] == 2 * PARAMS
+    plan = sent(setup_of("fsdp2"))
+    assert plan["parameters in the forward"].payload_bytes == plan["gradients"].payload_bytes == 2 * PARAMS
+    # the head stays from forward to backward
+    assert plan["parameters in the backward"].payload_bytes == 2 * (PARAMS - 800)
 
 
 def test_fsdp2_reduces_in_every_accumulation_step_or_in_the_last_one() -> None:
     sharded, whole = (
-        {item.purpose: item for item in step_collectives(setup_of("fsdp2", gradient_accumulation_steps=3, **more))}
-        for more in ({}, {"accumulate": "whole"})
+        sent(setup_of("fsdp2", gradient_accumulation_steps=3, **more)) for more in ({}, {"accumulate": "whole"})
     )
     assert sharded["gradients"].payload_bytes == 3 * whole["gradients"].payload_bytes == 3 * 2 * PARAMS
     assert sharded["gradients"].calls == 3 * whole["gradients"].calls
@@ -157,8 +176,8 @@ def test_fsdp2_reduces_in_every_accumulation_step_or_in_the_last_one() -> None:
 
 
 def test_fsdp2_pads_the_first_dimension() -> None:
-    plan = {item.purpose: item.payload_bytes for item in step_collectives(setup_of("fsdp2", world_size=16))}
-    assert plan["gradients"] == 2 * (2 * (16 * 8 + 16) + 2 * 112 * 8)
+    plan = sent(setup_of("fsdp2", world_size=16))
+    assert plan["gradients"].payload_bytes == 2 * (2 * (16 * 8 + 16) + 2 * 112 * 8)
 
 
 def test_a_hybrid_mesh_gathers_within_a_replica_and_reduces_shards_between() -> None:
@@ -192,10 +211,7 @@ def test_zero3_with_activation_checkpointing_gathers_a_layer_once_more() -> None
 
 
 def test_zeropp_sends_one_byte_per_weight_between_nodes_once_per_step() -> None:
-    plan = {
-        item.purpose: item
-        for item in step_collectives(setup_of("zeropp", world_size=16, gradient_accumulation_steps=2))
-    }
+    plan = sent(setup_of("zeropp", world_size=16, gradient_accumulation_steps=2))
     assert plan["parameters in the step's first use"].payload_bytes == 1600  # the rest stays: 64 elements and less
     assert plan["gradients between nodes"].group_size == 2
     assert plan["gradients between nodes"].payload_bytes == plan["gradients"].payload_bytes // 8
@@ -208,3 +224,86 @@ def test_seven_billion_parameters_send_the_published_volume() -> None:
     sent = communication_bytes(step_collectives(setup_of("fsdp2", shape=shape, world_size=8)))
     assert sent == 36_750_000_000
     assert sent / 600e9 == pytest.approx(0.06125)
+
+
+# -- split layers, experts and sequences
+
+
+def split_setup(preset: str, model: str = "llama", *, world_size: int = 4, **job: Any) -> TrainingSetup:
+    size = {"per_device_train_batch_size": 2, "max_seq_length": 64}
+    setup = setup_of(preset, shape=small_shape(model), world_size=world_size, **{**size, **job})
+    return replace(setup, mixed_precision="no")
+
+
+def test_the_backward_sums_the_input_of_every_projection_into_heads_and_mlp() -> None:
+    """Query, key, value, gate and up, and the head: counted on four CPU ranks as 22 calls in two accumulation steps."""
+    found = sent(split_setup("fsdp2_tp", tp=2, gradient_accumulation_steps=2))
+    inputs = found["gradients of the inputs of split layers"]
+    outputs = found["outputs of split layers"]
+    assert (inputs.calls, outputs.calls) == (2 * (5 * 2 + 1), 2 * (2 * 2 + 1))
+    each = 2 * 64 * 32 * 4  # tokens, hidden size, fp32
+    assert (inputs.payload_bytes, outputs.payload_bytes) == (22 * each, 10 * each)
+    assert found["logits"].payload_bytes == 2 * (2 * 64 * 288 * 4)
+
+
+def test_activation_checkpointing_repeats_the_sums_of_the_forward() -> None:
+    once, twice = (
+        sent(split_setup("fsdp2_tp", tp=2, activation_checkpointing=checkpointing))["outputs of split layers"].calls
+        for checkpointing in (False, True)
+    )
+    assert (once, twice) == (5, 9)  # the embedding is not repeated
+
+
+def test_fsdp2_gathers_and_reduces_only_a_ranks_part_of_each_layer() -> None:
+    found = sent(split_setup("fsdp2_tp", tp=2))
+    part = 9_216 + (9_280 - 64) + 64 * 2 + 32  # half of embedding and head, of two layers, and whole norms
+    assert found["parameters in the forward"].payload_bytes == 4 * part
+    assert found["gradients"].payload_bytes == 4 * part
+    assert {found[name].group_size for name in ("gradients", "logits")} == {2}
+
+
+def test_tensor_parallelism_alone_exchanges_no_model_states() -> None:
+    assert {collective.dimension for collective in step_collectives(split_setup("tp", world_size=2, tp=2))} == {"tp"}
+
+
+def test_experts_are_gathered_among_their_own_ranks() -> None:
+    found = sent(split_setup("ep", "qwen3_moe", ep=2))
+    experts = 4 * (64 * 32 + 32 * 32)  # of the 8 experts, 4 on each rank: gate and up, and down
+    assert found["experts in the forward"].payload_bytes == 4 * 2 * experts
+    assert (found["experts in the forward"].group_size, found["parameters in the forward"].group_size) == (2, 4)
+    rows = found["rows of the experts"]
+    assert rows.payload_bytes == 2 * 2 * 2 * (2 * 64 * 32 * 4) * 2  # there and back, both passes, 2 layers, top 2
+
+
+def test_ring_attention_gathers_keys_and_values_and_sends_their_fp32_gradients_round() -> None:
+    found = sent(split_setup("cp", world_size=2, cp=2))
+    keys = 2 * 64 * 2 * 16  # keys and values of both layers: 2 heads of 8, for each token of the group
+    assert found["keys and values"].payload_bytes == 2 * 2 * keys * 4
+    assert found["gradients of keys and values"].sent_bytes == 2 * keys * 4
+
+
+def test_ulysses_exchanges_heads_and_repeats_keys_that_are_too_few() -> None:
+    two, four = (sent(split_setup("ulysses", world_size=4, sp=sp))["heads of attention"].payload_bytes for sp in (2, 4))
+    assert two == 2 * 2 * 64 * (2 * 4 + 2 * 2) * 8 * 4  # both passes, both layers, a half of the tokens
+    assert four == 2 * 2 * 32 * (2 * 4 + 2 * 4) * 8 * 4
+
+
+def test_groups_of_neighbours_stay_within_a_node_and_the_others_share_its_network() -> None:
+    nodes = Interconnect(gpu=find_gpu("h100"), world_size=16)
+    setup = split_setup("fsdp2_tp", world_size=16, tp=4)
+    traffic = {each.dimension: each for each in dimension_traffic(step_collectives(setup), nodes)}
+    assert (traffic["tp"].crosses_nodes, traffic["dp_shard"].crosses_nodes) == (False, True)
+    whole, strided = (
+        nodes.seconds(Collective(name="all_gather", purpose="p", payload_bytes=10**9, group_size=4, stride=stride))[0]
+        for stride in (1, 4)
+    )
+    assert strided > 4 * whole  # four rings through each node's cards
+
+
+def test_ranks_of_one_batch_count_its_tokens_once() -> None:
+    speeds = [
+        step_time(split_setup(preset, **degrees), Interconnect(gpu=find_gpu("h100"), world_size=4))
+        for preset, degrees in (("fsdp2", {}), ("fsdp2_tp", {"tp": 2}), ("cp", {"cp": 4}))
+    ]
+    tokens = [None if speed is None else speed.tokens_per_step_per_gpu for speed in speeds]
+    assert tokens == [128, 64, 32]

@@ -1,31 +1,57 @@
-"""Buffers of the engines."""
+"""Settings of the engines, their buffers, and host memory."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
-from toolkit.plan.engine_buffers import engine_buffers
+from toolkit.plan.engine_buffers import PROCESS_BYTES, EngineBuffers, HostMemory, engine_buffers
 from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.memory import plan_memory
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 
 
+def test_auto_in_a_deepspeed_file_is_resolved_from_the_hidden_size() -> None:
+    engine = engine_settings(load_preset("zero3"), world_size=8, hidden_size=4096)
+    assert (engine.reduce_bucket, engine.prefetch_bucket) == (4096**2, int(0.9 * 4096**2))
+    assert engine.persistence_threshold == 40_960
+
+
+def buffers(preset: str, ranks: int, **job: Any) -> EngineBuffers:
+    engine, weights = engine_settings(load_preset(preset), world_size=ranks, hidden_size=4096), job_weights(llama_8b())
+    return engine_buffers(engine, weights, model_states(engine, weights), PlannedJob(**job))
+
+
 def test_ddp_has_a_second_copy_of_the_gradients_and_one_process_does_not() -> None:
-    weights = job_weights(llama_8b(), None, False)
-
-    def lasting(ranks: int) -> int:
-        engine = engine_settings(load_preset("ddp"), world_size=ranks, hidden_size=4096)
-        return engine_buffers(engine, weights, model_states(engine, weights), PlannedJob()).lasting_bytes
-
-    assert (lasting(2), lasting(1)) == (4 * LLAMA_8B_PARAMS, 0)
+    assert (buffers("ddp", 2).lasting_bytes, buffers("ddp", 1).lasting_bytes) == (4 * LLAMA_8B_PARAMS, 0)
 
 
 def test_fsdp2_keeps_unsharded_gradients_while_it_accumulates_whole_ones() -> None:
-    engine = engine_settings(load_preset("fsdp2"), world_size=8, hidden_size=4096)
-    weights = job_weights(llama_8b(), None, False)
-    states = model_states(engine, weights)
-    jobs = [PlannedJob(gradient_accumulation_steps=steps, accumulate="whole") for steps in (1, 2)]
-    jobs.append(PlannedJob(gradient_accumulation_steps=2))
-    waiting = [engine_buffers(engine, weights, states, job).accumulated_bytes for job in jobs]
+    jobs: list[dict[str, Any]] = [{"accumulate": "whole"}, {"accumulate": "whole", "gradient_accumulation_steps": 2}]
+    waiting = [buffers("fsdp2", 8, **job).accumulated_bytes for job in (*jobs, {"gradient_accumulation_steps": 2})]
     assert waiting == [0, 2 * LLAMA_8B_PARAMS, 0]
+
+
+def host(preset: str, ranks: int, **job: Any) -> HostMemory:
+    return plan_memory(llama_8b(), load_preset(preset), world_size=ranks, job=PlannedJob(**job)).host
+
+
+def test_host_memory_is_that_of_one_node() -> None:
+    loading = host("ddp", 16, gpus_per_node=4).loading_bytes
+    assert loading == 4 * (PROCESS_BYTES + 4 * LLAMA_8B_PARAMS)  # each rank loads a copy
+
+
+@pytest.mark.parametrize(
+    ("job", "copied"),
+    # fp32 weights, momentum and variance; adapters of rank 8 on all linear layers without their base model
+    [({}, LLAMA_8B_PARAMS), ({"lora_r": 8}, 20_971_520)],
+)
+def test_a_background_save_holds_a_copy_of_trained_weights_and_optimizer_states(
+    job: dict[str, Any], copied: int
+) -> None:
+    without, staged = (host("fsdp2", 8, async_save=on, **job).training_bytes for on in (False, True))
+    assert staged - without == 12 * copied

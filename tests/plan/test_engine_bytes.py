@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from toolkit.versions import is_importable
 pytestmark = pytest.mark.launch
 
 Case = dict[str, Any]
+WIDE = TINY | {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 512}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", TINY | {"vocab_size": 97}),
     "llama-tied": ("llama", TINY | {"tie_word_embeddings": True}),
@@ -33,6 +35,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", TINY),
     "qwen3-moe": ("qwen3_moe", TINY | EXPERTS),
     "gpt2": ("gpt2", GPT2),
+    # Large enough for 8-bit states (4,096 elements in a shard), with tensors that are not.
+    "wide": ("llama", WIDE),
+    "wide-tied": ("llama", WIDE | {"tie_word_embeddings": True}),
 }
 PRESETS = ["zero1", "zero2", "zero3", "zero2_cpu_offload", "zero3_cpu_offload", "fsdp2", "fsdp2_grad_op"]
 PRESETS += ["fsdp2_hybrid", "fsdp2_cpu_offload"]
@@ -50,9 +55,6 @@ SPARSE = [
 ]
 
 
-# Large enough for 8-bit states (4,096 elements in a shard), with tensors that are not.
-WIDE = TINY | {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 512}
-WIDE_MODELS = {"wide": ("llama", WIDE), "wide-tied": ("llama", WIDE | {"tie_word_embeddings": True})}
 OPTIMIZED = [
     ("wide", ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
     ("wide-tied", ["ddp", "zero1"], "paged_adamw_8bit"),
@@ -73,31 +75,16 @@ QUANTIZED_BY_TORCHAO = [
 ]
 
 
-def all_cases(folder: Path, sparse: Any = SPARSE) -> list[Case]:
-    configs = {name: config_of(folder, name) for name, *_ in sparse}
-    return [
-        {"config": str(configs[name]), "preset": preset, "world_size": size, "rank": rank, "lora_r": lora_r}
-        | {"optim": DEFAULT_OPTIMIZER}
-        for name, size, rank, presets, lora_r in sparse
-        for preset in presets
-    ]
-
-
-def cases_of_optimizers(folder: Path, optimized: Any = OPTIMIZED) -> list[Case]:
-    """Full fine-tuning on rank 0 of 2."""
-    configs = {name: config_of(folder, name) for name, *_ in optimized}
-    job = {"world_size": 2, "rank": 0, "lora_r": None}
-    return [
-        {"config": str(configs[name]), "preset": preset, "optim": optim, **job}
-        for name, presets, optim in optimized
-        for preset in presets
-    ]
-
-
-def config_of(folder: Path, name: str) -> Path:
-    """Written once."""
-    path = folder / name / "config.json"
-    return path if path.is_file() else config_file(folder / name, *(MODELS | WIDE_MODELS)[name])
+def cases_of(folder: Path, rows: Iterable[tuple[str, int, int, list[str], int | None, str]]) -> list[Case]:
+    """A case for each preset of a row: model, world size, rank, presets, rank of adapters, optimizer."""
+    cases = []
+    for name, size, rank, presets, lora_r, optim in rows:
+        path = folder / name / "config.json"
+        if not path.is_file():
+            config_file(folder / name, *MODELS[name])
+        job = {"config": str(path), "world_size": size, "rank": rank, "lora_r": lora_r, "optim": optim}
+        cases += [{"preset": preset, **job} for preset in presets]
+    return cases
 
 
 def held(cases: list[Case]) -> list[dict[str, int]]:
@@ -125,13 +112,16 @@ def differing(cases: list[Case]) -> list[tuple[Case, dict[str, int], dict[str, i
 
 
 def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
-    cases = all_cases(tmp_path) + cases_of_optimizers(tmp_path)
+    optimized = [(name, 2, 0, presets, None, optim) for name, presets, optim in OPTIMIZED]
+    cases = cases_of(tmp_path, [*((*row, DEFAULT_OPTIMIZER) for row in SPARSE), *optimized])
     assert differing(cases) == []
     assert {case["preset"] for case in cases} >= {*PRESETS, "ddp"}
     libraries = {OPTIMIZERS[optim].class_name for _, _, optim in [*OPTIMIZED, *QUANTIZED_BY_TORCHAO]}
     assert libraries >= {spec.class_name for spec in OPTIMIZERS.values()} - {OPTIMIZERS[DEFAULT_OPTIMIZER].class_name}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not is_importable("torchao"), reason="torchao is not installed: pip install torchao")
 def test_planned_states_are_those_that_torchao_holds(tmp_path: Path) -> None:
-    assert differing(cases_of_optimizers(tmp_path, QUANTIZED_BY_TORCHAO)) == []
+    rows = [(name, 2, 0, presets, None, optim) for name, presets, optim in QUANTIZED_BY_TORCHAO]
+    assert differing(cases_of(tmp_path, rows)) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG, ROOT, read
+from launching import ROOT, read
 from model_configs import LLAMA_8B_PARAMS, config_file, llama_8b
 
 from toolkit.models.read_model import read_model
@@ -22,21 +22,16 @@ needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reaso
 
 
 def test_model_states_of_an_8b_model_by_hand() -> None:
-    held = {
-        name: model_states(
-            engine_settings(load_preset(name), world_size=8, hidden_size=4096), job_weights(llama_8b(), None, False)
-        )
-        for name in ("ddp", "zero1", "zero2", "fsdp2")
-    }
-    assert (held["ddp"].parameter_bytes, held["ddp"].gradient_bytes, held["ddp"].optimizer_bytes) == (
-        4 * LLAMA_8B_PARAMS,
-        4 * LLAMA_8B_PARAMS,
-        8 * LLAMA_8B_PARAMS,
-    )
-    assert (held["zero1"].parameter_bytes, held["zero1"].gradient_bytes) == (2 * LLAMA_8B_PARAMS, 2 * LLAMA_8B_PARAMS)
-    assert held["zero2"].gradient_bytes == 2 * LLAMA_8B_PARAMS // 8
-    assert held["zero2"].optimizer_bytes == 12 * LLAMA_8B_PARAMS // 8
-    assert held["fsdp2"].total_bytes == 16 * LLAMA_8B_PARAMS // 8
+    def held(name: str) -> tuple[float, ...]:
+        engine = engine_settings(load_preset(name), world_size=8, hidden_size=4096)
+        states = model_states(engine, job_weights(llama_8b()))
+        found = states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes
+        return tuple(part / LLAMA_8B_PARAMS for part in found)
+
+    assert held("ddp") == (4, 4, 8)
+    assert held("zero1") == (2, 2, 12 / 8)
+    assert held("zero2") == (2, 2 / 8, 12 / 8)
+    assert held("fsdp2") == (4 / 8, 4 / 8, 8 / 8)
 
 
 def quantized(config: Path) -> tuple[JobWeights, int]:
@@ -77,8 +72,8 @@ def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:
 
 
 def test_4_bit_weights_by_hand() -> None:
-    (layer,) = read_model(str(LLAMA_8B_CONFIG)).layer_kinds
-    weights = job_weights(read_model(str(LLAMA_8B_CONFIG)), 16, True)
+    (layer,) = llama_8b().layer_kinds
+    weights = job_weights(llama_8b(), 16, True)
     names = {tensor.name for tensor, _ in weights.in_4bit}
     assert names == {tensor.name for tensor in layer if "proj" in tensor.name}
     # q_proj: 4096 x 4096 weights in 262,144 blocks of 64, those in 1,024 of 256, and tables of 16 + 256 + 1 numbers

@@ -10,6 +10,7 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.pipeline_stages import stage_load, stage_shape
@@ -79,15 +80,6 @@ def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operation
     assert run.peak_micro_batches == pytest.approx(in_flight)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_all_stages_wait_for_the_one_with_the_head(schedule: str) -> None:
-    one = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
-    head = ChunkTimes(forward_seconds=1.5, backward_seconds=1.5, weight_seconds=1.5)
-    run = simulate(schedule, PipelineSize(stages=4, micro_batches=12), [one, one, one, head])
-    factor = PipelineSettings(ranks=4, schedule=schedule).bubble_factor(12, slowest=1.5 / 1.125)
-    assert run.makespan_seconds / run.work_seconds == pytest.approx(factor, rel=0.03)
-
-
 def test_the_planned_step_is_that_of_the_slowest_stage() -> None:
     """With a vocabulary of 65,536, nearly all operations are the head's, on the last of four GPUs."""
     interconnect = Interconnect(gpu=find_gpu("h100"), world_size=4, gpus_per_node=8)
@@ -103,8 +95,6 @@ def test_the_planned_step_is_that_of_the_slowest_stage() -> None:
 
 
 def test_a_rank_sends_activations_and_gradients_and_all_reduces_over_replicas() -> None:
-    from toolkit.plan.communication import step_collectives
-
     job = PlannedJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
     found = step_collectives(TrainingSetup(shape=llama(tied=True), preset=PRESET, world_size=4, job=job))
     assert [(each.name, each.dimension, each.payload_bytes) for each in found] == [

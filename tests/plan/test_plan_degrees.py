@@ -54,12 +54,10 @@ def test_the_command_plans_a_layout_and_its_traffic_by_dimension() -> None:
     ("preset", "job", "message"),
     [
         ("fsdp2_tp", {}, "preset 'fsdp2_tp' needs --tp"),
-        ("ep_tp", {"tp": 2}, "preset 'ep_tp' needs --ep"),
         ("fsdp2", {"tp": 2}, "does not work under preset 'fsdp2': it has no tensor parallelism"),
         ("fsdp2_tp", {"tp": 16}, "--tp 16 does not work for this model: 16 does not divide its 8 key-value heads"),
         ("fsdp2_tp", {"tp": 8}, "needs a multiple of 8 processes, 16 or more"),
         ("ep", {"ep": 2}, "--ep 2 does not work for this model: llama has no experts"),
-        ("ulysses", {"sp": 4, "packing": True}, "--packing does not work under preset 'ulysses'"),
         ("cp", {"cp": 4, "loss": "fused"}, "--use-liger-kernel does not work under preset 'cp'"),
     ],
 )
@@ -70,22 +68,9 @@ def test_a_layout_that_cannot_run_is_refused_by_name(preset: str, job: dict[str,
 
 
 def test_a_degree_is_given_to_the_presets_that_have_its_dimension() -> None:
-    plans = make_plans(request("fsdp2", "tp", "cp", tp=4, cp=2))
-    layouts = {plan.preset: plan.layout for plan in plans}
-    assert layouts == {
-        "fsdp2": None,
-        "tp": ParallelLayout(dp_replicate=2, tp=4),
-        "cp": ParallelLayout(dp_shard=4, cp=2),
-    }
-
-
-def test_a_preset_without_its_degree_is_two_lines_and_exit_code_2() -> None:
-    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--num-processes", "8", "--gpu", "h100", "--preset", "tp")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        "error: preset 'tp' needs --tp: the number of GPUs for tensor parallelism",
-        "  hint: add `--tp 2`",
-    ]
+    layouts = {plan.preset: plan.layout for plan in make_plans(request("fsdp2", "tp", "cp", tp=4, cp=2))}
+    tp, cp = ParallelLayout(dp_replicate=2, tp=4), ParallelLayout(dp_shard=4, cp=2)
+    assert layouts == {"fsdp2": None, "tp": tp, "cp": cp}
 
 
 def test_without_named_presets_those_of_the_given_degrees_are_planned_beside_data_parallelism() -> None:

@@ -14,7 +14,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 
@@ -29,20 +29,17 @@ LIVE = [
     ("tp", "qwen3", 2, {"tp": 2, "lora_r": 4}, (86_272, 11_776, 23_552)),
     ("fsdp2_tp", "llama", 4, {"tp": 2}, (37_184, 37_184, 74_368)),
     ("fsdp2_tp", "llama_mha", 4, {"tp": 2}, (39_232, 39_232, 78_464)),
-    ("fsdp2_tp", "qwen3", 4, {"tp": 2}, (37_248, 37_248, 74_496)),
     ("fsdp2_tp", "qwen3", 4, {"tp": 2, "lora_r": 4}, (49_024, 11_776, 23_552)),
     ("fsdp2_tp", "qwen3_moe", 4, {"tp": 2}, (75_136, 75_136, 150_272)),
     ("hsdp_tp", "llama", 8, {"tp": 2}, (37_184, 37_184, 74_368)),
     ("ep", "qwen3_moe", 2, {"ep": 2}, (148_864, 148_864, 297_728)),
     ("ep", "qwen3_moe", 4, {"ep": 2}, (74_432, 74_432, 148_864)),
-    ("ep", "qwen3_moe", 4, {"ep": 4}, (74_432, 74_432, 148_864)),
     ("ep", "qwen3_moe", 2, {"ep": 2, **ATTENTION}, (156_032, 7_168, 14_336)),
     ("ep_tp", "qwen3_moe", 4, {"tp": 2, "ep": 2}, (75_136, 75_136, 150_272)),
     ("ep_tp", "qwen3_moe", 4, {"tp": 2, "ep": 2, **ATTENTION}, (80_768, 5_632, 11_264)),
     ("pipeline_1f1b", "llama", 2, {"pp": 2, "gradient_accumulation_steps": 2}, (73_984, 73_984, 147_968)),
     ("pipeline_1f1b", "llama_tied", 4, {"pp": 2, "gradient_accumulation_steps": 2}, (73_984, 73_984, 147_968)),
     ("cp", "llama", 2, {"cp": 2}, (74_048, 74_048, 148_096)),
-    ("cp", "qwen3", 4, {"cp": 2}, (37_056, 37_056, 74_112)),
     ("cp", "qwen3", 4, {"cp": 2, "lora_r": 4}, (41_152, 4_096, 8_192)),
     ("ulysses", "llama", 2, {"sp": 2}, (74_688, 74_048, 222_144)),
     ("ulysses", "qwen3", 4, {"sp": 2}, (37_824, 37_056, 111_168)),
@@ -61,13 +58,6 @@ def test_planned_model_states_are_those_of_live_ranks(
 ) -> None:
     states = on_cpu(preset, model, ranks, **job).states
     assert (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes) == live
-
-
-def test_without_fsdp2_the_gradient_of_a_split_embedding_is_whole() -> None:
-    states = on_cpu("tp", "llama", 2, tp=2).states
-    half = 4 * 288 * 32 // 2
-    assert states.gradient_bytes == states.parameter_bytes + half
-    assert states.optimizer_bytes == 2 * states.parameter_bytes
 
 
 def on_gpus(preset: str, *, length: int, ranks: int = 8, shape: ModelShape | None = None, **job: Any) -> MemoryPlan:
@@ -100,15 +90,9 @@ def test_the_loss_is_full_where_ranks_share_a_batch_and_chunked_where_experts_ar
 
 def test_split_layers_save_less_and_the_states_stay_with_the_ranks() -> None:
     plans = [on_gpus("fsdp2", length=8192), *(on_gpus("fsdp2_tp", length=8192, tp=tp) for tp in (2, 4))]
-    no_checkpoints = [
-        plan_memory(
-            llama_8b(),
-            load_preset("fsdp2_tp"),
-            world_size=8,
-            job=PlannedJob(per_device_train_batch_size=1, max_seq_length=8192, tp=tp),
-        )
-        for tp in (2, 4)
-    ]
+    model, preset = llama_8b(), load_preset("fsdp2_tp")
+    jobs = [PlannedJob(per_device_train_batch_size=1, max_seq_length=8192, tp=tp) for tp in (2, 4)]
+    no_checkpoints = [plan_memory(model, preset, world_size=8, job=job) for job in jobs]
     states = [plan.states.total_bytes for plan in plans]
     assert max(states) < 1.001 * min(states)  # only norms are not divided by all ranks
     saved = [plan.phases[1].activation_bytes for plan in no_checkpoints]
@@ -116,36 +100,40 @@ def test_split_layers_save_less_and_the_states_stay_with_the_ranks() -> None:
 
 
 # --- torchtitan, Llama 3.1 8B on 8 H100 of 96 GB: FSDP × CP, full activation checkpointing, one sequence per group,
-# with compilation and Float8 (`performance.md` in its docs, table 2) ---
+# with compilation and Float8 (`performance.md` in its docs, table 2): cp, length, tokens per second, GiB ---
 TORCHTITAN = [(1, 32_768, 3890, 83.9), (2, 65_536, 2540, 84.2), (4, 131_072, 1071, 84.0), (8, 262_144, 548, 84.5)]
 
 
-def titan_plan(cp: int, length: int) -> tuple[MemoryPlan, StepTime]:
-    job = PlannedJob(
-        per_device_train_batch_size=1,
-        max_seq_length=length,
-        activation_checkpointing=True,
-        loss="full",
-        cp=cp if cp > 1 else None,
-    )
-    preset = load_preset("cp" if cp > 1 else "fsdp2")
-    setup = TrainingSetup(shape=llama_8b(), preset=preset, world_size=8, job=job)
-    speed = step_time(setup, Interconnect(gpu=find_gpu("h100"), world_size=8))
-    assert speed is not None
-    return plan_memory(llama_8b(), preset, world_size=8, job=job), speed
+def titan_job(cp: int) -> tuple[str, dict[str, int]]:
+    return ("cp", {"cp": cp}) if cp > 1 else ("fsdp2", {})
 
 
 def test_torchtitans_peaks_stay_flat_as_context_and_ranks_grow_together() -> None:
-    peaks = [titan_plan(cp, length)[0].planned_peak_bytes / GIB for cp, length, _, _ in TORCHTITAN]
+    peaks = []
+    for cp, length, _, _ in TORCHTITAN:
+        preset, degrees = titan_job(cp)
+        peaks.append(on_gpus(preset, length=length, **degrees).planned_peak_bytes / GIB)
     assert max(peaks) < 1.02 * min(peaks)  # measured: 83.9 to 84.5 GiB
-    measured = [gib for *_, gib in TORCHTITAN]
-    assert peaks == [pytest.approx(gib, rel=0.15) for gib in measured]  # the margin of a verdict
+    assert peaks == [pytest.approx(gib, rel=0.15) for *_, gib in TORCHTITAN]  # the margin of a verdict
 
 
 def test_torchtitans_speeds_are_inside_the_planned_ranges() -> None:
-    ranges = [titan_plan(cp, length)[1].tokens_per_second_per_gpu for cp, length, _, _ in TORCHTITAN]
-    for (_, _, measured, _), (low, high) in zip(TORCHTITAN, ranges, strict=True):
+    ranges = []
+    for cp, length, measured, _ in TORCHTITAN:
+        preset, degrees = titan_job(cp)
+        job = PlannedJob(
+            per_device_train_batch_size=1,
+            max_seq_length=length,
+            activation_checkpointing=True,
+            loss="full",
+            **degrees,  # type: ignore[arg-type]
+        )
+        setup = TrainingSetup(shape=llama_8b(), preset=load_preset(preset), world_size=8, job=job)
+        speed = step_time(setup, Interconnect(gpu=find_gpu("h100"), world_size=8))
+        assert speed is not None
+        low, high = speed.tokens_per_second_per_gpu
         assert low < measured < high
+        ranges.append((low, high))
     falls = [first / last for first, last in zip(ranges[0], ranges[-1], strict=True)]
     assert all(3.5 < fall < 3890 / 548 for fall in falls)  # 7.1 there: Float8 speeds up all but attention
 

@@ -11,7 +11,7 @@ from published_runs import MPT, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.lora import lora_layers
-from toolkit.models.shape import Layer, ModelShape, Tensor
+from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, offload_efficiency, setup_flops, step_time
@@ -20,33 +20,20 @@ from toolkit.presets import load_preset
 VOCABULARY = 50_368
 
 
-def mpt(name: str) -> ModelShape:
-    return sized_mpt(*MPT[name])
-
-
-def sized_mpt(width: int, layers: int) -> ModelShape:
+def mpt(width: int, layers: int) -> ModelShape:
     """MosaicML's models: learned positions, biases, a tied head, no gate (llm-foundry)."""
     shapes = {"norm_1": (width,), "Wqkv": (3 * width, width), "out_proj": (width, width), "norm_2": (width,)}
     shapes |= {"up_proj": (4 * width, width), "down_proj": (width, 4 * width)}
     weights = tuple(Tensor(name=f"{part}.weight", shape=size) for part, size in shapes.items())
     biases = tuple(Tensor(name=f"{part}.bias", shape=size[:1]) for part, size in shapes.items())
-    layer: Layer = weights + biases
-    outer = {"wte": (VOCABULARY, width), "wpe": (2048, width)}
-    norms = (Tensor(name="norm_f.weight", shape=(width,)), Tensor(name="norm_f.bias", shape=(width,)))
+    outer = {"wte.weight": (VOCABULARY, width), "wpe.weight": (2048, width)}
+    outer |= {"norm_f.weight": (width,), "norm_f.bias": (width,)}  # type: ignore[dict-item]
     return ModelShape(
-        model_type="mpt",
-        num_layers=layers,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_attention_heads=width // 64,
-        num_kv_heads=width // 64,
-        head_dim=64,
-        vocab_size=VOCABULARY,
-        gated_mlp=False,
-        activation="gelu",
-        tied_embeddings=True,
-        layers=(layer,) * layers,
-        outer=(*(Tensor(name=f"{part}.weight", shape=size) for part, size in outer.items()), *norms),
+        **{"model_type": "mpt", "gated_mlp": False, "activation": "gelu", "tied_embeddings": True, "head_dim": 64},
+        **{"num_layers": layers, "hidden_size": width, "intermediate_size": 4 * width, "vocab_size": VOCABULARY},
+        **{"num_attention_heads": width // 64, "num_kv_heads": width // 64},
+        layers=(weights + biases,) * layers,
+        outer=tuple(Tensor(name=name, shape=size) for name, size in outer.items()),
     )
 
 
@@ -57,7 +44,9 @@ def speed_of(row: dict[str, str]) -> StepTime:
         gradient_accumulation_steps=int(row["gacc"]),
         activation_checkpointing=row["ac"] == "True",
     )
-    setup = TrainingSetup(shape=mpt(row["model"]), preset=load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
+    setup = TrainingSetup(
+        shape=mpt(*MPT[row["model"]]), preset=load_preset("fsdp2"), world_size=int(row["gpus"]), job=job
+    )
     speed = step_time(setup, Interconnect(gpu=find_gpu(row["gpu"]), world_size=setup.world_size))
     assert speed is not None
     return speed
@@ -66,7 +55,7 @@ def speed_of(row: dict[str, str]) -> StepTime:
 def test_published_speeds_lie_inside_the_range_and_the_range_is_narrow() -> None:
     """No constant of the model was taken from these rows."""
     rows = published()
-    assert all(mpt(row["model"]).num_params == int(row["params"]) for row in rows)
+    assert all(mpt(*MPT[row["model"]]).num_params == int(row["params"]) for row in rows)
     inside, widths = 0, []
     for row in rows:
         low, high = speed_of(row).tokens_per_second_per_gpu
@@ -87,7 +76,7 @@ def test_planned_mfu_counts_the_same_operations_as_the_published_one() -> None:
 
 
 JOB = PlannedJob(per_device_train_batch_size=4, max_seq_length=1024)
-SETUP = TrainingSetup(shape=mpt("125m"), preset=load_preset("ddp"), world_size=8, job=JOB)
+SETUP = TrainingSetup(shape=mpt(*MPT["125m"]), preset=load_preset("ddp"), world_size=8, job=JOB)
 A100 = Interconnect(gpu=find_gpu("a100-80gb"), world_size=8)
 
 
@@ -155,7 +144,7 @@ def test_adapters_save_the_gradients_of_frozen_weights() -> None:
 
 def test_the_range_of_a_small_model_is_in_order() -> None:
     """It moves more bytes per operation than any published model, so the published share of the peak does not apply."""
-    speed = step_time(replace(SETUP, shape=sized_mpt(width=64, layers=2)), A100)
+    speed = step_time(replace(SETUP, shape=mpt(width=64, layers=2)), A100)
     assert speed is not None
     assert speed.compute_seconds[0] <= speed.compute_seconds[1]
     assert speed.step_seconds[0] <= speed.step_seconds[1]

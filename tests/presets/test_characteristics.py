@@ -1,4 +1,4 @@
-"""The characteristics of each preset, checked against the same integers as real runs."""
+"""The characteristics of each preset, and the bytes of shards, checked against the same integers as real runs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preset_files import deepspeed_pair
 from tiny_model_bytes import BF16_BYTES, NORM_PARAMS, NUM_PARAMS
 
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
-from toolkit.presets.characteristics import PARTS, characteristics
+from toolkit.presets.characteristics import PARTS, characteristics, largest_shard, shard_byte_limits
 
 REDUCED = "all-reduces of activations in each layer"
 DISPATCHED = "all-to-alls of tokens, to their experts and back"
 
 
-def bytes_of(name: str, part: str, ranks: int) -> int:
-    """The formula, worked out for the tiny Llama."""
-    state: Any = getattr(characteristics(load_preset(name)), part)
-    shards = {"1": 1, "N": ranks, "S": ranks // load_preset(name).replicas}[state.shards]
-    return int(state.unsharded_bytes * NUM_PARAMS // shards)
-
-
 @pytest.mark.parametrize("name", BF16_BYTES)
 @pytest.mark.parametrize("part", PARTS)
 def test_the_formulas_give_the_bytes_that_two_ranks_hold_in_bf16(name: str, part: str) -> None:
+    state: Any = getattr(characteristics(load_preset(name)), part)
+    shards = {"1": 1, "N": 2, "S": 2 // load_preset(name).replicas}[state.shards]
     gathered = 2 * NORM_PARAMS if (name, part) == ("zero3", "parameter") else 0  # kept whole beside their shards
-    assert bytes_of(name, part, ranks=2) + gathered == BF16_BYTES[name][part]
+    assert state.unsharded_bytes * NUM_PARAMS // shards + gathered == BF16_BYTES[name][part]
 
 
 @pytest.mark.parametrize(
@@ -43,24 +39,13 @@ def test_the_formulas_give_the_bytes_that_two_ranks_hold_in_bf16(name: str, part
         ("fsdp2", "4/N + 4/N + 8/N", "0", "3 P per accumulation step"),
         ("fsdp2_grad_op", "4/N + 4/N + 8/N", "0", "2 P per accumulation step"),
         ("fsdp2_cpu_offload", "0", "4/N + 4/N + 8/N", "3 P per accumulation step"),
-        (
-            "fsdp2_hybrid",
-            "4/S + 4/S + 8/S",
-            "0",
-            "3 P, and 2 P/S between replicas, per accumulation step",
-        ),
+        ("fsdp2_hybrid", "4/S + 4/S + 8/S", "0", "3 P, and 2 P/S between replicas, per accumulation step"),
         ("cp", "4/N + 4/N + 8/N", "0", "3 P per accumulation step; keys and values in a ring"),
         ("ulysses", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step; all-to-alls of attention heads"),
         ("tp", "4/T + 4/T + 8/T", "0", f"2 P/T between replicas per accumulation step; {REDUCED}"),
         ("fsdp2_tp", "4/N + 4/N + 8/N", "0", f"3 P/T per accumulation step; {REDUCED}"),
         ("hsdp_tp", "4/S + 4/S + 8/S", "0", f"3 P/T, and 2 P/S between replicas, per accumulation step; {REDUCED}"),
         ("ep", "4/N + 4/N + 8/N", "0", f"3 P without experts, 3 P/E of experts, per accumulation step; {DISPATCHED}"),
-        (
-            "ep_tp",
-            "4/N + 4/N + 8/N",
-            "0",
-            f"3 P/T without experts, 3 P/E of experts, per accumulation step; {REDUCED}; {DISPATCHED}",
-        ),
     ],
 )
 def test_bytes_and_communication_of_each_preset(name: str, on_gpu: str, on_cpu: str, communication: str) -> None:
@@ -77,16 +62,6 @@ def test_every_preset_holds_sixteen_bytes_per_parameter_over_all_devices() -> No
         assert whole == 16 + wider.get(preset.name, 0), preset.name
 
 
-def test_qlora_is_listed_where_it_does_not_work() -> None:
-    warned = {
-        name
-        for name in preset_names()
-        if any("QLoRA" in limit for limit in characteristics(load_preset(name)).not_with)
-    }
-    split = {preset.name for preset in list_presets() if preset.parallel}
-    assert warned == {"zero2_cpu_offload", "zero3_nvme_offload", "zeropp"} | split
-
-
 def test_the_names_in_fsdp1() -> None:
     names = {name: characteristics(load_preset(name)).fsdp1_name for name in preset_names()}
     assert (names["ddp"], names["zero1"], names["zero2"]) == ("NO_SHARD", None, "SHARD_GRAD_OP")
@@ -94,45 +69,88 @@ def test_the_names_in_fsdp1() -> None:
     assert (names["fsdp2"], names["zero3"], names["fsdp2_hybrid"]) == ("FULL_SHARD", "FULL_SHARD", "HYBRID_SHARD")
 
 
-def test_what_a_preset_needs() -> None:
-    assert characteristics(load_preset("ddp")).needs == ("1+ processes",)
-    assert characteristics(load_preset("zeropp")).needs == (
-        "8+, by 8 processes", "deepspeed", "a GPU and nvcc, for DeepSpeed's CUDA quantiser",
-    )  # fmt: skip
-    assert (
-        "the launcher's `--parallelism_config_dp_shard_size` S = N/2"
-        in characteristics(load_preset("fsdp2_hybrid")).needs
-    )
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("ddp", {"1+ processes"}),
+        ("zeropp", {"8+, by 8 processes", "deepspeed", "a GPU and nvcc, for DeepSpeed's CUDA quantiser"}),
+        ("fsdp2_hybrid", {"4+, by 2 processes", "the launcher's `--parallelism_config_dp_shard_size` S = N/2"}),
+        ("ulysses", {"2+ processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed"}),
+        (
+            "hsdp_tp",
+            {
+                *("8+ processes", "`--tp`, the number of GPUs that split each layer"),
+                *("`--dp_replicate`, if it is not 2: S = N/replicas", "a model that transformers has a plan for (tp)"),
+            },
+        ),
+    ],
+)
+def test_what_a_preset_needs(name: str, needs: set[str]) -> None:
+    assert set(characteristics(load_preset(name)).needs) == needs
 
 
-def test_a_preset_that_splits_layers_needs_degrees_and_a_plan() -> None:
-    assert characteristics(load_preset("ulysses")).needs == (
-        "2+ processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed",
-    )  # fmt: skip
-    assert characteristics(load_preset("ep_tp")).needs == (
-        "4+ processes",
-        "`--tp`, the number of GPUs that split each layer",
-        "`--ep`, the number of GPUs with different experts",
-        "a model that transformers has a plan for (tp, ep)",
-    )
-    assert "`--dp_replicate`, if it is not 2: S = N/replicas" in characteristics(load_preset("hsdp_tp")).needs
-
-
-def test_what_does_not_work_with_a_split_model_is_listed() -> None:
+def test_what_does_not_work_is_listed() -> None:
     def listed(name: str) -> set[str]:
-        return {line.split("`")[1] for line in characteristics(load_preset(name)).not_with if line.startswith("`")}
+        limits = characteristics(load_preset(name)).not_with
+        return {line.split("`")[1] if line.startswith("`") else line.split(":")[0] for line in limits}
 
-    both = {"auto_find_batch_size", "streaming", "torch_compile", "use_liger_kernel"}
+    both = {"QLoRA", "auto_find_batch_size", "streaming", "torch_compile", "use_liger_kernel"}
     assert listed("fsdp2_tp") == both | {"save_only_model", "freeze"}
-    assert listed("ulysses") == both | {"packing", "async_save"}
+    assert listed("ulysses") >= both | {"packing", "async_save"}
+    without_qlora = {preset.name for preset in list_presets() if "QLoRA" in listed(preset.name)}
+    split = {preset.name for preset in list_presets() if preset.parallel}
+    assert without_qlora == {"zero2_cpu_offload", "zero3_nvme_offload", "zeropp"} | split
 
 
 def test_a_users_own_file_has_characteristics_too(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(
-        '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}'
-    )
-    path = tmp_path / "mine.yaml"
-    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n")
-    found = characteristics(read_preset(path))
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
+    found = characteristics(read_preset(deepspeed_pair(tmp_path, {"zero_optimization": zero})))
     assert (found.optimizer.device, found.gradient.device, found.parameter.device) == ("nvme", "cpu", "gpu")
     assert "a local NVMe disk, and libaio" in found.needs
+
+
+# -- bytes that one rank may hold, with the engine's padding
+
+
+@pytest.mark.parametrize(
+    ("shapes", "engine", "ranks", "elements"),
+    [
+        ([(5, 2)], "fsdp2", 2, 6),  # 3 of 5 rows
+        ([(4, 2)], "fsdp2", 2, 4),
+        ([(5, 2), (1,)], "fsdp2", 2, 7),  # the first rank holds the only element of the bias
+        ([()], "fsdp2", 2, 1),  # a scalar cannot be cut
+        ([(5, 2)], "deepspeed", 2, 13),  # 5, and padding of two groups to a multiple of 2 x 2
+        ([(1,)] * 100, "deepspeed", 2, 100),  # ZeRO-3 pads each of 100 single elements to 2
+        ([(100, 100)], "deepspeed", 4, 2516),  # 2,500 and 2 groups x 2 x 4
+    ],
+)
+def test_the_largest_shard_includes_the_engines_padding(
+    shapes: list[tuple[int, ...]], engine: str, ranks: int, elements: int
+) -> None:
+    assert largest_shard(shapes, engine, ranks=ranks) == elements
+
+
+# Ten fp32 elements on two ranks, 40 bytes unsharded. Highest of a DeepSpeed shard: (5 + 8 of padding) x 4 = 52, and
+# 5 % of 40 = 2 for what ZeRO-3 keeps gathered of parameters. Highest of an FSDP2 shard: 3 rows x 2 x 4 = 24.
+@pytest.mark.parametrize(
+    ("name", "parameter", "gradient", "optimizer"),
+    [
+        ("ddp", (40, 40), (40, 40), (40, 40)),
+        ("zero1", (40, 40), (40, 40), (0, 52)),
+        ("zero2", (40, 40), (0, 52), (0, 52)),
+        ("zero3_cpu_offload", (0, 54), (0, 52), (0, 52)),
+        ("fsdp2", (0, 24), (0, 24), (0, 24)),
+        ("fsdp2_grad_op", (0, 24), (0, 24), (0, 24)),  # gathered parameters are shards again between steps
+    ],
+)
+def test_the_limits_of_ten_elements_on_two_ranks(
+    name: str, parameter: tuple[int, int], gradient: tuple[int, int], optimizer: tuple[int, int]
+) -> None:
+    limits = {"parameter": parameter, "gradient": gradient, "optimizer": optimizer}
+    assert {part: shard_byte_limits(load_preset(name), part, [(5, 2)], 4, ranks=2) for part in limits} == limits
+
+
+def test_a_single_rank_holds_everything_under_every_sharding() -> None:
+    padded = shard_byte_limits(load_preset("zero2"), "optimizer", [(5, 2)], 4, ranks=1)
+    assert padded == (40, 56)  # 10 + 4 elements at most
+    assert shard_byte_limits(load_preset("fsdp2"), "parameter", [(5, 2)], 4, ranks=1) == (40, 40)

@@ -1,4 +1,4 @@
-"""The key lists equal those of the installed accelerate and DeepSpeed, and unknown keys are refused."""
+"""Keys and types equal those of the installed accelerate and DeepSpeed; other keys and values are refused by name."""
 
 from __future__ import annotations
 
@@ -11,90 +11,150 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from preset_files import deepspeed_pair, write
 
+from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
 from toolkit.presets import known_keys as known
 from toolkit.presets import read_preset
 
+FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+# Values that no key of these types takes.
+WRONG: dict[str, list[Any]] = {
+    "true or false": ["false", 1, [True], {"a": 1}],
+    'true or false, or "auto"': ["false", 1, [True]],
+    "true or false under FSDP2": ["SHARD_GRAD_OP", 1, None],
+    "text in one line": [5, False, ["a"], {"a": "b"}, "", "a\nb", "\x1b[31m", "x" * 5000],
+    "a whole number of 0 or more": [-1, 2.5, "8", True, [3], {}],
+    'a whole number of 0 or more, or "auto"': [-1, 2.5, "8", True, [3], {}],
+    "a whole number of 1 or more": [0, -1, 2.5, "8", True, [3], None],
+    'a whole number of 1 or more, or "auto"': [0, -1, 2.5, "8", True, [3], None],
+    "keys and values": ["a", 3, [{}], True],
+    "0, 1, 2 or 3": [4, -1, "3", True, [3], None, 2.5],
+    "none, cpu or nvme": ["disk", 1, ["cpu"], "auto"],
+    "no, fp16 or bf16": [False, "fp8", ["bf16"], True],
+    "nothing: no preset uses it": [{"training_script": "evil.py"}, "run.sh", True],
+}
 
-def refusal(path: Path) -> ToolkitError:
-    with pytest.raises(ToolkitError) as caught:
-        read_preset(path)
-    assert str(path.parent) in caught.value.message
-    return caught.value
 
-
-@pytest.mark.parametrize(
-    ("text", "key", "nearest"),
-    [
-        ("distributed_typ: NO", "distributed_typ", "distributed_type"),
-        (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forwrd: false}",
-            "fsdp_reshard_after_forwrd",
-            "fsdp_reshard_after_forward",
-        ),
-        (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_fil: zero3.json}",
-            "deepspeed_config_fil",
-            "deepspeed_config_file",
-        ),
-        (
-            "distributed_type: FSDP\nparallelism_config: {parallelism_config_dp_shard_siz: 2}",
-            "parallelism_config_dp_shard_siz",
-            "parallelism_config_dp_shard_size",
-        ),
-    ],
-)
-def test_an_unknown_key_of_the_yaml_is_refused_with_the_nearest_one(
-    text: str, key: str, nearest: str, tmp_path: Path
-) -> None:
-    error = refusal(write(tmp_path / "mine.yaml", text))
-    assert f"unknown key '{key}'" in error.message
-    assert error.hint == f"did you mean `{nearest}`?"
+def preset_with(folder: Path, file: str, key: str, value: Any) -> Path:
+    """Write a valid preset, except for one key or value."""
+    content: dict[str, Any] = json.loads(json.dumps(FSDP if file == "yaml" else {"zero_optimization": OFFLOADED}))
+    block = content
+    for part in key.split(".")[:-1]:
+        block = block.setdefault(part, {})
+    block[key.rpartition(".")[2]] = value
+    return deepspeed_pair(folder, content) if file == "json" else write(folder / "mine.yaml", yaml.safe_dump(content))
 
 
 @pytest.mark.parametrize(
-    ("config", "key", "nearest"),
+    ("file", "key", "nearest"),
     [
-        ({"gradient_cliping": 1.0}, "gradient_cliping", "gradient_clipping"),
-        ({"zero_optimization": {"stage": 3, "reduce_bucket": 5}}, "reduce_bucket", "reduce_bucket_size"),
-        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "devise", "device"),
+        ("yaml", "distributed_typ", "distributed_type"),
+        ("yaml", "fsdp_config.fsdp_reshard_after_forwrd", "fsdp_reshard_after_forward"),
+        ("yaml", "deepspeed_config.deepspeed_config_fil", "deepspeed_config_file"),
+        ("yaml", "parallelism_config.parallelism_config_dp_shard_siz", "parallelism_config_dp_shard_size"),
+        ("json", "gradient_cliping", "gradient_clipping"),
+        ("json", "zero_optimization.reduce_bucket", "reduce_bucket_size"),
+        ("json", "zero_optimization.offload_param.devise", "device"),
+        ("json", "fp16.loss_scal", "loss_scale"),
     ],
 )
-def test_an_unknown_key_of_the_json_is_refused_with_the_nearest_one(
-    config: dict[str, Any], key: str, nearest: str, tmp_path: Path
-) -> None:
-    error = refusal(deepspeed_pair(tmp_path, config))
-    assert f"unknown key '{key}'" in error.message
-    assert error.hint == f"did you mean `{nearest}`?"
+def test_an_unknown_key_is_refused_with_the_nearest_one(file: str, key: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        read_preset(preset_with(tmp_path, file, key, 1))
+    assert refused.value.message.startswith(f"{tmp_path / f'mine.{file}'}: unknown key '{key.rpartition('.')[2]}'")
+    assert refused.value.hint == f"did you mean `{nearest}`?"
 
 
 @pytest.mark.parametrize("key", ["elasticity", "amp", "sparse_gradients"])
 def test_a_key_that_deepspeed_removed_is_refused(key: str, tmp_path: Path) -> None:
-    assert f"unknown key '{key}'" in refusal(deepspeed_pair(tmp_path, {key: {"enabled": False}})).message
+    with pytest.raises(ToolkitError, match=f"unknown key '{key}'"):
+        read_preset(preset_with(tmp_path, "json", key, {"enabled": False}))
 
 
-def test_the_accelerate_keys_are_those_of_the_installed_accelerate() -> None:
+def test_a_value_of_another_type_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    refused = 0
+    for file, blocks in (("yaml", known.ACCELERATE_BLOCKS), ("json", known.DEEPSPEED_BLOCKS)):
+        for key, kind in (
+            (f"{block}.{key}".lstrip("."), kind) for block in blocks for key, kind in blocks[block].items()
+        ):
+            for value in WRONG.get(kind.expected, [[[3]], {"a": [1]}]):
+                if kind.accepts(value):
+                    assert value is None or kind.expected.startswith(("text", "nothing", "a value that DeepSpeed"))
+                    continue
+                path = preset_with(tmp_path, file, key, value)
+                with pytest.raises(ToolkitError) as error:
+                    read_preset(path)
+                message, refused = error.value.message, refused + 1
+                assert message.startswith(f"{path.with_suffix(f'.{file}')}: ")
+                assert key in message or "distributed_type" in message
+                assert "expected" in message
+                assert len(message) < len(str(path)) + 250
+    assert refused > 500
+
+
+def test_what_libraries_read_as_the_same_is_accepted(tmp_path: Path) -> None:
+    zero = {"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": "auto", "offload_param": None}
+    preset = read_preset(deepspeed_pair(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    assert (preset.sharding, preset.offload_param, preset.mixed_precision) == ("full_shard", None, "bf16")
+    written_by_accelerate_config = (
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_GPU\ndowncast_bf16: 'no'\n"
+        "enable_cpu_affinity: false\ngpu_ids: all\nmachine_rank: 0\nmain_training_function: main\n"
+        "mixed_precision: bf16\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\nsame_network: true\n"
+        "tpu_env: []\ntpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: false\n"
+    )
+    assert read_preset(write(tmp_path / "other.yaml", written_by_accelerate_config)).engine == "ddp"
+
+
+@pytest.mark.parametrize("command", ["preset show", "plan", "train", "compare", "rehearse"])
+def test_every_command_refuses_a_wrong_preset_in_two_lines(
+    command: str, tmp_path: Path, tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = str(preset_with(tmp_path, "json", "zero_optimization.stage", [3])), str(tmp_path / "out")
+    job = ["--", "--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca)]
+    argv = {
+        "preset show": ["preset", "show", path],
+        "plan": ["plan", str(tiny_model), "--preset", path, "--gpu", "h100", "--num-processes", "2"],
+        "train": ["train", "--preset", path, "--cpu", *job, "--output_dir", output],
+        "compare": ["compare", "--preset", path, "--cpu", "--output-dir", output, *job],
+        "rehearse": ["rehearse", "--preset", path, "--cpu", "--num-processes", "2", *job],
+    }[command]
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert (ended.value.code, len(lines) <= 2, Path(output).exists()) == (2, True, False)
+    assert lines[0].startswith(
+        f"error: {tmp_path / 'mine.json'}: zero_optimization.stage is [3], expected 0, 1, 2 or 3"
+    )
+
+
+# -- against the installed libraries
+
+
+def test_the_accelerate_keys_and_types_are_those_of_the_installed_accelerate() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
     flags = {action.dest for action in launch_command_parser()._actions}
-    assert {field.name for field in dataclasses.fields(ClusterConfig)} == known.ACCELERATE_KEYS
-    # `fsdp_ignored_modules` has no flag: accelerate reads it from the YAML alone.
-    # `parallel` is the toolkit's own, which accelerate passes over.
-    assert {flag for flag in flags if flag.startswith("fsdp_")} == known.FSDP_KEYS - {
-        "fsdp_ignored_modules",
-        "parallel",
-    }
-    assert {flag for flag in flags if flag.startswith("parallelism_config_")} == known.PARALLELISM_KEYS
+    types = {field.name: str(field.type) for field in dataclasses.fields(ClusterConfig)}
+    assert types.keys() == known.ACCELERATE_TYPES.keys()
+    # accelerate reads `fsdp_ignored_modules` from the YAML alone, and passes over `parallel`, which is the toolkit's.
+    fsdp = {flag for flag in flags if flag.startswith("fsdp_")}
+    assert fsdp == known.FSDP_TYPES.keys() - {"fsdp_ignored_modules", "parallel"}
+    assert {flag for flag in flags if flag.startswith("parallelism_config_")} == known.PARALLELISM_TYPES.keys()
     block = {flag for flag in flags if flag.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
-    assert block == known.DEEPSPEED_BLOCK_KEYS - {"parallel"}
+    assert block == known.DEEPSPEED_BLOCK_TYPES.keys() - {"parallel"}
+    words = {"true or false": "bool", "a whole number of 0 or more": "int", "keys and values": "dict"}
+    for key, kind in known.ACCELERATE_TYPES.items():
+        assert words.get(kind.expected, "") in types[key], key
 
 
 # DeepSpeed's top level has no model: the dict notes which keys DeepSpeedConfig asks for. In a process of its own,
 # since importing deepspeed prints and warns.
-READ_DEEPSPEED_KEYS = """
+READ_DEEPSPEED = """
 import json
 from deepspeed.runtime import config
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -115,25 +175,28 @@ def current(model):
 
 config.DeepSpeedConfig(Watched(train_batch_size=1))
 removed = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-print("KEYS " + json.dumps({
+print("READ " + json.dumps({
+    "": sorted(Watched.asked - removed - {"bfloat16"}),
     "bf16": current(DeepSpeedBF16Config),
     "fp16": current(DeepSpeedFP16Config),
-    "top": sorted(Watched.asked - removed - {"bfloat16"}),
-    "zero": current(DeepSpeedZeroConfig),
-    "offload_optimizer": current(DeepSpeedZeroOffloadOptimizerConfig),
-    "offload_param": current(DeepSpeedZeroOffloadParamConfig),
+    "zero_optimization": current(DeepSpeedZeroConfig),
+    "zero_optimization.offload_optimizer": current(DeepSpeedZeroOffloadOptimizerConfig),
+    "zero_optimization.offload_param": current(DeepSpeedZeroOffloadParamConfig),
+    "types": {f.alias or n: str(f.annotation) for n, f in DeepSpeedZeroConfig.model_fields.items()},
 }))
 """
 
 
-def test_the_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
-    read = subprocess.run(
-        [sys.executable, "-c", READ_DEEPSPEED_KEYS],
-        env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    found = {name: set(keys) for name, keys in json.loads(read.stdout.rpartition("KEYS ")[2]).items()}
-    assert found["top"] == known.DEEPSPEED_KEYS  # `bfloat16` is an old spelling of `bf16`
-    assert found["zero"] == known.ZERO_KEYS
-    assert {name: found[name] for name in ("bf16", "fp16")} == known.PRECISION_KEYS
-    assert found["offload_optimizer"] == known.OFFLOAD_KEYS["offload_optimizer"]
-    assert found["offload_param"] == known.OFFLOAD_KEYS["offload_param"]
+def test_the_deepspeed_keys_and_types_are_those_of_the_installed_deepspeed() -> None:
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", READ_DEEPSPEED]
+    read = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(read.stdout.rpartition("READ ")[2])
+    types = found.pop("types")
+    assert {block: set(keys) for block, keys in found.items()} == {
+        block: set(keys) for block, keys in known.DEEPSPEED_BLOCKS.items()
+    }
+    for key, kind in known.ZERO_TYPES.items():
+        assert ("true or false" in kind.expected) == ("bool" in types[key]), key
+        assert ("whole number" in kind.expected) == ("'int'" in types[key]), key
+        assert ("keys and values" in kind.expected) == ("deepspeed" in types[key] and key != "stage"), key

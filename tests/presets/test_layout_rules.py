@@ -134,51 +134,35 @@ def test_a_degree_that_the_model_cannot_have_is_refused(
 
 
 @pytest.mark.parametrize("preset", DEGREES)
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        ({"lora_r": 8, "load_in_4bit": "true"}, "--load_in_4bit"),
-        ({"torch_compile": "true"}, "--torch_compile"),
-        ({"use_liger_kernel": "true"}, "--use_liger_kernel"),
-        ({"auto_find_batch_size": "true"}, "--auto_find_batch_size"),
-        ({"streaming": "true", "streaming_buffer_size": 8}, "--streaming"),
-        ({"fp16": "true"}, "--fp16"),
-    ],
-)
-def test_methods_that_were_never_run_with_split_layers_or_sequences_are_refused(
-    preset: str, arguments: dict[str, Any], option: str
-) -> None:
-    reason = unsupported(load_preset(preset), Job.from_values({**DEGREES[preset], **arguments}), world_size=8)
-    assert reason is not None
-    assert reason.message.startswith(f"{option} does not work under preset '{preset}': ")
-    assert reason.hint
+def test_methods_that_were_never_run_with_split_layers_or_sequences_are_refused(preset: str) -> None:
+    methods = [{"lora_r": 8, "load_in_4bit": "true"}, {"streaming": "true", "streaming_buffer_size": 8}]
+    methods += [{name: "true"} for name in ("torch_compile", "use_liger_kernel", "auto_find_batch_size", "fp16")]
+    for method in methods:
+        reason = unsupported(load_preset(preset), Job.from_values({**DEGREES[preset], **method}), world_size=8)
+        assert reason is not None, method
+        name = "load_in_4bit" if "load_in_4bit" in method else next(iter(method))
+        assert reason.message.startswith(f"--{name} does not work under preset '{preset}': ")
+        assert reason.hint
 
 
 @pytest.mark.parametrize("preset", DEGREES)
-@pytest.mark.parametrize(
-    ("method", "option"),
-    [
-        (Job(freeze=("*",)), "--freeze"),
-        (Job(train_only=("*",)), "--train_only"),
-        (Job(activation_checkpointing=True, activation_checkpointing_offload=True),
-         "--activation_checkpointing_offload"),
-        (Job(save_only_model=True), "--save_only_model"),
-        (Job(lora_r=8, lora_config={"use_dora": True}), "--lora_config"),
-        (Job(optim="adafactor"), "--optim adafactor"),
-        (Job(optim="adamw_bnb_8bit"), "--optim adamw_bnb_8bit"),
-        (Job(optim="muon"), "--optim muon"),
-    ],
-)  # fmt: skip
-def test_what_a_model_that_is_sharded_at_load_does_not_train_with_is_refused(
-    preset: str, method: Job, option: str
-) -> None:
-    found = unsupported(load_preset(preset), method)
-    if preset in AT_LOAD:
-        assert found is not None
-        assert found.message.startswith(f"{option} does not work under preset '{preset}': ")
-        assert found.hint
-    elif preset != "pipeline_1f1b":
-        assert found is None or found.rule != "parallel-method"
+def test_what_a_model_that_is_sharded_at_load_does_not_train_with_is_refused(preset: str) -> None:
+    methods = {
+        "--freeze": Job(freeze=("*",)),
+        "--train_only": Job(train_only=("*",)),
+        "--activation_checkpointing_offload": Job(activation_checkpointing=True, activation_checkpointing_offload=True),
+        "--save_only_model": Job(save_only_model=True),
+        "--lora_config": Job(lora_r=8, lora_config={"use_dora": True}),
+        **{f"--optim {name}": Job(optim=name) for name in ("adafactor", "adamw_bnb_8bit", "muon")},
+    }
+    for option, method in methods.items():
+        found = unsupported(load_preset(preset), method)
+        if preset in AT_LOAD:
+            assert found is not None, option
+            assert found.message.startswith(f"{option} does not work under preset '{preset}': ")
+            assert found.hint
+        elif preset != "pipeline_1f1b":
+            assert found is None or found.rule != "parallel-method"
 
 
 @pytest.mark.parametrize("preset", ["cp", "ulysses"])
@@ -192,50 +176,39 @@ def test_packed_rows_are_refused_where_sequences_are_split(preset: str) -> None:
     assert unsupported(load_preset("fsdp2_tp"), Job(packing=True, tp=2)) is None
 
 
-@pytest.mark.parametrize(("preset", "refused"), [("fsdp2_tp", True), ("cp", True), ("ulysses", True), ("ep", False)])
-def test_the_chunked_loss_needs_the_whole_head_and_the_whole_sequence(preset: str, refused: bool) -> None:
-    found = unsupported(load_preset(preset), Job(loss="chunked"))
-    assert (found is not None) is refused
-    assert found is None or found.hint == "leave `--loss` out: it is `full` here"
+@pytest.mark.parametrize(
+    ("preset", "job", "hint"),
+    [
+        *((preset, Job(loss="chunked"), "leave `--loss` out: it is `full` here") for preset in ("fsdp2_tp", "ulysses")),
+        ("ep", Job(loss="chunked"), None),
+        ("ulysses", Job(attn_implementation="flex_attention"), "`--attn_implementation sdpa`"),
+        ("ulysses", Job(attn_implementation="flash_attention_2"), None),
+        ("cp", Job(attn_implementation="flash_attention_2"), "`--attn_implementation sdpa`"),
+        ("cp", Job(attn_implementation="sdpa"), None),
+        ("fsdp2_tp", Job(attn_implementation="eager"), None),
+    ],
+)
+def test_the_loss_and_attention_must_see_what_they_need(preset: str, job: Job, hint: str | None) -> None:
+    found = unsupported(load_preset(preset), job)
+    assert (None if found is None else found.hint) == hint
 
 
 @pytest.mark.parametrize(
-    ("preset", "name", "refused"),
+    ("config", "given", "refused"),
     [
-        ("ulysses", "eager", True),
-        ("ulysses", "flex_attention", True),
-        ("ulysses", "sdpa", False),
-        ("ulysses", "flash_attention_2", False),
-        ("cp", "eager", True),
-        ("cp", "flash_attention_2", True),
-        ("cp", "sdpa", False),
-        ("fsdp2_tp", "eager", False),
+        (QWEN3_MOE, {"ep": "2"}, True),
+        (QWEN3_MOE, {"tp": "2", "lora_target_modules": ["q_proj", "down_proj"]}, True),
+        (QWEN3_MOE, {"ep": "2", "lora_target_modules": ["gate"]}, True),
+        (QWEN3_MOE, {"ep": "2", "lora_target_modules": ["q_proj", "v_proj"]}, False),
+        (LLAMA, {"tp": "2"}, False),
     ],
 )
-def test_sequences_are_split_in_front_of_attention_functions_that_take_them(
-    preset: str, name: str, refused: bool
+def test_adapters_of_experts_are_refused_where_experts_are_divided(
+    config: dict[str, Any], given: dict[str, Any], refused: bool
 ) -> None:
-    found = unsupported(load_preset(preset), Job(attn_implementation=name))
-    assert (found is not None) is refused
-    assert found is None or found.hint == "`--attn_implementation sdpa`"
-
-
-@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj"), ("gate",)])
-@pytest.mark.parametrize("degree", ["ep", "tp"])
-def test_adapters_of_experts_are_refused_where_experts_are_divided(degree: str, targets: tuple[str, ...]) -> None:
-    given = {"lora_r": "8", degree: "2"} | ({"lora_target_modules": list(targets)} if targets else {})
-    for config, refused in ((QWEN3_MOE, True), (LLAMA, False)):
-        method = Job.from_values(given)
-        reason = unsupported(None, method, model=ModelLimits(split=read_split(config)))
-        if degree == "ep" and not refused:
-            continue  # Llama has no experts at all
-        assert (reason is not None) is refused
-        assert reason is None or reason.hint == "`--lora_target_modules q_proj k_proj v_proj o_proj`"
-
-
-def test_adapters_of_attention_layers_work_with_divided_experts() -> None:
-    method = Job.from_values({"lora_r": "8", "ep": "2", "lora_target_modules": ["q_proj", "v_proj"]})
-    assert unsupported(None, method, model=ModelLimits(split=read_split(QWEN3_MOE))) is None
+    reason = unsupported(None, Job.from_values({"lora_r": "8", **given}), model=ModelLimits(split=read_split(config)))
+    assert (reason is not None) is refused
+    assert reason is None or reason.hint == "`--lora_target_modules q_proj k_proj v_proj o_proj`"
 
 
 # -- through the command

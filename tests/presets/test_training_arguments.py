@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -17,27 +19,32 @@ from toolkit.presets import load_preset, training_arguments
 # -- in effect
 
 
-# Each engine, its offload, and a mesh; the others differ from these in values that a file alone holds.
-OWN = ("ddp", "zero3_cpu_offload", "fsdp2_cpu_offload", "fsdp2_hybrid")
+def nightly(*values: str) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 @pytest.fixture(scope="module")
-def own_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
-    """Each preset in a plain Trainer script under torchrun, no accelerate launcher and no YAML."""
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Path]:
+    """A plain Trainer script with a preset under torchrun, no accelerate launcher and no YAML; its folder."""
     folder = tmp_path_factory.mktemp("own")
-    for preset in OWN:
-        words = [preset, str(tiny_model), str(folder / preset)]
-        ended = torchrun("own_trainer.py", *words, num_processes=CPU_PRESETS[preset])
+
+    @functools.cache
+    def run(script: str, preset: str, ranks: int, *degrees: str) -> Path:
+        ended = torchrun(script, preset, str(tiny_model), str(folder / preset), *degrees, num_processes=ranks)
         assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
-    return {preset: folder / preset for preset in OWN}
+        return folder / preset
+
+    return run
 
 
+# Each engine, its offload, and a mesh; the others differ from these in values that a file alone holds.
 @pytest.mark.launch
-@pytest.mark.parametrize("preset", OWN)
+@pytest.mark.parametrize("preset", ["fsdp2_hybrid", *nightly("ddp", "zero3_cpu_offload", "fsdp2_cpu_offload")])
 def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
-    preset: str, own_runs: dict[str, Path], preset_runs: dict[str, Path]
+    preset: str, trained: Callable[..., Path], preset_runs: dict[str, Path]
 ) -> None:
-    own, launched = (read(runs[preset] / "attestation.json") for runs in (own_runs, preset_runs))
+    folders = trained("own_trainer.py", preset, CPU_PRESETS[preset]), preset_runs[preset]
+    own, launched = (read(folder / "attestation.json") for folder in folders)
     assert own["verdict"] == launched["verdict"] == "attested"
     assert len(own["ranks"]) == CPU_PRESETS[preset]
     facts = {"engine", "sharding", "world_size", "parameter_bytes", "gradient_bytes", "optimizer_bytes"}
@@ -51,31 +58,17 @@ def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
     assert own["ranks"] == launched["ranks"]
 
 
-# One process, and the same rows with each kind of dimension; tensor parallelism beside data parallelism.
-SPLIT = {
-    "single": ("single", 1),
-    "fsdp2_tp": ("fsdp2_tp", 4, "tp=2"),
-    "cp": ("cp", 2, "cp=2"),
-    "ulysses": ("ulysses", 2, "sp=2"),
-}
-
-
-@pytest.fixture(scope="module")
-def split_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, list[dict[str, float]]]:
-    """Loss and gradient norm of each step, in a Trainer script of one's own."""
-    folder = tmp_path_factory.mktemp("split")
-    for name, (preset, ranks, *degrees) in SPLIT.items():
-        ended = torchrun("split_trainer.py", preset, str(tiny_model), str(folder / name), *degrees, num_processes=ranks)
-        assert ended.returncode == 0, f"{name}:\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
-    return {name: read(folder / name / "log.json") for name in SPLIT}
+# The same rows with each kind of dimension; tensor parallelism beside data parallelism.
+SPLIT = {"fsdp2_tp": (4, "tp=2"), "cp": (2, "cp=2"), "ulysses": (2, "sp=2")}
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", [name for name in SPLIT if name != "single"])
+@pytest.mark.parametrize("preset", ["fsdp2_tp", *nightly("cp", "ulysses")])
 def test_a_script_with_a_degree_of_parallelism_trains_as_one_process_does(
-    name: str, split_runs: dict[str, list[dict[str, float]]]
+    preset: str, trained: Callable[..., Path]
 ) -> None:
-    ours, alone = split_runs[name], split_runs["single"]
+    ours = read(trained("split_trainer.py", preset, *SPLIT[preset]) / "log.json")
+    alone = read(trained("split_trainer.py", "single", 1) / "log.json")
     assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in alone], rel=1e-6)
     # torch's CPU kernel of a norm is off by 1e-4 on the embedding's 49,152 rows
     assert [step["grad_norm"] for step in ours] == pytest.approx([step["grad_norm"] for step in alone], rel=1e-3)
@@ -116,67 +109,42 @@ def test_a_script_without_a_launcher_is_refused() -> None:
     assert error.hint == "`torchrun --nproc_per_node 2 script.py`, or `accelerate launch`"
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "reason", "instead"),
-    [
-        ("fsdp2", 1, "needs at least 2 processes", 2),
-        ("fsdp2_hybrid", 5, "needs a multiple of 2 processes", 6),
-        ("single", 2, "trains in one process", 1),
-        ("zeropp", 12, "needs a multiple of 8 processes", 16),
-    ],
-)
-def test_an_unsupported_number_of_processes_is_refused(
-    name: str, world_size: int, reason: str, instead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started_in(monkeypatch, world_size)
-    refused = refusal(name)
-    assert refused.message == f"preset {name!r} {reason}, this script was started in {world_size}"
-    assert refused.hint == f"`torchrun --nproc_per_node {instead} script.py`"
+AT_LOAD = "only AdamW was run on a model that is sharded at load"
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "given", "message", "hint"),
+    ("name", "ranks", "given", "message", "hint"),
     [
+        ("fsdp2", 1, {}, "preset 'fsdp2' needs at least 2 processes, this script was started in 1",
+         "`torchrun --nproc_per_node 2 script.py`"),
+        ("single", 2, {}, "preset 'single' trains in one process, this script was started in 2",
+         "`torchrun --nproc_per_node 1 script.py`"),
+        ("zeropp", 12, {}, "preset 'zeropp' needs a multiple of 8 processes, this script was started in 12",
+         "`torchrun --nproc_per_node 16 script.py`"),
+        ("zeropp", 8, {"use_cpu": True}, "preset 'zeropp' does not run on a CPU: zero_quantized", "`--preset zero3`"),
+        ("zero2_cpu_offload", 2, {"optim": "adamw_bnb_8bit"},
+         "--optim adamw_bnb_8bit does not work under preset 'zero2_cpu_offload'", "`--optim adamw_torch`, or"),
         ("tp", 2, {}, "preset 'tp' needs tp: the number of GPUs for tensor parallelism", "add `tp=2`"),
-        (
-            *("fsdp2_tp", 4, {"tp": 4}),
-            "preset 'fsdp2_tp' with tp 4 needs a multiple of 4 processes, 8 or more, this script was started in 4",
-            "`torchrun --nproc_per_node 8 script.py`",
-        ),
-        (
-            *("ep_tp", 4, {"tp": 2, "ep": 3}),
-            "ep=3 is no multiple of tp=2",
-            "`ep=2`",
-        ),
-        (
-            *("zero3", 2, {"sp": 2}),
-            "sp=2 does not work under preset 'zero3': it has no sequence parallelism",
-            "`--preset ulysses`",
-        ),
-        (
-            *("tp", 2, {"tp": 2}),
-            "preset 'tp' shards the model while it is loaded, and the Trainer cannot resume such a model: it saves no"
-            " optimizer states of it",
-            '`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume',
-        ),
-        (
-            *("tp", 2, {"tp": 2, "save_strategy": "no", "optim": "adafactor"}),
-            "--optim adafactor does not work under preset 'tp': only AdamW was run on a model that is sharded at load",
-            "`--optim adamw_torch`, or `--preset ddp`",
-        ),
+        ("fsdp2_tp", 4, {"tp": 4},
+         "preset 'fsdp2_tp' with tp 4 needs a multiple of 4 processes, 8 or more, this script was started in 4",
+         "`torchrun --nproc_per_node 8 script.py`"),
+        ("ep_tp", 4, {"tp": 2, "ep": 3}, "ep=3 is no multiple of tp=2", "`ep=2`"),
+        ("zero3", 2, {"sp": 2}, "sp=2 does not work under preset 'zero3': it has no sequence parallelism",
+         "`--preset ulysses`"),
+        ("tp", 2, {"tp": 2},
+         "preset 'tp' shards the model while it is loaded, and the Trainer cannot resume such a model: it saves no",
+         '`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume'),
+        ("tp", 2, {"tp": 2, "save_strategy": "no", "optim": "adafactor"},
+         f"--optim adafactor does not work under preset 'tp': {AT_LOAD}", "`--optim adamw_torch`, or `--preset ddp`"),
     ],
-)
-def test_a_layout_that_would_not_train_is_refused(
-    name: str,
-    world_size: int,
-    given: dict[str, Any],
-    message: str,
-    hint: str,
-    monkeypatch: pytest.MonkeyPatch,
+)  # fmt: skip
+def test_what_would_not_train_is_refused(
+    name: str, ranks: int, given: dict[str, Any], message: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started_in(monkeypatch, world_size)
+    started_in(monkeypatch, ranks)
     refused = refusal(name, **given)
-    assert (refused.message, refused.hint) == (message, hint)
+    assert refused.message.startswith(message)
+    assert str(refused.hint).startswith(hint)
 
 
 def test_arguments_of_from_pretrained_are_those_of_the_ranks_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +198,6 @@ def test_a_key_that_only_the_launcher_reads_is_refused(tmp_path: Path, monkeypat
     assert "training arguments cannot carry 'dynamo_config'" in refusal(str(path)).message
 
 
-def test_quantised_weights_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    started_in(monkeypatch, 8)
-    assert refusal("zeropp", use_cpu=True).message.startswith("preset 'zeropp' does not run on a CPU: zero_quantized")
-
-
 def run_program(program: str, folder: Path, *words: str) -> CompletedProcess[str]:
     """Run a few lines in a process of their own: what they leave behind would be in effect for every later test."""
     (folder / "program.py").write_text(program)
@@ -251,11 +214,11 @@ MODEL = "import transformers as t; model = t.LlamaForCausalLM(t.LlamaConfig(voca
 @pytest.mark.parametrize(
     ("before", "preset", "why"),
     [
-        (GROUP, "zero3", "a process group exists already"),
-        (ACCELERATOR, "ddp", "an Accelerator exists already"),
         (MODEL, "zero3", "a complete model is loaded already in every process; 'zero3' shards it while it is loaded"),
-        (MODEL, "ddp", None),
-        (f"{MODEL}; del model", "zero3", None),
+        pytest.param(GROUP, "zero3", "a process group exists already", marks=pytest.mark.nightly),
+        pytest.param(ACCELERATOR, "ddp", "an Accelerator exists already", marks=pytest.mark.nightly),
+        pytest.param(MODEL, "ddp", None, marks=pytest.mark.nightly),
+        pytest.param(f"{MODEL}; del model", "zero3", None, marks=pytest.mark.nightly),
     ],
 )
 def test_what_was_made_before_the_preset_is_refused_where_it_matters(
@@ -291,9 +254,3 @@ def arguments_of(preset: str, given: str, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(("given", "bf16", "precision"), [("", "False", "no"), ("bf16=True", "True", "bf16")])
 def test_a_cpu_computes_in_fp32_by_default(given: str, bf16: str, precision: str, tmp_path: Path) -> None:
     assert arguments_of("single", given, tmp_path) == [bf16, precision, "True", "0"]
-
-
-def test_an_optimizer_that_the_preset_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    started_in(monkeypatch, 2)
-    refused = refusal("zero2_cpu_offload", optim="adamw_bnb_8bit")
-    assert refused.message.startswith("--optim adamw_bnb_8bit does not work under preset 'zero2_cpu_offload'")

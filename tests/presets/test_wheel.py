@@ -10,15 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from preset_files import listed_presets
-
-ROOT = Path(__file__).parents[2]
-
-
-YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-
-
-JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
+from preset_files import ROOT, listed_presets
 
 
 @pytest.fixture(scope="module")
@@ -30,41 +22,36 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("toolkit/_presets/")}
-    files = {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in [*YAMLS, *JSONS]}
-    assert len(files) == 28
-    assert packed == files
-
-
-def test_the_wheel_carries_what_is_not_python(wheel: Path) -> None:
+def test_the_wheel_carries_the_presets_byte_for_byte_and_what_is_not_python(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        packed = {name: archive.read(name) for name in names if name.startswith("toolkit/_presets/")}
+    paths = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
+    assert len(paths) == 28
+    assert packed == {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit/report/templates").iterdir()}
     assert {Path(name).suffix for name in templates} == {".j2", ".css", ".js"}
-    assert templates | {"toolkit/py.typed"} <= names
+    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit/convert/tables").iterdir()}
     on_disk = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*.py")}
-    assert on_disk <= names
+    assert templates | tables | on_disk | {"toolkit/py.typed"} <= names
     assert not {name for name in names if name.startswith(("tests/", "benchmarks/")) or "__pycache__" in name}
 
 
 def test_the_installed_wheel_lists_the_same_presets_from_another_directory(wheel: Path, tmp_path: Path) -> None:
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True, capture_output=True, timeout=300)
-    listed = subprocess.run(
+    command, environment = (
         [sys.executable, "-m", "toolkit", "presets", "--json"],
-        cwd=elsewhere, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True,
-        timeout=60,
-    )  # fmt: skip
-    installed = json.loads(listed.stdout)
-    assert all(Path(row["accelerate_config"]).is_relative_to(site) for row in installed)
-    assert all(Path(row["deepspeed_config"]).is_relative_to(site) for row in installed if row["deepspeed_config"])
-    paths = ("accelerate_config", "deepspeed_config")
-    from_source, from_wheel = (
-        [{key: value for key, value in row.items() if key not in paths} for row in rows]
-        for rows in (listed_presets().values(), installed)
+        os.environ | {"PYTHONPATH": str(site)},
     )
-    assert from_wheel == from_source
+    listed = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    installed = {row["name"]: row for row in json.loads(listed.stdout)}
+    for row in installed.values():
+        assert Path(row["accelerate_config"]).is_relative_to(site)
+        assert row["deepspeed_config"] is None or Path(row["deepspeed_config"]).is_relative_to(site)
+    paths = {"accelerate_config": "", "deepspeed_config": ""}
+    ours = {name: row | paths for name, row in listed_presets().items()}
+    assert {name: row | paths for name, row in installed.items()} == ours

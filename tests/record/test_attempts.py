@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, toolkit
 
 from toolkit.errors import ToolkitError
 from toolkit.record.attempts import record_restart, reuse_of, start_attempt
-from toolkit.record.folder import RunFolder, read_json, write_json
+from toolkit.record.folder import RunFolder, write_json
 
 
 def earlier_run(path: Path, *, steps: int = 3, **facts: Any) -> RunFolder:
@@ -44,11 +43,7 @@ def test_a_folder_with_trained_steps_is_refused_and_nothing_in_it_changes(tmp_pa
     assert "--resume_from_checkpoint latest" in str(refused.value.hint)
     assert "--overwrite_output_dir true" in str(refused.value.hint)
     assert contents(folder.path) == before
-
-
-def test_a_checkpoint_alone_is_a_trained_run(tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out")
-    for rank in range(2):
+    for rank in range(2):  # a checkpoint alone is a trained run
         folder.rank_rows(rank).unlink()
     with pytest.raises(ToolkitError, match="has trained 0 steps"):
         start_attempt(folder)
@@ -83,31 +78,21 @@ def test_an_unfinished_run_without_a_checkpoint_starts_over_where_it_is_to_resum
     assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
 
 
-def test_a_finished_run_is_refused_and_nothing_in_it_changes(tmp_path: Path) -> None:
+def test_a_finished_run_is_refused_also_where_another_is_to_resume_it_without_a_checkpoint(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out", status="completed")
+    shutil.rmtree(folder.path / "checkpoint-2")
     before = contents(folder.path)
-    with pytest.raises(ToolkitError, match="already holds a finished run"):
-        start_attempt(folder)
+    for resumes in (False, True):
+        with pytest.raises(ToolkitError, match="already holds a finished run"):
+            start_attempt(folder, reuse_of(continues=False, resumes=resumes, overwrite=False))
     assert contents(folder.path) == before
 
 
-def test_a_finished_run_without_a_checkpoint_is_kept_where_another_is_to_resume_it(tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", status="completed")
-    shutil.rmtree(folder.path / "checkpoint-2")
-    with pytest.raises(ToolkitError, match="already holds a finished run"):
-        start_attempt(folder, reuse_of(continues=False, resumes=True, overwrite=False))
-
-
-def test_a_folder_in_which_nothing_was_trained_is_used_again(tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", steps=0)
-    start_attempt(folder)
-    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
-
-
-def test_a_damaged_run_json_is_replaced(tmp_path: Path) -> None:
+def test_a_folder_in_which_nothing_was_trained_is_used_again_also_with_a_damaged_run_json(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out", steps=0)
     folder.run_json.write_text('{"attempt": "x"')
     start_attempt(folder)
+    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
     assert folder.read_run() == {"schema_version": 1, "attempt": 1, "status": "running"}
 
 
@@ -119,37 +104,6 @@ def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(place: str, t
     with pytest.raises(ToolkitError, match="cannot be written"):
         start_attempt(RunFolder(tmp_path / "out"))
     assert taken.exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.launch
-def test_a_trained_run_is_refused_unless_it_is_resumed_or_replaced_whoever_starts_it(
-    tiny_model: Path, faq_alpaca: Path, tmp_path: Path
-) -> None:
-    folder = RunFolder(tmp_path / "out")
-    (tmp_path / "job.yaml").write_text(
-        f"dataset: {faq_alpaca}\noutput_dir: {folder.path}\nmax_seq_length: 64\nmax_steps: 2\n"
-        "per_device_train_batch_size: 1\nsave_strategy: 'no'\nsave_model: false\n"
-    )
-    job = [str(tmp_path / "job.yaml"), "--model_name_or_path", str(tiny_model)]
-    config_file = ROOT / "accelerate_configs" / "ddp.yaml"
-    plain = accelerate_launch(config_file, *job, cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
-    folder.update_run(status="interrupted")
-    before = contents(folder.path)
-
-    refused = toolkit("train", "--preset", "ddp", "--cpu", "--num-processes", "2", "--", *job, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "holds a run that has trained 2 steps" in refused.stderr
-    refused = accelerate_launch(config_file, *job, cwd=tmp_path)
-    assert "holds a run that has trained 2 steps" in refused.stderr
-    assert contents(folder.path) == before
-
-    replaced = accelerate_launch(config_file, *job, "--overwrite_output_dir", "true", cwd=tmp_path)
-    assert replaced.returncode == 0, replaced.stderr
-    assert (read_json(folder.run_json) or {})["status"] == "completed"
-    assert [len(folder.rank_rows(rank).read_text().splitlines()) for rank in range(2)] == [2, 2]
-    assert "step 2/2" in folder.log.read_text()
 
 
 # -- restarts

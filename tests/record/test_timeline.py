@@ -154,11 +154,8 @@ def test_a_process_that_torchrun_started_again_was_not_idle_and_notes_the_losses
     assert parts(found) == {"productive": 8.0, "startup": 5.0, "lost": 3.0, "restart": 6.0}
 
 
-def test_a_clock_that_was_set_back_takes_no_time_away() -> None:
+def test_a_clock_that_was_set_back_takes_no_time_away_and_without_a_timeline_there_is_no_goodput() -> None:
     found = measure_goodput([at(10, "start"), at(12, "train"), at(11, "end"), at(13, "ended")], steps(5.0))
     assert parts(found) == {"startup": 2.0, "other": 2.0}
-
-
-def test_a_run_without_a_timeline_has_no_goodput() -> None:
     found = measure_goodput([], steps(1.0))
     assert (found.wall_seconds, found.fraction, found.describe()) == (0.0, None, "goodput n/a")

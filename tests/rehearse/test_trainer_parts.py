@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
+from toolkit.record.folder import RunFolder
 from toolkit.rehearse.trainer_parts import RehearsedTimer
 
 
 @pytest.fixture
 def timer(tmp_path: Path) -> RehearsedTimer:
-    return RehearsedTimer(tmp_path / "rank3.jsonl", rank=3, device=torch.device("cpu"), progress=Progress())
+    run = ObservedRun(folder=RunFolder(tmp_path), progress=Progress(), rank=3, world_size=4)
+    return RehearsedTimer(run, ObserverParts(), device=torch.device("cpu"))
 
 
 def test_peaks_of_a_step_are_those_over_all_phases(timer: RehearsedTimer, monkeypatch: pytest.MonkeyPatch) -> None:

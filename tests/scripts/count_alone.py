@@ -26,7 +26,7 @@ def main() -> int:
 
 def launched(config: str, world_size: int) -> dict[str, str]:
     """What `accelerate launch` would put into rank 0's environment, on a node of eight ranks."""
-    from toolkit.launch.environment import launcher_environment, rank_environment
+    from toolkit.launch.command import launcher_environment, rank_environment
     from toolkit.presets import load_preset
 
     rank = rank_environment(world_size=world_size, rank=0, local_rank=0, local_world_size=8, master_port=29500)

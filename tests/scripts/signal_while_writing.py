@@ -17,7 +17,7 @@ def main() -> int:
     door.prepare_environment()
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from toolkit.observe import background_save
+    from toolkit.observe import checkpoint_saver
     from toolkit.record import checkpoints
 
     name, step, moment, *ranks = os.environ["TOOLKIT_SIGNAL"].split(":")
@@ -42,7 +42,7 @@ def main() -> int:
             signal_if_at(folder)
             return file_entries(folder, paths)
 
-        background_save.file_entries = signal_before_checksums
+        checkpoint_saver.file_entries = signal_before_checksums
     else:
         write_json = checkpoints.write_json
 

@@ -24,8 +24,8 @@ from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFi
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import check_json
+from toolkit.files.model_weights import SavedTensor
 from toolkit.files.reading import open_file
-from toolkit.files.safetensors_writer import SavedTensor
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
@@ -58,10 +58,7 @@ def export(
     base_model: str | None = None,
     trust_pickle: bool = False,
 ) -> ExportResult:
-    """Write the model (or adapter) of a checkpoint into `out`.
-
-    Raises ToolkitError for a damaged checkpoint, a folder that is not empty, and too little disk space.
-    """
+    """Write the model (or adapter) of a checkpoint into `out`. Raises ToolkitError, and then writes nothing."""
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_output(out, source=path)
@@ -152,10 +149,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(out: Path) -> Iterator[Path]:
-    """Yield an empty folder on the disk of `out`; whatever is still in it afterwards is removed.
-
-    Raises ToolkitError if the disk cannot be written.
-    """
+    """Yield an empty folder on the disk of `out`, removed afterwards. Raises ToolkitError for a full disk."""
     temporary = out.absolute().with_name(f".exporting-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

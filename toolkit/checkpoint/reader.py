@@ -6,9 +6,11 @@ adapters keep peft's `.default.`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,32 +21,74 @@ from toolkit.files.safe_loading import torch_load
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # A mapped page counts as this process's memory until its mapping is dropped.
 MAPPED_BYTES = 64 * 2**20
+_LARGEST_STEP = 2**53
 
 
-class CheckpointReader(Protocol):
-    """Reads tensors on request and keeps none of them."""
+class CheckpointReader:
+    """Reads tensors of any engine's checkpoint on request, and keeps none of them.
 
-    layout: Layout
-    hyperparameters: list[dict[str, Any]]
-    """Hyperparameters of each parameter group, without the parameters; empty without optimizer states."""
+    The readers of the engines have the same methods, and follow the structures that their libraries write. In a damaged
+    file any step of that can fail: here an error names the checkpoint and what was read.
+    """
+
+    def __init__(self, layout: Layout, open_reader: Callable[[], Any]) -> None:
+        self.layout = layout
+        with self._reading("its states"):
+            self._reader = open_reader()
+            self.hyperparameters: list[dict[str, Any]] = self._reader.hyperparameters
+            """Of each parameter group, without the parameters; empty without optimizer states."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every saved weight."""
+        with self._reading("the shapes of its weights"):
+            shapes: dict[str, tuple[int, ...]] = self._reader.shapes()
+        return shapes
 
     def optimized(self) -> list[str]:
         """Return the names of the parameters that have optimizer states."""
+        with self._reading("the names of its optimizer states"):
+            names: list[str] = self._reader.optimized()
+        return names
 
     def weight(self, name: str) -> torch.Tensor:
         """Return the weight that the optimizer updates (fp32 under every preset)."""
+        with self._reading(name):
+            weight: torch.Tensor = self._reader.weight(name)
+        return weight
 
     def moment(self, name: str, state: str) -> torch.Tensor:
-        """Return `exp_avg` or `exp_avg_sq`, in the weight's shape. Raises KeyError if there is none."""
+        """Return `exp_avg` or `exp_avg_sq`, in the weight's shape. Raises ToolkitError if the optimizer is not Adam."""
+        with self._reading(f"{state} of {name}"):
+            try:
+                moment: torch.Tensor = self._reader.moment(name, state)
+            except KeyError:
+                raise ToolkitError(
+                    f"{self.layout.path} has no {state} for {name}: only Adam and AdamW in fp32 are converted",
+                    hint="resume it with the preset and the number of processes that it was saved with",
+                ) from None
+        return moment
 
     def optimizer_step(self) -> float:
         """Return Adam's own step count."""
+        with self._reading("the optimizer's step"):
+            step: float = self._reader.optimizer_step()
+        if not (0 <= step <= _LARGEST_STEP and step == int(step)):
+            raise ToolkitError(f"{self.layout.path}: the optimizer's step is {step}, expected a count")
+        return step
 
     def close(self) -> None:
         """Close the files."""
+        self._reader.close()
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError) as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise ToolkitError(
+                f"{self.layout.path} is damaged: {what[:80]} cannot be read ({why})", hint="copy or download it again"
+            ) from error
 
 
 def listed(names: list[str]) -> str:
@@ -58,10 +102,7 @@ def without_parameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:
-    """Return the hyperparameters of one of the Trainer's parameter groups (`groups`: the names in each).
-
-    DeepSpeed drops a group without parameters, torch keeps it.
-    """
+    """Return the values of one of the Trainer's parameter groups; DeepSpeed drops a group without parameters."""
     saved = reader.hyperparameters
     if not saved:
         raise ToolkitError(f"{reader.layout.path} has no parameter groups of an optimizer")

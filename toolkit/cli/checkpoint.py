@@ -28,7 +28,6 @@ OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="
 BaseModel = Annotated[
     str | None, typer.Option(help="the adapter's base model, if it is not where the checkpoint recorded it")
 ]
-DEGREE_HELP = "ranks for {}, for a preset that has it"
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="load the checkpoint's pickles whatever they run: only if you wrote them")
 ]
@@ -115,10 +114,10 @@ def convert(
     out: OutputFolder,
     preset: PresetName,
     num_processes: Annotated[int, typer.Option(help="number of processes to resume on", min=1)],
-    tp: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("tensor parallelism"), min=1)] = None,
-    cp: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("context parallelism"), min=1)] = None,
-    sp: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("sequence parallelism"), min=1)] = None,
-    ep: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("expert parallelism"), min=1)] = None,
+    tp: Annotated[int | None, typer.Option(help="ranks for tensor parallelism", min=1)] = None,
+    cp: Annotated[int | None, typer.Option(help="ranks for context parallelism", min=1)] = None,
+    sp: Annotated[int | None, typer.Option(help="ranks for sequence parallelism", min=1)] = None,
+    ep: Annotated[int | None, typer.Option(help="ranks for expert parallelism", min=1)] = None,
     dp_replicate: Annotated[int | None, typer.Option(help="replicas of a sharded model", min=1)] = None,
     base_model: BaseModel = None,
     trust_pickle: TrustPickle = False,
@@ -159,9 +158,7 @@ def parse_size(text: str) -> int:
     """
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
-    if found is None or found[2].upper() not in units:
-        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected a size", hint="`--max-shard-size 5GB`")
-    size = int(float(found[1]) * units[found[2].upper()])
+    size = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
     if size < 1:
-        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected at least one byte")
+        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected a size", hint="`--max-shard-size 5GB`")
     return size

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cluster.kubernetes import KubernetesOptions
+from toolkit.cluster.cloud import KubernetesOptions, SkyPilotOptions
 from toolkit.cluster.options import JobOptions
-from toolkit.cluster.skypilot import SkyPilotOptions
 from toolkit.cluster.slurm import SlurmOptions
 from toolkit.cluster.ssh import SshOptions
 from toolkit.entry_point import print_message
@@ -31,20 +31,16 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
-    from toolkit.cluster.cluster_job import prepare_job
-    from toolkit.cluster.comparison_job import comparison_file, prepare_comparison
     from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.slurm import job_file
+    from toolkit.cluster.slurm import comparison_file, job_file
 
+    submit = ["sbatch"] if slurm.submit else None
     if len(job.preset) > 1:
-        text = comparison_file(prepare_comparison(job), slurm)
-    else:
-        if slurm.repeats is not None:
-            print_message("--repeats has no effect: it is for a comparison, with several --preset")
-        prepared = prepare_job(job, shares_files=True)
-        text = job_file(prepared, slurm)
-        _report(prepared)
-    deliver(text, output=job.output, submit=["sbatch"] if slurm.submit else None, suffix=".sbatch")
+        deliver(comparison_file(job, slurm), output=job.output, submit=submit, suffix=".sbatch")
+        return
+    if slurm.repeats is not None:
+        print_message("--repeats has no effect: it is for a comparison, with several --preset")
+    _write(job, lambda each: job_file(each, slurm), shares_files=True, submit=submit, suffix=".sbatch")
 
 
 @cluster_app.command()
@@ -54,14 +50,10 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.cluster_job import prepare_job
-    from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.skypilot import submit_command, task_file
+    from toolkit.cluster.cloud import submit_command, task_file
 
-    prepared = prepare_job(job, shares_files=False)
-    text = task_file(prepared, sky)
-    _report(prepared)
-    deliver(text, output=job.output, submit=submit_command(prepared) if sky.submit else None, suffix=".yaml")
+    submit = submit_command(job) if sky.submit else None
+    _write(job, lambda each: task_file(each, sky), shares_files=False, submit=submit, suffix=".yaml")
 
 
 @cluster_app.command()
@@ -71,15 +63,10 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.cluster_job import prepare_job
-    from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.kubernetes import manifest
+    from toolkit.cluster.cloud import manifest
 
-    prepared = prepare_job(job, shares_files=False)
-    text = manifest(prepared, kubernetes)
-    _report(prepared)
     submit = ["kubectl", "apply", "-f"] if kubernetes.submit else None
-    deliver(text, output=job.output, submit=submit, suffix=".yaml")
+    _write(job, lambda each: manifest(each, kubernetes), shares_files=False, submit=submit, suffix=".yaml")
 
 
 @cluster_app.command()
@@ -89,24 +76,32 @@ def ssh(job: JobOptions, ssh: SshOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
-    from toolkit.cluster.cluster_job import prepare_job
-    from toolkit.cluster.job_files import deliver
     from toolkit.cluster.ssh import script_file, start_line
 
-    prepared = prepare_job(job, shares_files=True)
-    text = script_file(prepared, ssh)
-    _report(prepared)
-    deliver(text, output=job.output, submit=None, suffix=".sh")
+    _write(job, lambda each: script_file(each, ssh), shares_files=True, submit=None, suffix=".sh")
     if job.output is not None:
         print_message(f"start it on all nodes: {start_line(ssh, str(job.output))}")
 
 
-def _report(job: ClusterJob) -> None:
-    """Print what the file assumes."""
+def _write(
+    options: JobOptions,
+    text_of: Callable[[ClusterJob], str],
+    *,
+    shares_files: bool,
+    submit: Sequence[str] | None,
+    suffix: str,
+) -> None:
+    """Check the job, print what its file assumes, and write or submit the file."""
+    from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.job_files import deliver
+
+    job = prepare_job(options, shares_files=shares_files)
+    text = text_of(job)
     for line in job.warnings:
         print_message(f"warning: {line}")
     if not job.saves:
         print_message("warning: --save_strategy no: a run that is stopped starts again from its first step")
     else:
         save = job.save_time
-        print_message(f"{job.shutdown_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")
+        print_message(f"{save.grace_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")
+    deliver(text, output=options.output, submit=submit, suffix=suffix)

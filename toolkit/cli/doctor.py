@@ -1,16 +1,16 @@
-"""`toolkit doctor`: what this node can do and what is wrong with it; with `--compare`, how nodes differ."""
+"""`toolkit doctor` and `toolkit env`: what this node can do, what is wrong with it, and how nodes differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.options import expand_options
+from toolkit.cli.output import counted
 from toolkit.doctor.options import DoctorOptions
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError, visible
@@ -46,18 +46,15 @@ def doctor(
             f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
         )
     examination = examine_node(options, names[0] if names else None, print_message)
-    if as_json:
-        print(json.dumps(examination.as_json(), indent=2))
-    else:
-        for line in shown_lines(examination):
-            print(visible(line))
+    lines = map(visible, shown_lines(examination))
+    print(json.dumps(examination.as_json(), indent=2) if as_json else "\n".join(lines))
     if examination.failed:
         raise typer.Exit(EXIT_RUN_FAILED)
 
 
-def _compare(paths: Sequence[Path], *, as_json: bool) -> None:
+def _compare(paths: list[Path], *, as_json: bool) -> None:
     from toolkit.doctor.checks import ERROR
-    from toolkit.doctor.node_comparison import compare_facts, difference_lines, read_reports
+    from toolkit.doctor.examination import compare_facts, difference_lines, read_reports
 
     nodes = read_reports(paths)
     differences = compare_facts(nodes)
@@ -67,7 +64,17 @@ def _compare(paths: Sequence[Path], *, as_json: bool) -> None:
     else:
         for line in (line for difference in differences for line in difference_lines(difference)):
             print(visible(line))
-    counted = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
-    print_message(f"{counted}: {len(differences) or 'no'} difference{'' if len(differences) == 1 else 's'}")
+    print_message(f"{counted(len(nodes), 'node')}: {counted(len(differences), 'difference')}")
     if any(difference.level == ERROR for difference in differences):
         raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def env(as_json: JsonOutput = False) -> None:
+    """Print versions, GPUs, compilers, memory, disks and variables of this node, for an issue.
+
+    The text is Markdown. Secrets are left out: of a token, it only says that it is set.
+    """
+    from toolkit.doctor.environment_report import as_markdown, environment_report
+
+    report = environment_report()
+    print(json.dumps(report, indent=2) if as_json else as_markdown(report))

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli.output import counted
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
 
 if TYPE_CHECKING:
-    from toolkit.lint import Finding, LintResult
+    from toolkit.lint import Finding
 
 
 def lint(
@@ -50,7 +51,9 @@ def lint(
     else:
         for finding in result.findings:
             print(format_finding(finding))
-    print_message(format_summary(result))
+    levels = Counter(finding.level for finding in result.findings)
+    counts = ", ".join(counted(count, level) for level, count in levels.items())
+    print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}")
     for line in version_notes(result.findings):
         print_message(line)
     if result.unreadable:
@@ -65,19 +68,8 @@ def format_finding(finding: Finding) -> str:
 
     place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
     key = f" {shorten(finding.key)}:" if finding.key else ""
-    lines = (
-        f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}",
-        f"  write {finding.fix}  (checked with {finding.checked_against})",
-    )
-    return "\n".join(visible(line) for line in lines)
-
-
-def format_summary(result: LintResult) -> str:
-    """Return the number of files, and of findings by level, in one line."""
-    files = f"{len(result.files)} file{'' if len(result.files) == 1 else 's'}"
-    levels = Counter(finding.level for finding in result.findings)
-    counts = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in levels.items())
-    return f"{files}: {counts or 'clean'}"
+    first = visible(f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}")
+    return f"{first}\n" + visible(f"  write {finding.fix}  (checked with {finding.checked_against})")
 
 
 def version_notes(findings: Sequence[Finding]) -> list[str]:
@@ -93,7 +85,7 @@ def version_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
-    from toolkit.files.atomic_write import write_bytes, write_text
+    from toolkit.files import write_bytes, write_text
     from toolkit.files.reading import read_text
     from toolkit.lint import fixed_text, lint_paths
 

@@ -33,13 +33,13 @@ def expand_words(words: Sequence[str]) -> list[str]:
     >>> expand_words(["train", "--preset", "zero2", "--", "--output_dir", "~/out"])
     ['train', '--preset', 'zero2', '--', '--output_dir', '~/out']
     """
+
+    def expanded(word: str) -> str:
+        name, equals, value = word.partition("=")
+        return f"{name}={expand_home(value)}" if equals and name.startswith("--") else expand_home(word)
+
     end = words.index("--") if "--" in words else len(words)
-    return [*map(_expand_word, words[:end]), *words[end:]]
-
-
-def _expand_word(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return f"{name}={expand_home(value)}" if equals and name.startswith("--") else expand_home(word)
+    return [*map(expanded, words[:end]), *words[end:]]
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -50,22 +50,22 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    fields_of: dict[str, tuple[type, dict[str, bool]]] = {}
+    options: dict[str, type] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         hint = hints[name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            expanded = _field_parameters(hint)
-            parameters += [each for each, _ in expanded]
-            fields_of[name] = (hint, {each.name: is_tuple for each, is_tuple in expanded})
+            parameters += _field_parameters(hint)
+            options[name] = hint
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        for name, (options_type, fields) in fields_of.items():
-            values = {field: given.pop(field) for field in fields}
+        for name, options_type in options.items():
+            values = {each.name: given.pop(each.name) for each in _field_parameters(options_type)}
+            known = {field: value for field, value in values.items() if value is not None}  # None: not given
             given[name] = options_type(
-                **{field: tuple(value or ()) if fields[field] else value for field, value in values.items()}
+                **{field: tuple(value) if isinstance(value, list) else value for field, value in known.items()}
             )
         command(**given)
 
@@ -75,29 +75,19 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _field_parameters(options_type: type) -> list[tuple[inspect.Parameter, bool]]:
-    """Each annotated field as a parameter, and whether its value is a tuple."""
+def _field_parameters(options_type: type) -> list[inspect.Parameter]:
+    """Each annotated field as a parameter."""
     hints = get_type_hints(options_type, include_extras=True)
     found = []
     for field in dataclasses.fields(options_type):
         if get_origin(hints[field.name]) is not Annotated:
             continue
         value_type, *metadata = get_args(hints[field.name])
-        is_tuple = get_origin(value_type) is tuple
-        default: Any = inspect.Parameter.empty
-        if field.default is not dataclasses.MISSING:
-            default = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if is_tuple:
+        default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        if get_origin(value_type) is tuple:
             value_type = list[get_args(value_type)[0]]  # type: ignore[misc]
             default = None if default == () else default
             value_type = value_type | None if default is None else value_type
-        parameter = inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[value_type, *metadata],
-        )
-        found.append((parameter, is_tuple))
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[value_type, *metadata]
+        found.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
     return found

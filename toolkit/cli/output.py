@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.entry_point import print_message
-from toolkit.hardware.gpus import ON_CPU_MESSAGE
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "file"), counted(0, "node")
+    ('1 file', 'no nodes')
+    """
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
 def print_failure(status: str, failure: Mapping[str, object]) -> None:
-    """Print why a run failed, with what to do about it.
-
-    The run's log is relayed only up to the failure, so this is where the user reads it.
-    """
+    """Print why a run failed, with what to do about it: its log is relayed only up to the failure."""
     print_message(f"error: {status}: {failure['message']}")
     if failure.get("hint"):
         print_message(f"  hint: {failure['hint']}")
-
-
-def print_device(on_cpu: bool, choice: bool | None) -> None:
-    """Say that a run uses the CPU where the user did not choose it."""
-    if on_cpu and choice is None:
-        print_message(ON_CPU_MESSAGE)

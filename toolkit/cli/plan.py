@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,12 +12,6 @@ from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.flags import JsonOutput, ModelName
 from toolkit.hardware.gpus import trains_on_cpu
 from toolkit.plan.options import PlanOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from toolkit.plan.plan_vs_rehearsal import PlanVerification
-    from toolkit.plan.planner import Plan, PlanRequest
 
 
 @expand_options
@@ -38,23 +32,16 @@ def plan(
     plans = make_plans(request)
     if not as_json:
         print_plans(plans, request)
-    verified = _verify(model, plans, request, cpu=cpu, as_json=as_json) if options.verify else []
+    verified = []
+    if options.verify:
+        from toolkit.plan.plan_vs_rehearsal import verify_plans
+
+        for verification in verify_plans(model, plans, request.job, cpu=trains_on_cpu(cpu), say=print_message):
+            verified.append(verification)
+            if not as_json:  # each when its rehearsal of rank 0 ends
+                print("\n" + "\n".join(verification.lines()))
     if as_json:
         more = {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
         print_json(model, plans, request, **more)
     if any(verification.failed for verification in verified):
         raise typer.Exit(EXIT_RUN_FAILED)
-
-
-def _verify(
-    model: str, plans: Sequence[Plan], request: PlanRequest, *, cpu: bool | None, as_json: bool
-) -> list[PlanVerification]:
-    """Rehearse rank 0 of each plan, and print each comparison when its rehearsal ends."""
-    from toolkit.plan.plan_vs_rehearsal import verify_plans
-
-    verified = []
-    for verification in verify_plans(model, plans, request.job, cpu=trains_on_cpu(cpu), say=print_message):
-        verified.append(verification)
-        if not as_json:
-            print("\n" + "\n".join(verification.lines()))
-    return verified

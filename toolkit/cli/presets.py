@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from toolkit.flags import PRESET_HELP, JsonOutput
-
-if TYPE_CHECKING:
-    from toolkit.presets import Preset
 
 MIN_TABLE_COLUMNS = 100  # preset names stay complete in a narrow terminal or a pipe
 
@@ -28,11 +24,7 @@ def presets(as_json: JsonOutput = False) -> None:
     if as_json:
         rows = [preset.as_row() | {"contract": characteristics(preset).as_row()} for preset in found]
         print(json.dumps(rows, indent=2))
-    else:
-        _print_table(found)
-
-
-def _print_table(found: Sequence[Preset]) -> None:
+        return
     from rich.console import Console
     from rich.table import Table
 

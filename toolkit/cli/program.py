@@ -11,17 +11,15 @@ import typer
 from toolkit import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
-from toolkit.cli.compare import compare
+from toolkit.cli.compare import compare, report
 from toolkit.cli.convert_config import convert_config
-from toolkit.cli.doctor import doctor
-from toolkit.cli.env import env
+from toolkit.cli.doctor import doctor, env
 from toolkit.cli.lint import lint
 from toolkit.cli.options import expand_words
 from toolkit.cli.plan import plan
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.recommend import recommend
 from toolkit.cli.rehearse import rehearse
-from toolkit.cli.report import report
 from toolkit.cli.simulate import simulate_app
 from toolkit.cli.train import train
 from toolkit.entry_point import exit_code_of, print_message
@@ -75,21 +73,12 @@ def toolkit(
     """Fine-tune on several GPUs with a preset you chose, and compare presets on the same job."""
 
 
-app.command()(presets)
-app.command()(plan)
-app.command()(recommend)
-app.command()(train)
-app.command()(rehearse)
-app.command()(compare)
-app.command()(report)
-app.command()(lint)
-app.command()(convert_config)
-app.command()(doctor)
-app.command()(env)
-app.add_typer(preset_app, name="preset")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(simulate_app, name="simulate")
+COMMANDS = (presets, plan, recommend, train, rehearse, compare, report, lint, convert_config, doctor, env)
+GROUPS = {"preset": preset_app, "checkpoint": checkpoint_app, "cluster": cluster_app, "simulate": simulate_app}
+for command in COMMANDS:
+    app.command()(command)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from toolkit.cli.options import expand_options
 from toolkit.flags import JsonOutput, ModelName
 from toolkit.plan.options import RecommendOptions
-
-if TYPE_CHECKING:
-    from toolkit.plan.candidates import RecommendRequest
-    from toolkit.plan.recommend import NothingFits
 
 
 @expand_options
@@ -25,32 +20,20 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
     from toolkit.presets import list_presets, load_preset
+    from toolkit.simulate.pipeline_layouts import best_pipeline_layout, layout_json, layout_lines
 
     request = recommend_request(model, options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     try:
         found = choose(request, presets, objective=options.objective)
     except NothingFits as error:
-        if options.preset:
+        layout = None if options.preset else best_pipeline_layout(request)
+        if layout is None:
             raise
-        _plan_on_paper(model, request, error, as_json=as_json)
-        return
-    price = options.price_per_gpu_hour
-    if as_json:
-        row = recommendation_json(found, request, model=model, objective=options.objective, price=price)
-        print(json.dumps(row, indent=2))
-        return
-    print("\n".join(recommendation_lines(found, request, model=model, price=price, scaling=options.scaling)))
-
-
-def _plan_on_paper(model: str, request: RecommendRequest, error: NothingFits, *, as_json: bool) -> None:
-    """Print a layout with pipeline parallelism; raise the error again where none fits either."""
-    from toolkit.simulate.pipeline_layouts import best_pipeline_layout, layout_json, layout_lines
-
-    layout = best_pipeline_layout(request)
-    if layout is None:
-        raise error
-    if as_json:
-        print(json.dumps(layout_json(layout, request, model=model, error=error), indent=2))
+        values = layout_json(layout, request, model=model, error=error)
+        lines = layout_lines(layout, request, model=model, error=error)
     else:
-        print("\n".join(layout_lines(layout, request, model=model, error=error)))
+        price = options.price_per_gpu_hour
+        values = recommendation_json(found, request, model=model, objective=options.objective, price=price)
+        lines = recommendation_lines(found, request, model=model, price=price, scaling=options.scaling)
+    print(json.dumps(values, indent=2) if as_json else "\n".join(lines))

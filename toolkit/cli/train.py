@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_device, print_failure
+from toolkit.cli.output import print_failure
 from toolkit.entry_point import print_message
+from toolkit.hardware.gpus import ON_CPU_MESSAGE
 from toolkit.launch.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -26,27 +27,23 @@ def train(options: TrainOptions) -> None:
     from toolkit.launch.launch import train as run_prepared
 
     prepared = prepare_run(options, on_message=print_message)
-    print_device(options.on_cpu, options.cpu)
+    if options.on_cpu and options.cpu is None:  # a device that the user did not choose
+        print_message(ON_CPU_MESSAGE)
     if prepared.nvme is not None:
         print_message("\n".join([prepared.nvme.describe(), *prepared.nvme.warnings]))
     elif options.nvme_path is not None:
-        print_message(f"--nvme-path has no effect: preset {prepared.preset.name!r} does not offload to a disk")
+        print_message(f"--nvme-path has no effect: preset {prepared.command.preset.name!r} does not offload to a disk")
     if options.dry_run:
-        _print_dry_run(prepared)
+        for line in prepared.warnings:
+            print_message(f"warning: {line}")
+        _plan(prepared)
+        print(prepared.command.shown)
+        print_message("every check passed; nothing was started")
         return
     result = run_prepared(prepared, plan=_plan(prepared), on_message=print_message)
     if result.failure is not None:
         print_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)
-
-
-def _print_dry_run(prepared: PreparedRun) -> None:
-    """Print the launch command to stdout, and warnings and the plan to stderr."""
-    for line in prepared.warnings:
-        print_message(f"warning: {line}")
-    _plan(prepared)
-    print(prepared.command.shown)
-    print_message("every check passed; nothing was started")
 
 
 def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
@@ -56,8 +53,9 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.plan.planner import plan_line, plan_run, plan_run_here
 
-    if prepared.options.gpu is not None:
-        gpu, world_size = find_gpu(prepared.options.gpu), prepared.command.num_processes
-        print_message(plan_line(plan_run(prepared.preset, prepared.job, world_size=world_size, gpu=gpu)))
-        return None
-    return plan_run_here(prepared.preset, prepared.job, world_size=prepared.command.num_processes, say=print_message)
+    preset, world_size = prepared.command.preset, prepared.command.num_processes
+    if prepared.options.gpu is None:
+        return plan_run_here(preset, prepared.job, world_size=world_size, say=print_message)
+    gpu = find_gpu(prepared.options.gpu)
+    print_message(plan_line(plan_run(preset, prepared.job, world_size=world_size, gpu=gpu)))
+    return None

@@ -18,10 +18,10 @@ from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.command import RESUME_LATEST
-from toolkit.launch.environment import (
+from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
     PRESET_VARIABLE,
+    RESUME_LATEST,
     RUN_ID_VARIABLE,
     WORLD_SIZE_VARIABLE,
     process_environment,
@@ -80,11 +80,6 @@ class ClusterJob:
     def saves(self) -> bool:
         """True if the run writes checkpoints, from which a later attempt resumes."""
         return self.job.saves_checkpoints
-
-    @property
-    def shutdown_seconds(self) -> int:
-        """Seconds that torchrun waits for its ranks after SIGTERM."""
-        return self.save_time.grace_seconds
 
     @property
     def signal_seconds(self) -> int:
@@ -204,10 +199,7 @@ def check_world_sizes(options: JobOptions, preset: Preset, job: Job) -> None:
 
 
 def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job: Job) -> tuple[list[str], Job]:
-    """Give an elastic run its global batch, from which each attempt works out its accumulation steps.
-
-    Raises ToolkitError for one that some number of nodes cannot keep.
-    """
+    """Give an elastic run its global batch. Raises ToolkitError where a number of nodes cannot keep it."""
     if not options.elastic:
         return argv, job
     if job.global_batch_size is None:
@@ -222,10 +214,7 @@ def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job
 
 
 def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]) -> tuple[str, ...]:
-    """Run the checks of `toolkit train` for the largest number of nodes, and return their warnings.
-
-    The GPUs need not be here.
-    """
+    """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest = world_sizes(options)[-1]
     if options.check_files:
         gpus = None if options.cpu else largest
@@ -240,11 +229,7 @@ def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]
 
 
 def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
-    """Return the time of a save as given, as measured in a run folder, or as assumed.
-
-    `async_save` is true for a job that writes while it trains. Raises ToolkitError for a `--saves-of` that has measured
-    none.
-    """
+    """Return the time of a save as given, measured in a run folder (ToolkitError without one), or assumed."""
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
         measured = measured_save_time(options.saves_of or output_dir, async_save=async_save)

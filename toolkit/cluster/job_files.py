@@ -21,10 +21,9 @@ from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.cluster.options import JobOptions
 from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError, visible
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.secrets import hide_words
-from toolkit.launch.command import torchrun_words
-from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.launch.command import NVME_PATH_VARIABLE, torchrun_words
 from toolkit.presets import Preset
 
 if TYPE_CHECKING:
@@ -79,11 +78,10 @@ class _Dumper(yaml.SafeDumper):
     """Writes scripts as literal blocks."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
 def yaml_text(value: Any) -> str:
@@ -102,16 +100,11 @@ def yaml_text(value: Any) -> str:
 def node_script(job: ClusterJob, place: Place, *, python: str) -> str:
     """Return the script of each node; its last command is torchrun, which gets the engine's signals."""
     options = job.options
-    words = torchrun_words(
-        nnodes=options.nodes,
-        processes_per_node=options.gpus_per_node,
-        attempt=place.attempt,
-        endpoint=f"{place.head}:{place.port}",
-    )
+    endpoint, per_node = f"{place.head}:{place.port}", options.gpus_per_node
     torchrun = [
-        *words,
+        *torchrun_words(nnodes=options.nodes, processes_per_node=per_node, attempt=place.attempt, endpoint=endpoint),
         *([] if options.max_nodes == 1 else [f'--local-addr "${ADDRESS_VARIABLE}"']),
-        f"--max-restarts {options.restarts} --shutdown-timeout {job.shutdown_seconds}",
+        f"--max-restarts {options.restarts} --shutdown-timeout {job.save_time.grace_seconds}",
         "-m toolkit.train",
         *group_arguments(job.training_argv),
     ]
@@ -121,10 +114,7 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> str:
 
 
 def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset: Preset | None) -> str:
-    """Return the command that checks a node for a job; clocks of nodes compare through the shared run folder.
-
-    Without the model: `doctor` plans the memory of one node's ranks, and on several nodes each rank holds less.
-    """
+    """Return the command that checks a node, without the model: `doctor` plans the memory of one node's ranks."""
     words = [f"{python} -m toolkit doctor --json --output-dir {shlex.quote(str(output_dir))}"]
     words += [f"--num-processes {options.gpus_per_node}"]
     words += [] if options.cpu else [f"--gpus-per-node {options.gpus_per_node}"]
@@ -168,25 +158,22 @@ def deliver(text: str, *, output: Path | None, submit: Sequence[str] | None, suf
         print_message(f"wrote {output}")
     elif submit is None:
         print(text, end="")
-    if submit is not None:
-        _submit(text, output=output, command=submit, suffix=suffix)
-
-
-def _submit(text: str, *, output: Path | None, command: Sequence[str], suffix: str) -> None:
-    if shutil.which(command[0]) is None:
+    if submit is None:
+        return
+    if shutil.which(submit[0]) is None:
         raise ToolkitError(
-            f"`{command[0]}` is not on the PATH: the job was not submitted",
+            f"`{submit[0]}` is not on the PATH: the job was not submitted",
             hint="run this on a login node, or write the file with `--output FILE` and submit it there",
         )
     with tempfile.TemporaryDirectory(prefix="toolkit-job-") as folder:
         path = output or Path(folder, f"job{suffix}")
         if output is None:
             path.write_text(text)
-        words = [*command, str(path)]
+        words = [*submit, str(path)]
         print_message(shlex.join(words))
         try:
             done = subprocess.run(words, timeout=SUBMIT_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise RunFailed(f"`{command[0]}` did not answer in {SUBMIT_SECONDS / 60:g} minutes") from None
+            raise RunFailed(f"`{submit[0]}` did not answer in {SUBMIT_SECONDS / 60:g} minutes") from None
     if done.returncode != 0:
-        raise RunFailed(f"`{shlex.join(command)}` failed with exit code {done.returncode}; its message is above")
+        raise RunFailed(f"`{shlex.join(submit)}` failed with exit code {done.returncode}; its message is above")

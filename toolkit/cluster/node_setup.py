@@ -34,10 +34,24 @@ RETRY_SECONDS = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print this node's settings as shell assignments; two lines and exit code 2 where the node cannot take part."""
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.node_setup", description=(__doc__ or "")[:109])
+    parser.add_argument("--head", required=True, help="host name of the node with the rendezvous")
+    parser.add_argument("--port", type=int, help="port of the rendezvous, which must be free on the head")
+    parser.add_argument("--attempt", help="torchrun's --rdzv-id: another torchrun of the same may have the port")
+    parser.add_argument("--peer", help="another node, to which the head's own route leads")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job needs on each node")
+    parser.add_argument(
+        "--wait-seconds", type=float, default=RESOLVE_SECONDS, help="time for the head's name to appear"
+    )
+    options = parser.parse_args(argv)
 
     def work() -> None:
-        check_gpus(options.gpus)
+        found = count_gpus() if options.gpus else 0
+        if found < options.gpus:
+            raise ToolkitError(
+                f"{socket.gethostname()} has {found} visible GPUs, the job starts {options.gpus} ranks on each node",
+                hint="check the allocation (`nvidia-smi -L`), or write the job file with another `--gpus-per-node`",
+            )
         head = resolve(options.head, seconds=options.wait_seconds)
         if options.port is not None and is_this_node(head):
             check_port(options.head, options.port, attempt=options.attempt)
@@ -52,34 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(work)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.node_setup", description=(__doc__ or "")[:109])
-    parser.add_argument("--head", required=True, help="host name of the node with the rendezvous")
-    parser.add_argument("--port", type=int, help="port of the rendezvous, which must be free on the head")
-    parser.add_argument("--attempt", help="torchrun's --rdzv-id: another torchrun of the same may have the port")
-    parser.add_argument("--peer", help="another node, to which the head's own route leads")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job needs on each node")
-    parser.add_argument(
-        "--wait-seconds", type=float, default=RESOLVE_SECONDS, help="time for the head's name to appear"
-    )
-    return parser
-
-
-def check_gpus(needed: int) -> None:
-    """Raise ToolkitError where this node has fewer GPUs than the job was written for."""
-    found = count_gpus() if needed else 0
-    if found < needed:
-        raise ToolkitError(
-            f"{socket.gethostname()} has {found} visible GPUs, the job starts {needed} ranks on each node",
-            hint="check the allocation (`nvidia-smi -L`), or write the job file with another `--gpus-per-node`",
-        )
-
-
 def resolve(name: str, *, seconds: float) -> str:
-    """Return the address of a host; a name that is not known yet is looked up again for this many seconds.
-
-    Raises ToolkitError for a name that does not resolve from this node.
-    """
+    """Return the address of a host, looked up for this many seconds. Raises ToolkitError if it does not resolve."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -138,10 +126,7 @@ def local_address(head: str, *, peer: str | None) -> str:
 
     The head's route to itself is the loopback; there, the route to `peer` counts.
     """
-    address = source_address(head)
-    if peer and is_this_node(head):
-        return source_address(resolve(peer, seconds=0))
-    return address
+    return source_address(resolve(peer, seconds=0) if peer and is_this_node(head) else head)
 
 
 def source_address(target: str) -> str:

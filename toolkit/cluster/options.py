@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -74,14 +74,16 @@ class JobOptions:
     output: Annotated[Path | None, typer.Option(help="write the job file here instead of to stdout")] = None
 
     def __post_init__(self) -> None:
-        limits = {
-            "--gpus-per-node": (self.gpus_per_node, Range(lowest=1, highest=MAX_GPUS_PER_NODE)),
-            "--max-restarts": (self.max_restarts, Range(lowest=0, highest=MAX_RESTARTS)),
-            "--save-seconds": (self.save_seconds, Range(above=0, highest=DAY_SECONDS)),
-        }
-        for name, (value, allowed) in limits.items():
-            check_range(name, value, allowed)
-        self._check_nodes()
+        check_range("--gpus-per-node", self.gpus_per_node, Range(lowest=1, highest=MAX_GPUS_PER_NODE))
+        check_range("--max-restarts", self.max_restarts, Range(lowest=0, highest=MAX_RESTARTS))
+        check_range("--save-seconds", self.save_seconds, Range(above=0, highest=DAY_SECONDS))
+        if not re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", self.nodes) or self.min_nodes > self.max_nodes:
+            raise ToolkitError(
+                f"--nodes is {self.nodes[:40]!r}, expected a number, or MIN:MAX for an elastic run",
+                hint="`--nodes 2`, or `--nodes 1:2`",
+            )
+        for count in (self.min_nodes, self.max_nodes):
+            check_range("--nodes", count, Range(lowest=1, highest=MAX_NODES))
         if not self.preset:
             raise ToolkitError("missing option '--preset'", hint="`--preset zero2`; `toolkit presets` lists them")
         for item in self.env:
@@ -92,15 +94,6 @@ class JobOptions:
                 hint="`--name my-run`",
             )
         check_printable({"--setup": self.setup, "--container": (self.container or "",)})
-
-    def _check_nodes(self) -> None:
-        if not re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", self.nodes) or self.min_nodes > self.max_nodes:
-            raise ToolkitError(
-                f"--nodes is {self.nodes[:40]!r}, expected a number, or MIN:MAX for an elastic run",
-                hint="`--nodes 2`, or `--nodes 1:2`",
-            )
-        for count in (self.min_nodes, self.max_nodes):
-            check_range("--nodes", count, Range(lowest=1, highest=MAX_NODES))
 
     @property
     def min_nodes(self) -> int:
@@ -161,29 +154,3 @@ def check_variable(item: str) -> None:
         raise ToolkitError(f"--env is {item[:80]!r}, expected NAME=VALUE or NAME", hint="`--env NCCL_DEBUG=INFO`")
     if equals and is_secret_name(name):
         raise ToolkitError(f"--env {name}=... would write a secret into the job file", hint=f"`--env {name}`")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeMount:
-    """A source, as the engine names it, and the folder where the nodes see it."""
-
-    source: str
-    path: PurePosixPath
-
-    @classmethod
-    def read(cls, text: str, *, expected: str) -> NodeMount:
-        """Read SOURCE=/PATH. Raises ToolkitError for anything else."""
-        source, _, path = text.rpartition("=")
-        if not source or not path.startswith("/") or path == "/" or not text.isprintable():
-            raise ToolkitError(f"--mount is {text[:80]!r}, expected SOURCE=/PATH", hint=f"`--mount {expected}`")
-        return cls(source=source, path=PurePosixPath(path))
-
-
-def check_mounted(output_dir: Path, mounts: Sequence[NodeMount], *, example: str) -> None:
-    """Raise ToolkitError where the run folder is in no mount: each node would write into a folder of its own."""
-    if not output_dir.is_absolute() or not any(output_dir.is_relative_to(mount.path) for mount in mounts):
-        shown = ", ".join(str(mount.path) for mount in mounts) or "none"
-        raise ToolkitError(
-            f"--output_dir {output_dir} is in no folder that all nodes mount ({shown}): each would write its own",
-            hint=f"`{example}`, and `--output_dir /runs/NAME`",
-        )

@@ -17,7 +17,6 @@ from toolkit.compare.significance import (
     common_steps,
     compare_with_baseline,
     geometric_mean,
-    has_speed,
     mean_interval,
     rank_of,
     speeds_of,
@@ -26,6 +25,7 @@ from toolkit.compare.specification import ComparisonSpec
 from toolkit.record.columns import Repeats, column_of
 from toolkit.record.measurements import MemoryByPhase, max_memory_by_phase, percentile
 
+_Rule = Callable[[list[Any]], Any]
 # What a row takes from one of its repeats: every key that both have.
 FROM_TRIAL = tuple(key for key in Row.model_fields if key in RunRecord.model_fields)
 
@@ -37,22 +37,33 @@ def aggregate_trials(
 
     `unsupported` maps the name of a row that cannot run on this node to the reason.
     """
-    known = [records.get(trial.id) for trial in spec.trials()]
-    trials = [record for record in known if isinstance(record, TrialRecord)]
     by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
-    for trial in sorted(trials, key=lambda trial: trial.repeat):
-        by_row[trial.key].append(trial)
+    trials = []
+    for trial in spec.trials():
+        if isinstance(record := records.get(trial.id), TrialRecord):
+            by_row[trial.row].append(record)
+            trials.append(record)
     common = {size: common_steps([trial for trial in trials if trial.world_size == size]) for size in spec.world_sizes}
     rows = []
     for key, repeats in by_row.items():
         group = design_group(spec, key, repeats)
         if key.name in unsupported:
-            rows.append(_unsupported_row(key, unsupported[key.name], group))
+            rows.append(
+                Row(
+                    trial=key.name,
+                    preset=key.preset,
+                    world_size=key.world_size,
+                    status=NOT_SUPPORTED,
+                    message=unsupported[key.name],
+                    group=group,
+                    failure=Failure(kind=NOT_SUPPORTED),
+                )
+            )
         elif repeats:
             rows.append(_row(key, repeats, common[key.world_size]).updated(group=group))
     rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
     speeds = {
-        row.key: speeds_of(by_row[row.key], common[row.world_size], padding=False) for row in rows if has_speed(row)
+        row.key: speeds_of(by_row[row.key], common[row.world_size], padding=False) for row in rows if row.has_speed
     }
     rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec)) for row in rows]
     rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
@@ -79,19 +90,6 @@ def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
     return Row.model_validate(values)
 
 
-def _unsupported_row(key: RowKey, reason: str, group: str | None) -> Row:
-    """A row that cannot run on this node."""
-    return Row(
-        trial=key.name,
-        preset=key.preset,
-        world_size=key.world_size,
-        status=NOT_SUPPORTED,
-        message=reason,
-        group=group,
-        failure=Failure(kind=NOT_SUPPORTED),
-    )
-
-
 def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
     """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
     speeds = speeds_of(trials, steps) if steps else []
@@ -112,27 +110,26 @@ def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
 
 def _middle(trials: Sequence[TrialRecord], steps: int) -> TrialRecord:
     """The repeat with the median speed, the slower of two."""
-    if not steps:
-        return trials[0]
     order = sorted(zip(speeds_of(trials, steps), range(len(trials)), strict=True))
-    return trials[order[(len(order) - 1) // 2][1]]
+    return trials[order[(len(order) - 1) // 2][1] if steps else 0]
 
 
-def _over_repeats(trials: Sequence[TrialRecord], rules: Mapping[Repeats, Callable[[list[Any]], Any]]) -> dict[str, Any]:
+def _over_repeats(trials: Sequence[TrialRecord], rules: Mapping[Repeats, _Rule]) -> dict[str, Any]:
     """The keys of a row whose declaration has one of these rules."""
+    columns = {key: column_of(Row, key).repeats for key in FROM_TRIAL}
     return {
         key: rules[repeats]([getattr(trial, key) for trial in trials])
-        for key in FROM_TRIAL
-        if (repeats := column_of(Row, key).repeats) is not None and repeats in rules
+        for key, repeats in columns.items()
+        if repeats is not None and repeats in rules
     }
 
 
-def _if_all_known(reduce: Callable[[list[float]], float]) -> Callable[[list[Any]], float | None]:
+def _if_all_known(reduce: Callable[[list[float]], float]) -> _Rule:
     """A repeat without the figure, or with zero steps in it, leaves the row without it too."""
     return lambda values: reduce(values) if all(values) else None
 
 
-def _if_any_known(reduce: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def _if_any_known(reduce: _Rule) -> _Rule:
     """Repeats without the figure do not count."""
     return lambda values: reduce(known) if (known := [value for value in values if value is not None]) else None
 
@@ -141,12 +138,12 @@ def _largest(values: list[Any]) -> Any:
     return max_memory_by_phase(values) if isinstance(values[0], MemoryByPhase) else max(values)
 
 
-FROM_COMPLETED_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
+FROM_COMPLETED_REPEATS: Mapping[Repeats, _Rule] = {
     Repeats.GEOMETRIC_MEAN: _if_all_known(geometric_mean),
     Repeats.MEDIAN: _if_all_known(statistics.median),
     Repeats.LARGEST: _if_any_known(_largest),
 }
-FROM_ALL_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
+FROM_ALL_REPEATS: Mapping[Repeats, _Rule] = {
     Repeats.MEDIAN_OF_ALL: _if_any_known(statistics.median),
     Repeats.LARGEST_OF_ALL: _if_any_known(_largest),
     Repeats.UNION_OF_ALL: _if_any_known(lambda lists: sorted(set().union(*lists))),

@@ -9,6 +9,7 @@ ran out of memory is tried again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -78,12 +79,10 @@ def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
 
 def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
-    job = spec.job(row)
-    cap = spec.find_max_batch or 1
+    job, cap = spec.job(row), spec.find_max_batch or 1
     dataset_rows = check_dataset(job)
     if dataset_rows is not None:
-        micro_batches_per_step = spec.data_parallel_size(row) * job.gradient_accumulation_steps
-        cap = max(1, min(cap, dataset_rows // micro_batches_per_step))
+        cap = max(1, min(cap, dataset_rows // (spec.data_parallel_size(row) * job.gradient_accumulation_steps)))
     return min(job.per_device_train_batch_size, cap), cap
 
 
@@ -104,27 +103,25 @@ def find_largest_batches(
     """Return a runner with each row at its largest micro-batch, and for the rows without any the reason."""
     without: dict[str, str] = {}
     for row in runner.spec.rows():
-        if row.name not in unsupported and _search_row(runner, row, retry_failed=retry_failed) is None:
+        if row.name in unsupported:
+            continue
+        known = probes_of(runner.ledger.read(), row)
+        if retry_failed and not completed_sizes(known.values()):
+            known = {}
+        start, cap = search_bounds(runner.spec, row)
+        if search(known, functools.partial(_probe, runner, row), start=start, cap=cap) is None:
             without[row.name] = _record_failure(runner, row)
     return replace(runner, spec=with_largest_batches(runner.spec, runner.ledger)), without
 
 
-def _search_row(runner: Runner, row: RowKey, *, retry_failed: bool) -> int | None:
-    known = probes_of(runner.ledger.read(), row)
-    if retry_failed and not completed_sizes(known.values()):
-        known = {}
-
-    def probe(size: int) -> ProbeRecord:
-        name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.job(row), size)
-        run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
-        measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
-        record = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
-        runner.ledger.append(record)
-        runner.progress.finish_probe(record)
-        return record
-
-    start, cap = search_bounds(runner.spec, row)
-    return search(known, probe, start=start, cap=cap)
+def _probe(runner: Runner, row: RowKey, size: int) -> ProbeRecord:
+    name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.job(row), size)
+    run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
+    measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
+    record = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
+    runner.ledger.append(record)
+    runner.progress.finish_probe(record)
+    return record
 
 
 def probe_arguments(job: Job, size: int) -> list[str]:
@@ -138,10 +135,10 @@ def _record_failure(runner: Runner, row: RowKey) -> str:
     records = runner.ledger.read()
     size, probe = next(iter(probes_of(records, row).items()))
     reason = f"micro-batch {size} ended as {probe.status}"
-    first, *_ = trials = runner.spec.trials_of(row)
-    failed = TrialRecord.of(probe, trial=first.id, message=f"with a micro-batch of {size}: {probe.message}")
-    if records.get(first.id) != failed:
+    trials = [Trial(row=row, repeat=repeat).id for repeat in range(runner.spec.repeats)]
+    failed = TrialRecord.of(probe, trial=trials[0], message=f"with a micro-batch of {size}: {probe.message}")
+    if records.get(trials[0]) != failed:
         runner.ledger.append(failed)
     for trial in trials:
-        runner.progress.skip(trial.id, reason)
+        runner.progress.skip(trial, reason)
     return reason

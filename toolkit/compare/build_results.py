@@ -6,39 +6,35 @@ price add their columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from toolkit.compare.aggregate import aggregate_trials
-from toolkit.compare.efficiency import row_cost, with_efficiency
-from toolkit.compare.ledger import (
-    LEDGER_FILE,
-    Ledger,
-    LedgerRecord,
-    SideRunKind,
-    check_rows,
-    probes_of,
-    side_runs_of,
-    trials_of,
-)
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, probes_of, side_runs_of, trials_of
 from toolkit.compare.predictions import planned_memory, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import Probe, Row, RowKey
+from toolkit.compare.rows import FlopsPerToken, Probe, Row, RowKey, RunRecord
 from toolkit.compare.significance import METHOD, confidence_of
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
-from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
+from toolkit.hardware.disks import disk_facts
+from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import gpu_topology
-from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
+from toolkit.hardware.node import cpu_limit, describe_node, git_commit, library_versions, memory_limit_bytes
 from toolkit.job.job import Job
+from toolkit.models.flops import flops_of, mfu
 from toolkit.models.shape import ModelShape
+from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR
 
 # The columns that each kind of side run measures.
 SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
     "profile": ("communication_fraction", "exposed_communication_fraction", "timeline"),
     "save": ("save_seconds", "save_bytes"),
 }
+GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def build_results(
@@ -48,9 +44,7 @@ def build_results(
 
     `unsupported` maps the name of a row that cannot run on this node to the reason.
     """
-    ledger = Ledger(folder / LEDGER_FILE)
-    records = ledger.read()
-    check_rows(records, set(spec.rows()), ledger.path)
+    records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
     rows = [_with_derived_columns(row, records, spec, shape, environment) for row in aggregated]
@@ -68,7 +62,7 @@ def build_results(
             seed=job.seed,
             per_device_train_batch_size=job.per_device_train_batch_size,
             gradient_accumulation_steps=job.gradient_accumulation_steps,
-            compute_dtype=", ".join(compute_dtypes) or "n/a",
+            compute_dtype=", ".join(compute_dtypes) or NOT_AVAILABLE,
         ),
         rows=tuple(rows),
         trials=tuple(trials),
@@ -93,6 +87,12 @@ def at_price(results: Results, price_per_gpu_hour: float) -> Results:
     return results.updated(rows=rows, price_per_gpu_hour=price_per_gpu_hour)
 
 
+def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float) -> float | None:
+    """Return the cost of a million tokens without padding; None without a speed, and on a CPU: no GPU is rented."""
+    speed = row.non_padding_tokens_per_second
+    return None if on_cpu or not speed else price_per_gpu_hour * row.world_size / SECONDS_PER_HOUR / speed * 10**6
+
+
 def _with_derived_columns(
     row: Row,
     records: Mapping[str, LedgerRecord],
@@ -100,31 +100,28 @@ def _with_derived_columns(
     shape: ModelShape | None,
     environment: Environment,
 ) -> Row:
-    planned = planned_memory(spec, row.key, shape=shape)
+    peak_bytes, allocated_bytes = planned_memory(spec, row.key, shape=shape)
     row = row.updated(
-        planned_peak_bytes=planned.peak_bytes,
-        planned_allocated_bytes=planned.allocated_bytes,
-        failure=row.failure and row.failure.updated(predicted_bytes=planned.peak_bytes),
+        planned_peak_bytes=peak_bytes,
+        planned_allocated_bytes=allocated_bytes,
+        failure=row.failure and row.failure.updated(predicted_bytes=peak_bytes),
         per_device_train_batch_size=spec.job(row.key).per_device_train_batch_size,
-        probes=probes_tried(spec, row.key, records, shape=shape),
+        probes=_probes(spec, row.key, records, shape),
         **side_run_columns(records, row.key),
     )
     return with_efficiency(row, trials_of(records, row.key), shape=shape, environment=environment)
 
 
-def probes_tried(
-    spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord], *, shape: ModelShape | None
+def _probes(
+    spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord], shape: ModelShape | None
 ) -> list[Probe] | None:
-    """Return the sizes that a batch search tried, each failure with its planned peak; None without a search."""
+    """The sizes that a batch search tried, each failure with its planned peak; None without a search."""
     if spec.find_max_batch is None:
         return None
     tried = []
     for size, probe in probes_of(records, row).items():
-        failure = probe.failure
-        if failure is not None:
-            at_size = spec.with_batches({row.name: {BATCH_ARGUMENT: size}})
-            planned = planned_memory(at_size, row, shape=shape)
-            failure = failure.updated(predicted_bytes=planned.peak_bytes)
+        peak_bytes, _ = planned_memory(spec.with_batches({row.name: {BATCH_ARGUMENT: size}}), row, shape=shape)
+        failure = probe.failure and probe.failure.updated(predicted_bytes=peak_bytes)
         tried.append(
             Probe(per_device_train_batch_size=size, status=probe.status, message=probe.message, failure=failure)
         )
@@ -155,3 +152,74 @@ def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
             "cpu_limit": cpu_limit(),
         }
     )
+
+
+# FLOPs and their share of the GPU's peak
+
+
+def with_efficiency(
+    row: Row, trials: Sequence[RunRecord], *, shape: ModelShape | None, environment: Environment
+) -> Row:
+    """Return the row with its FLOPs per token and their shares of the GPU's peak; what is unknown is None.
+
+    The sequence length (tokens of the timed steps, padding included, over their sequences) and the activation
+    checkpointing are those of its first trial with timed steps.
+    """
+    trial = next((trial for trial in trials if trial.timed_step_numbers and trial.step_tokens), None)
+    sequences = trial.problem.global_batch_size if trial and trial.problem else None
+    if shape is None or trial is None or row.num_params is None or not isinstance(sequences, int) or not sequences:
+        return row
+    tokens = [trial.step_tokens[number - 1] or 0 for number in trial.timed_step_numbers]
+    flops = flops_per_token(
+        shape,
+        num_params=row.num_params,
+        num_trainable_params=row.num_trainable_params,
+        seq_length=round(statistics.fmean(tokens) / sequences),
+        activation_checkpointing=bool(trial.problem and trial.problem.activation_checkpointing),
+    )
+    peak, speed = peak_flops(environment, trial.compute_dtype), row.tokens_per_second_per_gpu
+    if speed is None:
+        return row.updated(flops_per_token=flops)
+    counted = {"mfu": flops.causal, "mfu_full_attention": flops.full_attention, "hfu": flops.hardware}
+    shares = {
+        name: mfu(tokens_per_second_per_gpu=speed, flops_per_token=of_token, peak_flops=peak)
+        for name, of_token in counted.items()
+    }
+    return row.updated(flops_per_token=flops, **shares)
+
+
+def flops_per_token(
+    shape: ModelShape,
+    *,
+    num_params: int,
+    num_trainable_params: int | None,
+    seq_length: int,
+    activation_checkpointing: bool,
+) -> FlopsPerToken:
+    """Return the operations of one token in each way of counting. The parameter counts include adapters."""
+    trainable = None if num_trainable_params == num_params else num_trainable_params
+    adapters = max(0, num_params - shape.num_params) if trainable is not None else 0
+    counted = functools.partial(
+        flops_of,
+        shape,
+        seq_length=seq_length,
+        num_trainable_params=trainable,
+        num_adapter_params=adapters,
+        recompute=activation_checkpointing,
+    )
+    causal = counted(causal=True)
+    return FlopsPerToken(
+        num_params=shape.num_active_params + adapters,
+        seq_length=seq_length,
+        causal=causal.model_flops,
+        full_attention=counted(causal=False).model_flops,
+        without_embeddings=counted(causal=True, count_embeddings=False).model_flops,
+        hardware=causal.hardware_flops,
+    )
+
+
+def peak_flops(environment: Environment, compute_dtype: str | None) -> float | None:
+    """Return the dense peak of one GPU in the compute dtype; None on a CPU, and for unlisted or mixed GPUs."""
+    gpu = None if environment.device == "cpu" else common_gpu(gpu.name for gpu in environment.gpus)
+    dtype = GPU_TABLE_DTYPES.get(compute_dtype or "")
+    return None if gpu is None or dtype is None else gpu.peak_flops(dtype)

@@ -5,43 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from toolkit.cluster.allocation import Allocation
-from toolkit.compare.batch_search import find_largest_batches, with_largest_batches
+from toolkit.cluster.slurm import Allocation
+from toolkit.compare.batch_search import find_largest_batches
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.comparison_report import console_table, write_report
-from toolkit.compare.console_progress import ConsoleProgress, stderr_console
-from toolkit.compare.dry_run import dry_run_text
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, check_rows, comparison_lock
-from toolkit.compare.options import MAX_TRIALS, CompareOptions
-from toolkit.compare.replay import replay_row
-from toolkit.compare.results import Results, load_results, results_file
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, comparison_lock
+from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions
+from toolkit.compare.predictions import dry_run_text
+from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import ComparisonInterrupted, Runner
-from toolkit.compare.side_runs import run_side_runs
-from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, read_comparison
+from toolkit.compare.runner import ComparisonInterrupted, ConsoleProgress, Runner, stderr_console
+from toolkit.compare.specification import ComparisonSpec, Variant, load_variants, make_specification, open_comparison
 from toolkit.compare.summary import summary_sentence
 from toolkit.compare.two_comparisons import before_and_after
-from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
+from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
-from toolkit.launch.warm_start import WarmStart
-from toolkit.presets import Preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
 from toolkit.report.tables import one_line, rich_table
 
-HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
 
 
@@ -67,18 +61,17 @@ def run_comparison(options: CompareOptions) -> None:
     if options.dry_run:
         print(dry_run_text(options, checked.spec, checked.unsupported))
         return
-    open_comparison(options.folder, checked.spec, resume=options.resume)
-    ledger = Ledger(options.folder / LEDGER_FILE)
-    check_rows(ledger.read(), set(checked.spec.rows()), ledger.path)
-    with comparison_lock(options.folder):
+    open_comparison(options.output_dir, checked.spec, resume=options.resume)
+    Ledger(options.output_dir / LEDGER_FILE).read()  # a damaged line is reported before anything starts
+    with comparison_lock(options.output_dir):
         if options.on_cpu and options.cpu is None:  # a device that the user did not choose
             stderr_console().print(ON_CPU_MESSAGE)
-        if options.on_cpu and options.price_per_gpu_hour is not None:
+        price = options.price_per_gpu_hour
+        if options.on_cpu and price is not None:
             stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
         spec = _run_trials(options, checked)
         _publish(
-            build_results(spec, options.folder, checked.unsupported, price_per_gpu_hour=options.price_per_gpu_hour),
-            options.folder,
+            build_results(spec, options.output_dir, checked.unsupported, price_per_gpu_hour=price), options.output_dir
         )
 
 
@@ -92,9 +85,8 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         )
     variants = load_variants(options.preset, options.variant)
     spec = make_specification(options, variants)
-    by_name = {variant.name: variant for variant in variants}
-    allocation = spec.allocation()
-    gpus = options.predicted_gpus
+    by_name, allocation = {variant.name: variant for variant in variants}, spec.allocation()
+    gpus = None if options.gpu is None else max(options.world_sizes)
     if allocation is not None and not spec.cpu:
         gpus = allocation.max_processes
     unsupported = unsupported_rows(spec, by_name, gpus=gpus, allocation=allocation)
@@ -114,15 +106,14 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
     ]
     for job in (checked.job, *(Job.from_argv(variant.extra_arguments) for variant in variants)):
         refuse_arguments_of_comparison(job)
-    max_steps = checked.job.max_steps
-    if 0 < max_steps <= options.untimed_steps:
+    if 0 < checked.job.max_steps <= options.untimed_steps:
         raise ToolkitError(
-            f"--max_steps {max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
+            f"--max_steps {checked.job.max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
             hint=f"`--max_steps {options.untimed_steps + 8}` or more",
         )
     nvme = {
         name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
-        for name in dict.fromkeys(row.preset for row in supported)
+        for name in largest
     }
     return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme, allocation=allocation)
 
@@ -151,7 +142,13 @@ def unsupported_rows(
         check_degrees_given(preset, job.degrees)
         try:
             if allocation is not None:
-                _check_nodes(allocation, preset, row.world_size)
+                allocation.check(row.world_size)
+                if preset.uses_nvme:
+                    raise ToolkitError(
+                        f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one"
+                        " node only",
+                        hint="compare it on one node, without `--nproc-per-node`",
+                    )
             nodes = 1 if allocation is None else len(allocation.nodes)
             check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes)
             check_arguments(job, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
@@ -162,82 +159,63 @@ def unsupported_rows(
     return {row.name: error.message for row, error in reasons.items()}
 
 
-def _check_nodes(allocation: Allocation, preset: Preset, world_size: int) -> None:
-    allocation.check(world_size)
-    if preset.uses_nvme:
-        raise ToolkitError(
-            f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one node only",
-            hint="compare it on one node, without `--nproc-per-node`",
-        )
-
-
 def _run_trials(options: CompareOptions, checked: CheckedComparison) -> ComparisonSpec:
     """Run the batch searches, the trials and the side runs; return the specification with the batches found."""
     rows = [row for row in checked.spec.rows() if row.name not in checked.unsupported]
     progress = ConsoleProgress(len(rows) * (checked.spec.repeats + bool(options.side_runs)))
     skipped, retry_failed = dict(checked.unsupported), options.retry_failed
     try:
-        with terminate_as_interrupt(), progress, WarmStart() as warm_start:
+        with terminate_as_interrupt(), progress:
             runner = Runner(
                 spec=checked.spec,
-                folder=options.folder,
+                folder=options.output_dir,
                 timeout_seconds=60 * options.trial_timeout_minutes,
                 nvme=checked.nvme,
                 progress=progress,
-                warm_start=warm_start if options.starts_warm else None,
+                warm_start=options.starts_warm,
                 allocation=checked.allocation,
             )
             if options.find_max_batch is not None:
                 runner, without_batch = find_largest_batches(runner, skipped, retry_failed=retry_failed)
                 skipped |= without_batch
             runner.run(skipped, retry_failed=retry_failed)
-            run_side_runs(runner, skipped, kinds=options.side_runs, retry_failed=retry_failed)
+            runner.run_side_runs(skipped, options.side_runs, retry_failed=retry_failed)
     except (ComparisonInterrupted, KeyboardInterrupt):
         stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
         raise typer.Exit(EXIT_RUN_FAILED) from None
     return runner.spec
 
 
-def replay(options: CompareOptions) -> None:
-    """Run one row of a comparison again, and print if its speed lands where its repeats predict it."""
-    spec, ledger = read_comparison(options.folder), Ledger(options.folder / LEDGER_FILE)
-    check_rows(ledger.read(), set(spec.rows()), ledger.path)
-    spec = with_largest_batches(spec, ledger)
-    progress = ConsoleProgress(1)
-    with comparison_lock(options.folder), terminate_as_interrupt(), progress:
-        verdict = replay_row(options, spec, progress=progress)
-    print(verdict)
-
-
 def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
-    """Write the report from results.json, with costs at another price if one is given."""
-    if price_per_gpu_hour is not None and not price_per_gpu_hour <= HIGHEST_PRICE:
-        raise ToolkitError(f"--price-per-gpu-hour is {price_per_gpu_hour:g}, expected at most {HIGHEST_PRICE:g}")
+    """Write the report from results.json, with costs at another price if one is given.
+
+    Raises ToolkitError for a file of another name: its report would replace that of its folder.
+    """
+    check_range("--price-per-gpu-hour", price_per_gpu_hour, PRICES)
     refuse_rehearsals([folder])
-    folder = results_file(folder, write=True).parent
-    results = load_results(folder)
-    _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), folder)
+    file = results_file(folder)
+    if file.name != RESULTS_FILE:
+        raise ToolkitError(
+            f"{file} has another name than {RESULTS_FILE}: its report would replace that of its folder",
+            hint=f"copy it into a folder of its own, as {RESULTS_FILE}",
+        )
+    results = load_results(file)
+    _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), file.parent)
 
 
 def report_both(before: Path, after: Path) -> None:
     """Report two comparisons of one job side by side, into the folder of the later one."""
     both = before_and_after(load_results(before), load_results(after))
     files = both.write(results_file(after).parent)
-    _print_table(rich_table(both.table(narrow=True)))
-    for name, old, new in both.environment:
-        print(one_line(f"{name}: {old} -> {new}"))
-    print(one_line(both.summary))
-    for path in files:
-        print(path)
+    environment = [f"{name}: {old} -> {new}" for name, old, new in both.environment]
+    _print(rich_table(both.table()), [*environment, both.summary], files)
 
 
 def _publish(results: Results, folder: Path) -> None:
     files = write_report(results, folder)
-    _print_table(console_table(results))
-    print(one_line(summary_sentence(results)))
-    for path in files:
-        print(path)
+    _print(console_table(results), [summary_sentence(results)], files)
 
 
-def _print_table(table: Any) -> None:
+def _print(table: Table, lines: list[str], files: list[Path]) -> None:
     Console(width=max(Console().width, TABLE_COLUMNS)).print(table)
+    print("\n".join([*map(one_line, lines), *map(str, files)]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,18 +18,13 @@ from pydantic import ValidationError
 
 from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures
 from toolkit.errors import ToolkitError
-from toolkit.files.json_lines import JsonLine, complete_bytes, line_name, read_json_lines
-from toolkit.files.validation import explain
-from toolkit.files.value_limits import shown
+from toolkit.files.json_files import complete_bytes, line_name, read_json_lines
+from toolkit.files.value_limits import explain, shown
 from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import lock_file
-from toolkit.units import MIB
 
 LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
-# A trial of 10,000 steps on eight ranks takes 2.5 MiB.
-MAX_LEDGER_BYTES = 512 * MIB
-MAX_RECORDS = 10_000
 DAMAGED_LINE = "move the line to another file, and `--resume` repeats its run or reads it from its run folder"
 SideRunKind = Literal["profile", "save"]
 
@@ -76,10 +71,19 @@ class Ledger:
 
         Raises ToolkitError for a line that is not a record.
         """
-        if not os.path.lexists(self.path):
-            return {}
-        lines = read_json_lines(self.path, max_bytes=MAX_LEDGER_BYTES, max_lines=MAX_RECORDS, hint=DAMAGED_LINE)
-        return {record.trial: record for record in map(self._parse, lines)}
+        records: dict[str, LedgerRecord] = {}
+        if not self.path.exists():
+            return records
+        for line in read_json_lines(self.path, hint=DAMAGED_LINE):
+            name, kind = line_name(self.path, line.number), line.content.get("kind")
+            if kind not in _KINDS:
+                raise ToolkitError(f"{name}: kind is {shown(kind)}, expected {', '.join(_KINDS)}", hint=DAMAGED_LINE)
+            try:
+                record = _KINDS[kind].model_validate(line.content)
+            except ValidationError as error:
+                raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
+            records[record.trial] = record
+        return records
 
     def append(self, record: LedgerRecord) -> None:
         """Add a record, flushed to the disk when this returns. Raises ToolkitError for a disk that takes no more."""
@@ -95,26 +99,6 @@ class Ledger:
                 f"{self.path} cannot be written: {error.strerror}",
                 hint=f"{record.run_folder} has the run, and `--resume` reads it from there",
             ) from None
-
-    def _parse(self, line: JsonLine) -> LedgerRecord:
-        name, kind = line_name(self.path, line.number), line.content.get("kind")
-        if kind not in _KINDS:
-            raise ToolkitError(f"{name}: kind is {shown(kind)}, expected {', '.join(_KINDS)}", hint=DAMAGED_LINE)
-        try:
-            return _KINDS[kind].model_validate(line.content)
-        except ValidationError as error:
-            raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
-
-
-def check_rows(records: Mapping[str, LedgerRecord], rows: Collection[RowKey], ledger: Path) -> None:
-    """Raise ToolkitError for a run of a row that the comparison does not have."""
-    for record in records.values():
-        if record.key not in rows:
-            raise ToolkitError(
-                f"{ledger} has {shown(record.trial)}, a run of {shown(record.key.name)}, which is no row of this"
-                " comparison",
-                hint="name the folder of its comparison, or move the line to another file",
-            )
 
 
 def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[TrialRecord]:
@@ -147,10 +131,7 @@ def comparison_lock(folder: Path) -> Iterator[None]:
         message = f"{folder} holds a comparison that is still running (process {holder})"
         return ToolkitError(message, hint="wait for it, or name another folder: `--output-dir DIR`")
 
-    try:
-        descriptor = lock_file(folder / LOCK_FILE, held=held)
-    except OSError as error:
-        raise ToolkitError(f"{folder / LOCK_FILE} cannot be locked: {error.strerror}") from None
+    descriptor = lock_file(folder / LOCK_FILE, held=held)
     try:
         yield
     finally:

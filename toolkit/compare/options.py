@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the command line loads the options without pydantic
 # Trials of all rows and repeats. More are a typing error: an interval narrows with the square root of the repeats, and
 # at one minute per trial a thousand take 17 hours.
 MAX_TRIALS = 1000
+PRICES = Range(lowest=0, highest=1_000_000)  # "nan" passes the limits of a Typer option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,33 +46,22 @@ class CompareOptions:
     """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
 
     preset: PresetNames = ()
-    output_dir: Annotated[
-        Path | None, typer.Option(help="folder of the comparison: run folders, ledger and report")
-    ] = None
+    output_dir: Annotated[Path, typer.Option(help="folder of the comparison: run folders, ledger and report")]
     num_processes: Annotated[
         tuple[str, ...],
         typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
     nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="inside a SLURM job: start every trial with srun, with this many processes on each node that it needs"
-        ),
+        int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
     training_arguments: TrainingArguments = ()
     variant: Annotated[
         tuple[str, ...],
-        typer.Option(
-            help='a preset under another name, with arguments of its own: "NAME=PRESET --argument value"; repeatable'
-        ),
+        typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"'),
     ] = ()
-    repeats: Annotated[
-        int, typer.Option(help="trials of each row, interleaved; a single one gives no confidence interval")
-    ] = 3
+    repeats: Annotated[int, typer.Option(help="trials of each row, interleaved; one gives no confidence interval")] = 3
     order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison in --output-dir where it stopped")] = (
-        False
-    )
+    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison where it stopped")] = False
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="with --resume: run failed trials again")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command of every trial; start nothing")] = False
     untimed_steps: Annotated[int, typer.Option(help="first steps of each trial to leave out of the measured speed")] = 2
@@ -82,35 +72,23 @@ class CompareOptions:
             " CPU or with offload; 0 for never"
         ),
     ] = None
-    trial_minutes: Annotated[
-        float | None, typer.Option(help="stop training after this long; the trial counts as completed")
-    ] = None
+    trial_minutes: Annotated[float | None, typer.Option(help="stop training after this long, as completed")] = None
     trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
-    baseline: Annotated[
-        str | None, typer.Option(help="preset that ratios refer to; default ddp, or else the first preset")
-    ] = None
+    baseline: Annotated[str | None, typer.Option(help="preset that ratios refer to; default ddp, or the first")] = None
     scaling: Annotated[
         str | None,
         typer.Option(help="across world sizes: strong (same global batch) or weak (same batch per GPU, the default)"),
     ] = None
-    gpu: Annotated[
-        str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100; it need not be here")
-    ] = None
+    gpu: Annotated[str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100")] = None
     find_max_batch: Annotated[
         int | None,
         typer.Option(help="find the largest per-device batch size of each row up to this, and compare rows at theirs"),
     ] = None
-    replay: Annotated[Path | None, typer.Option(help="folder of a comparison: run its --row again", metavar="DIR")] = (
-        None
-    )
-    row: Annotated[str | None, typer.Option(help="with --replay: the row to run, for example zero2-n2")] = None
     profile: Annotated[
-        bool,
-        typer.Option("--profile", help="run each row once more under the profiler: communication, and a timeline"),
+        bool, typer.Option("--profile", help="profile each row in one more run: communication, and a timeline")
     ] = False
     measure_save: Annotated[
-        bool,
-        typer.Option("--measure-save", help="run each row once more and save a checkpoint: seconds and bytes"),
+        bool, typer.Option("--measure-save", help="save a checkpoint of each row in one more run: seconds and bytes")
     ] = False
     price_per_gpu_hour: PricePerGpuHour = None
     cpu: CpuFlag = None
@@ -118,17 +96,12 @@ class CompareOptions:
         bool | None,
         typer.Option(
             "--warm-start/--cold-start",
-            help="fork the ranks of each trial from a process that has imported the libraries, instead of starting"
-            " Python anew; the default on a CPU",
+            help="fork the ranks of each trial from a process that has imported the libraries; the default on a CPU",
         ),
     ] = None
     nvme_path: NvmePath = None
 
     def __post_init__(self) -> None:
-        required = {"row": self.row} if self.replay else {"output-dir": self.output_dir}
-        for name, given in required.items():
-            if not given:
-                raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
         limits = {
             "nproc-per-node": (self.nproc_per_node, Range(lowest=1, highest=2**10)),
             "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
@@ -136,6 +109,7 @@ class CompareOptions:
             "untimed-steps": (self.untimed_steps, Range(lowest=0, highest=2**31)),
             "trial-minutes": (self.trial_minutes, Range(above=0, highest=YEAR_MINUTES)),
             "trial-timeout-minutes": (self.trial_timeout_minutes, Range(above=0, highest=YEAR_MINUTES)),
+            "price-per-gpu-hour": (self.price_per_gpu_hour, PRICES),
             "target-interval": (self.target_interval, Range(lowest=0, below=1)),
         }
         for name, (value, allowed) in limits.items():
@@ -147,25 +121,15 @@ class CompareOptions:
                 "--warm-start forks ranks on this node, and --nproc-per-node starts them on the nodes of a SLURM job",
                 hint="leave one of them out",
             )
-        self._check_scaling()
-
-    def _check_scaling(self) -> None:
         if self.scaling not in (None, "strong", "weak"):
             raise ToolkitError(f"--scaling is {self.scaling!r}, expected strong or weak")
-        if self.replay is None and len(self.world_sizes) == 1 and self.scaling is not None:
+        if len(self.world_sizes) == 1 and self.scaling is not None:
             raise ToolkitError("--scaling needs several numbers of processes", hint="`--num-processes 1,2`")
         if self.scaling == "strong" and self.find_max_batch is not None:
             raise ToolkitError(
                 "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
                 hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
             )
-
-    @property
-    def folder(self) -> Path:
-        """The comparison's folder: `output_dir`, or with `replay` the one whose row runs again."""
-        folder = self.replay or self.output_dir
-        assert folder is not None
-        return folder
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -194,9 +158,7 @@ class CompareOptions:
     @property
     def on_cpu(self) -> bool:
         """True if the trials run on the CPU; never when predicting for a named GPU."""
-        if self.gpu is not None:
-            return False
-        return trains_on_cpu(self.cpu)
+        return self.gpu is None and trains_on_cpu(self.cpu)
 
     @property
     def starts_warm(self) -> bool:
@@ -206,12 +168,6 @@ class CompareOptions:
         return self.on_cpu if self.warm_start is None else self.warm_start
 
     @property
-    def predicted_gpus(self) -> int | None:
-        """Number of GPUs to predict for with `gpu`; None if the GPUs of this node count."""
-        return None if self.gpu is None else max(self.world_sizes)
-
-    @property
     def side_runs(self) -> tuple[SideRunKind, ...]:
         """Kinds of the side runs of each row."""
-        wanted: dict[SideRunKind, bool] = {"profile": self.profile, "save": self.measure_save}
-        return tuple(kind for kind in wanted if wanted[kind])
+        return (*(("profile",) if self.profile else ()), *(("save",) if self.measure_save else ()))

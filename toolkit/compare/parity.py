@@ -53,7 +53,6 @@ COUNTS = {
     "step_non_padding_tokens": "non-padding tokens",
     "step_supervised_tokens": "supervised tokens",
 }
-
 COUNTS_WITHOUT_PADDING = {key: noun for key, noun in COUNTS.items() if key != "step_tokens"}
 
 # Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp: fp32 0, 6e-5
@@ -96,27 +95,10 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
 def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec: ComparisonSpec) -> dict[str, Any]:
     """Return the `parity` and `parity_message` columns of a row, from the trials of all rows."""
     baseline = [trial for trial in trials.get(spec.baseline(row.world_size), ()) if trial.completed]
+    fewest = [trial for trial in trials.get(spec.baseline(min(spec.world_sizes)), ()) if trial.completed]
     if not row.completed or not baseline:
         return {"parity": None, "parity_message": None}
-    message = _first_difference(trials[row.key], baseline, trials, spec, by_design=row.group is not None)
-    if message is not None:
-        return {"parity": PARITY_FAILED, "parity_message": message}
-    if row.preset == spec.reference:
-        return {"parity": "reference", "parity_message": None}
-    if row.group is not None:
-        return {"parity": None, "parity_message": f"differs by design: {row.group}; its losses are not compared"}
-    return {"parity": "agrees", "parity_message": None}
-
-
-def _first_difference(
-    repeats: Sequence[TrialRecord],
-    baseline: Sequence[TrialRecord],
-    trials: Mapping[RowKey, Sequence[TrialRecord]],
-    spec: ComparisonSpec,
-    *,
-    by_design: bool,
-) -> str | None:
-    fewest = [trial for trial in trials.get(spec.baseline(min(spec.world_sizes)), ()) if trial.completed]
+    by_design, repeats = row.group is not None, trials[row.key]
     for trial in repeats:
         message = (
             preset_difference(trial, spec.expected_facts(trial.key), optimizer=_optimizer(spec.job(trial.key)))
@@ -124,28 +106,28 @@ def _first_difference(
             or _training_difference(trial, baseline, spec, by_design=by_design)
         )
         if message is not None:
-            return message if len(repeats) == 1 else f"repeat {trial.repeat}: {message}"
-    return slow_first_step(repeats)
+            message = message if len(repeats) == 1 else f"repeat {trial.repeat}: {message}"
+            return {"parity": PARITY_FAILED, "parity_message": message}
+    if message := slow_first_step(repeats):
+        return {"parity": PARITY_FAILED, "parity_message": message}
+    if row.preset == spec.reference:
+        return {"parity": "reference", "parity_message": None}
+    if by_design:
+        return {"parity": None, "parity_message": f"differs by design: {row.group}; its losses are not compared"}
+    return {"parity": "agrees", "parity_message": None}
 
 
 def _fact_difference(
-    trial: TrialRecord,
-    baseline: TrialRecord,
-    fewest: Sequence[TrialRecord],
-    spec: ComparisonSpec,
-    *,
-    by_design: bool,
+    trial: TrialRecord, baseline: TrialRecord, fewest: Sequence[TrialRecord], spec: ComparisonSpec, *, by_design: bool
 ) -> str | None:
     """Against the baseline with the same number of processes, then against the one with the fewest."""
     free = FREE_BY_DESIGN if by_design else ()
     if _optimizer(spec.job(trial.key)) != FP32_ADAMW:  # which tensors are quantized depends on the shards
         free = (*free, "optimizer_dtype")
     strong = ("global_batch_size",) if spec.scaling == "strong" else ()
-    same_size = [name for name in (*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE) if name not in free]
-    any_size = [name for name in (*FACTS_OF_COMPARISON, *strong) if name not in free]
-    message = fact_difference(trial, baseline, same_size)
+    message = fact_difference(trial, baseline, [*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE], free)
     for other in fewest:
-        message = message or fact_difference(trial, other, any_size)
+        message = message or fact_difference(trial, other, [*FACTS_OF_COMPARISON, *strong], free)
     return message
 
 
@@ -156,10 +138,10 @@ def _training_difference(
 
     Ranks of another layout divide the same rows of a step in another way, and pad them otherwise.
     """
-    message = None
-    if _same_sequences(spec, trial.key, baseline[0].key):
-        other = baseline[0]
-        if _same_division(spec, trial.key, other.key):
+    message, other = None, baseline[0]
+    if _same_sequences(spec, trial.key, other.key):
+        own, others = (spec.layout(key) or ParallelLayout() for key in (trial.key, other.key))
+        if (own.ranks_per_batch, own.pieces) == (others.ranks_per_batch, others.pieces):
             message = batch_difference(trial, other) or count_difference(trial, other)
         else:
             message = count_difference(trial, other, COUNTS_WITHOUT_PADDING)
@@ -178,13 +160,6 @@ def _optimizer(job: Job) -> str:
 def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
     """True if an accumulation step of both rows has as many sequences."""
     return spec.sequences_per_accumulation_step(row) == spec.sequences_per_accumulation_step(other)
-
-
-def _same_division(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
-    """True if each rank of both rows trains on the same batches, padded to the same length."""
-    layouts = [spec.layout(key) or ParallelLayout() for key in (row, other)]
-    own, others = ((layout.ranks_per_batch, layout.pieces) for layout in layouts)
-    return own == others
 
 
 # Trials
@@ -207,11 +182,11 @@ def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimi
     return None
 
 
-def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[str]) -> str | None:
-    """Return the first of the named facts that is not the baseline's."""
+def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[str], free: Sequence[str]) -> str | None:
+    """Return the first of the named facts that is not the baseline's, without those that are free."""
     for name in names:
         own, other = getattr(_problem_of(trial), name), getattr(_problem_of(baseline), name)
-        if own != other:
+        if own != other and name not in free:
             return f"{name} is {_shown(own)}, {_shown(other)} in {baseline.trial}"
     return None
 
@@ -239,11 +214,10 @@ def count_difference(trial: TrialRecord, baseline: TrialRecord, counts: Mapping[
 def timing_difference(trial: RunRecord, *, untimed_steps: int) -> str | None:
     """Return the first step that is timed and should not be, or the reverse: all speeds count the same steps."""
     found = set(trial.timed_step_numbers)
-    expected = set(range(untimed_steps + 1, len(trial.step_seconds) + 1))
-    if found == expected:
+    wrong = found ^ set(range(untimed_steps + 1, len(trial.step_seconds) + 1))
+    if not wrong:
         return None
-    step = min(found ^ expected)
-    return f"step {step} is {'timed' if step in found else 'not timed'}, with untimed_steps {untimed_steps}"
+    return f"step {min(wrong)} is {'timed' if min(wrong) in found else 'not timed'}, with untimed_steps {untimed_steps}"
 
 
 def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> str | None:
@@ -261,19 +235,16 @@ def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> str | N
 
 def slow_first_step(repeats: Sequence[RunRecord]) -> str | None:
     """Return a message if the first timed step is slow in every repeat: compilation or allocation to leave untimed."""
-    slow = []
-    for trial in repeats:
+    message = None
+    for trial in reversed(repeats):
         first, *others = [trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers] or [0.0]
         if len(others) + 1 < MIN_STEPS_TO_JUDGE_FIRST or first <= SLOW_FIRST_STEP * statistics.median(others):
             return None
-        slow.append((trial.timed_step_numbers[0], first, statistics.median(others)))
-    if not slow:
-        return None
-    step, first, median = slow[0]
-    return (
-        f"step {step}, the first timed, took {first:.3f} s, the median of the others {median:.3f} s: raise"
-        " untimed_steps"
-    )
+        message = (
+            f"step {trial.timed_step_numbers[0]}, the first timed, took {first:.3f} s, the median of the others"
+            f" {statistics.median(others):.3f} s: raise untimed_steps"
+        )
+    return message
 
 
 def _outside(label: str, curves: Sequence[Sequence[float | None]], step: int, floor: float) -> str | None:
@@ -285,9 +256,7 @@ def _outside(label: str, curves: Sequence[Sequence[float | None]], step: int, fl
         return None
     middle = (max(known) + min(known)) / 2
     allowed = max(floor * abs(middle), BAND_SPANS * (max(known) - min(known)))
-    if abs(own - middle) <= allowed:
-        return None
-    return f"{label} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f}"
+    return None if abs(own - middle) <= allowed else f"{label} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f}"
 
 
 def _problem_of(trial: RunRecord) -> TrainedProblem:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from toolkit.compare.result_tables import results_unit
 from toolkit.compare.results import Results
-from toolkit.compare.rows import NOT_SUPPORTED, PARITY_FAILED, Row, Timeline, TimelineRank
+from toolkit.compare.rows import NOT_SUPPORTED, Row, Timeline, TimelineRank
 from toolkit.report.charts import CURVES, LANES, Bar, BarChart, Line, LineChart, curve_widths
-from toolkit.units import ByteUnit, seconds, speed
+from toolkit.units import NOT_AVAILABLE, ByteUnit, seconds, speed
 
-# Parts of the model states, in the order of their colors.
-PARTS = ("parameters", "gradients", "optimizer")
-PART_KEYS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+# Parts of the model states, in the order of their colors, and their keys in a row.
+PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
 # An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
 LONGEST_INTERVAL = 1.5
 # More points than this are closer than the pixels of a page.
@@ -67,8 +66,7 @@ def losses_chart(results: Results) -> LineChart | None:
         color = f"c{index % len(CURVES)}"
         points = [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None]
         lines.append(Line(points=thinned(points), color=color, width=width))
-        name = label if row.status_text == "completed" else f"{label} ({row.status_text})"
-        colors.append((color, name))
+        colors.append((color, label if row.status_text == "completed" else f"{label} ({row.status_text})"))
     low, high, last = min(known), max(known), max(len(row.losses) for row in results.rows)
     return LineChart(
         lines=lines,
@@ -130,17 +128,15 @@ def scaling_chart(results: Results) -> LineChart | None:
 def timeline_charts(results: Results) -> list[TimelineChart]:
     """Return one profiled step of each row that has one; the first of those with most ranks is expanded."""
     known = [(label, row.timeline) for label, row in results.labelled_rows if row.timeline]
-    if not known:
-        return []
-    widest = max(known, key=lambda item: len(item[1].ranks))[1]
+    widest = max((timeline for _, timeline in known), key=lambda timeline: len(timeline.ranks), default=None)
     return [TimelineChart(label=label, timeline=timeline, expanded=timeline is widest) for label, timeline in known]
 
 
 def memory_chart(results: Results) -> BarChart:
     """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
-    unit = results_unit(results)
+    unit, gpus = results_unit(results), results.environment.gpus
     bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
-    capacity = None if results.on_cpu else results.gpu_memory_bytes
+    capacity = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
     colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
     if any(color == "rest" for _, bar in bars for _, color in bar.segments):
         colors.append(("rest", "activations and the rest, up to the allocated peak"))
@@ -149,26 +145,15 @@ def memory_chart(results: Results) -> BarChart:
     return BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
 
 
-def speed_chart(results: Results) -> BarChart | None:
-    """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
-    bars = [(label, _speed_bar(row)) for label, row in results.labelled_rows]
-    if not bars:
-        return None
-    largest = max((length for _, bar in bars for length, _ in bar.segments), default=0.0)
-    marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
-    shortened = tuple((label, _shortened(bar, LONGEST_INTERVAL * largest)) for label, bar in bars)
-    return BarChart(bars=shortened, marks=marks)
-
-
 def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
     planned = row.planned_allocated_bytes
     if not row.completed:
         return _failed_bar(row, unit, on_cpu=results.on_cpu)
-    parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PART_KEYS)]
+    parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PARTS.values())]
     segments = tuple((float(size), color) for size, color in parts if size)
     states, peak = row.model_state_bytes, None if results.on_cpu else row.peak_allocated_bytes
     if peak is None:  # resident memory of a CPU process includes libraries: it is no end for a bar
-        text = "n/a" if states is None else f"{unit.text(states)} {unit.name}"
+        text = NOT_AVAILABLE if states is None else f"{unit.text(states)} {unit.name}"
         return Bar(segments=segments if states is not None else (), text=text, tick=planned)
     text = f"{unit.text(peak)} {unit.name}"
     if states is None or states > peak:  # some of it is offloaded to the host
@@ -183,25 +168,28 @@ def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
     if failure is None or on_cpu or not row.out_of_memory:
         return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
     text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
-    if measured is None:
-        return Bar(segments=(), text=text, alarm=True, tick=row.planned_allocated_bytes)
-    text += f", {unit.text(measured)} {unit.name} measured"
-    return Bar(segments=((float(measured), None),), text=text, alarm=True, tick=row.planned_allocated_bytes)
+    text += "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
+    segments = () if measured is None else ((float(measured), None),)
+    return Bar(segments=segments, text=text, alarm=True, tick=row.planned_allocated_bytes)
+
+
+def speed_chart(results: Results) -> BarChart | None:
+    """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
+    if not results.rows:
+        return None
+    bars = [(label, _speed_bar(row)) for label, row in results.labelled_rows]
+    longest = LONGEST_INTERVAL * max((bar.length for _, bar in bars), default=0.0)
+    for place, (label, bar) in enumerate(bars):
+        if bar.interval is not None and bar.interval[1] > longest:  # the text has its end
+            bars[place] = label, replace(bar, interval=(bar.interval[0], longest), open_interval=True)
+    marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
+    return BarChart(bars=tuple(bars), marks=marks)
 
 
 def _speed_bar(row: Row) -> Bar:
-    if not row.completed:
-        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
-    if row.failed_parity:
-        return Bar(segments=(), text=PARITY_FAILED, alarm=True)
+    if not row.completed or row.failed_parity:
+        return Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)
     value, bounds = row.tokens_per_second, row.tokens_per_second_interval
     segments = () if value is None else ((value, "speed" if row.comparable else None),)
     text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
     return Bar(segments=segments, text=text, interval=bounds)
-
-
-def _shortened(bar: Bar, longest: float) -> Bar:
-    """An interval that would leave the other bars no space is open at its end; the text has its value."""
-    if bar.interval is None or bar.interval[1] <= longest:
-        return bar
-    return replace(bar, interval=(bar.interval[0], longest), open_interval=True)

@@ -34,7 +34,7 @@ IN_COMPARISON = {
 }
 
 # Headings of columns that hold words.
-WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase")
+WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase", "row", "verdict")
 # Keys in the order of the table's columns.
 COLUMNS: dict[TableName, str] = {
     "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
@@ -61,15 +61,41 @@ def results_unit(results: Results) -> ByteUnit:
 
 def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
     """Return preset and status, then the figures of each row that completed; `narrow` for a terminal."""
-    unit, columns = results_unit(results), _columns(name, results, narrow=narrow)
+    unit, baseline = results_unit(results), one_line(results.reference)
+    columns: dict[str, Column] = {}
+    for listed in COLUMNS[name].split():
+        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == "peak" else listed
+        column = COMPUTED[key] if key in COMPUTED else column_of(Row, key)
+        if name == "comparison":
+            column = IN_COMPARISON.get(key, column)
+            known = column.only_if_known
+            if known is not None and (narrow or all(getattr(row, known) is None for row in results.rows)):
+                continue
+        columns[key] = column
+    headings = [
+        (column.heading or "").format(
+            unit=unit.name,
+            baseline=baseline,
+            short_baseline=baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.",
+            process="process" if results.on_cpu else "GPU",
+        )
+        for column in columns.values()
+    ]
+    rows = []
+    for label, row in results.labelled_rows:
+        figures = [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
+        rows.append([*_named(label, row), *(figures if row.completed else [UNKNOWN] * len(columns))])
+    return make_table(["preset", "status", *headings], rows)
 
-    def cells(row: Row) -> list[Cell]:
-        if not row.completed:
-            return [UNKNOWN] * len(columns)
-        return [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
 
-    headings = [_heading(column, results, unit) for column in columns.values()]
-    return _table(["preset", "status", *headings], [[*_named(*row), *cells(row[1])] for row in results.labelled_rows])
+def _value(results: Results, row: Row, key: str) -> object:
+    if key == "model_states":
+        return row.model_state_bytes
+    if key == "of_baseline":
+        baseline = results.baseline(row.world_size)
+        of_baseline = baseline.model_state_bytes if baseline else None
+        return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
+    return getattr(row, key)
 
 
 def scaling_table(results: Results) -> Table | None:
@@ -89,7 +115,7 @@ def trials_table(results: Results) -> Table | None:
         + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]
         for trial in results.trials
     ]
-    return _table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
+    return make_table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
 
 
 def parity_table(results: Results) -> Table:
@@ -110,7 +136,7 @@ def parity_table(results: Results) -> Table:
         cells += [number_cell(row.first_loss, 6), difference(row.first_loss, first)]
         cells += [number_cell(row.last_loss, 6), difference(row.last_loss, last if row.completed else None)]
         rows.append(cells)
-    return _table(["preset", "parity", "first loss", "difference", "last loss", "difference"], rows)
+    return make_table(["preset", "parity", "first loss", "difference", "last loss", "difference"], rows)
 
 
 def phases_table(results: Results) -> Table | None:
@@ -125,17 +151,18 @@ def phases_table(results: Results) -> Table | None:
         memory = row.memory_by_phase
         sizes = [bytes_cell(getattr(memory, phase, None), unit) for phase in MEMORY_PHASES]
         rows.append([*_named(label, row), *sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)])
-    return _table(["preset", "status", *names, "bytes of"], rows)
+    return make_table(["preset", "status", *names, "bytes of"], rows)
 
 
 def probes_table(results: Results) -> Table | None:
     """Return what the search for each row's largest micro-batch tried; None where there was no search."""
     searched = [[text_cell(label), *_probe_cells(row.probes)] for label, row in results.labelled_rows if row.probes]
     headings = ["preset", "largest\nthat runs", "tried", "smallest\nthat does not", "status", "in phase"]
-    return _table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], searched) if searched else None
+    return make_table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], searched) if searched else None
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+def make_table(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+    """Return a table; the columns of `WORDS` are aligned left."""
     return Table(
         headings=tuple(Heading(text=text, numeric=text not in WORDS) for text in headings),
         rows=tuple(tuple(row) for row in rows),
@@ -161,41 +188,6 @@ def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
 def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
     """Return a size in a table's unit."""
     return Cell(text=unit.text(size), value=size)
-
-
-def _columns(name: TableName, results: Results, *, narrow: bool) -> dict[str, Column]:
-    """The columns that the table has for these results, by key."""
-    columns: dict[str, Column] = {}
-    for listed in COLUMNS[name].split():
-        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == "peak" else listed
-        column = COMPUTED[key] if key in COMPUTED else column_of(Row, key)
-        if name == "comparison":
-            column = IN_COMPARISON.get(key, column)
-            known = column.only_if_known
-            if known is not None and (narrow or all(getattr(row, known) is None for row in results.rows)):
-                continue
-        columns[key] = column
-    return columns
-
-
-def _value(results: Results, row: Row, key: str) -> object:
-    if key == "model_states":
-        return row.model_state_bytes
-    if key == "of_baseline":
-        baseline = results.baseline(row.world_size)
-        of_baseline = baseline.model_state_bytes if baseline else None
-        return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
-    return getattr(row, key)
-
-
-def _heading(column: Column, results: Results, unit: ByteUnit) -> str:
-    baseline = one_line(results.reference)
-    return (column.heading or "").format(
-        unit=unit.name,
-        baseline=baseline,
-        short_baseline=baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.",
-        process="process" if results.on_cpu else "GPU",
-    )
 
 
 def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:

@@ -13,15 +13,12 @@ from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import hide_words
-from toolkit.files.validation import explain
-from toolkit.files.value_limits import shown
+from toolkit.files.value_limits import explain
 from toolkit.record.columns import Bytes, Column, Count, Model, NonNegativeReal, PositiveCount, Share
 from toolkit.units import MIB
 
-SCHEMA_VERSION: Literal[1] = 1
 RESULTS_FILE = "results.json"
-# Rows and trials have six values per step, one per line.
-MAX_RESULTS_BYTES = 256 * MIB
+MAX_RESULTS_BYTES = 256 * MIB  # rows and trials have six values per step, one per line
 Scaling = Literal["strong", "weak"]
 
 
@@ -127,7 +124,7 @@ class ComparisonMethod(Model):
 class Results(Model):
     """A comparison of presets on one fine-tuning job. An unknown is null; bytes are integers; keys may be added."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     """Version of this schema; raised when a key changes its meaning or is removed."""
     created: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
     """When the comparison was written (ISO 8601, UTC)."""
@@ -150,16 +147,6 @@ class Results(Model):
     def on_cpu(self) -> bool:
         """The comparison ran without a GPU."""
         return self.environment.device == "cpu"
-
-    @property
-    def gpu_memory_bytes(self) -> int | None:
-        """Memory of one GPU, the smallest where they differ."""
-        return min((gpu.memory_bytes for gpu in self.environment.gpus if gpu.memory_bytes), default=None)
-
-    @property
-    def single_runs(self) -> bool:
-        """No row was repeated, so that none has an interval."""
-        return not any(row.repeated for row in self.rows)
 
     @property
     def world_sizes(self) -> list[int]:
@@ -192,34 +179,19 @@ class Results(Model):
 def load_results(path: str | Path) -> Results:
     """Return the results in a file, or in a comparison's folder. Raises ToolkitError where they cannot be used."""
     file = results_file(path)
-    document = read_json(file, max_bytes=MAX_RESULTS_BYTES)
-    if not isinstance(document, dict) or "schema_version" not in document:
-        raise ToolkitError(f"{file} is not a comparison's {RESULTS_FILE}: it has no schema_version")
-    if document["schema_version"] != SCHEMA_VERSION:
-        raise ToolkitError(
-            f"{file} has schema_version {shown(document['schema_version'])}; this toolkit reads {SCHEMA_VERSION}",
-            hint="read it with the version of finetune-toolkit that wrote it",
-        )
     try:
-        return Results.model_validate(document)
+        return Results.model_validate(read_json(file, max_bytes=MAX_RESULTS_BYTES))
     except ValidationError as error:
-        raise ToolkitError(f"{file}: {explain(error)}", hint="docs/reference/results.md lists the keys") from None
+        hint = "docs/reference/results.md lists the keys; another version of the toolkit may have written it"
+        raise ToolkitError(f"{file}: {explain(error)}", hint=hint) from None
 
 
-def results_file(path: str | Path, *, write: bool = False) -> Path:
-    """Return the file with a comparison's results, from its path or its folder's.
-
-    Raises ToolkitError for none; and with `write`, where the report would replace another comparison's files.
-    """
+def results_file(path: str | Path) -> Path:
+    """Return the file with a comparison's results, from its path or its folder's. Raises ToolkitError for none."""
     given = user_path(path)
     file = given / RESULTS_FILE if given.is_dir() else given
     if not file.exists():
         raise ToolkitError(
             f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
-        )
-    if write and file.name != RESULTS_FILE:
-        raise ToolkitError(
-            f"{file} has another name than {RESULTS_FILE}: its report would replace that of its folder",
-            hint=f"copy it into a folder of its own, as {RESULTS_FILE}",
         )
     return file

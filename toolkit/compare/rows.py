@@ -8,6 +8,7 @@ Sizes are integers in bytes and belong to one rank, the largest. An unknown is N
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -309,9 +310,7 @@ class SideRunFigures(Model):
     """One profiled step on every rank; null without `--profile`."""
 
 
-def tenths_of_percent(fraction: float) -> str:
-    """Format a fraction as a percentage with one digit after the point."""
-    return percent(fraction, 1)
+_tenths_of_percent = functools.partial(percent, digits=1)
 
 
 class Row(SideRunFigures, Figures, _Outcome):
@@ -331,9 +330,7 @@ class Row(SideRunFigures, Figures, _Outcome):
     tokens_per_second_interval: Annotated[
         Interval | None,
         Column(
-            "95 %\ninterval",
-            interval(speed),
-            unit="tokens/s",
+            *("95 %\ninterval", interval(speed), "tokens/s"),
             is_speed=True,
             in_csv=False,
             only_if_known="tokens_per_second_interval",
@@ -364,12 +361,12 @@ class Row(SideRunFigures, Figures, _Outcome):
     """The part of it that the allocator holds at the peak: compare with `peak_allocated_bytes`; null without a plan."""
     flops_per_token: Annotated[FlopsPerToken | None, Column(in_csv=False)] = None
     """FLOPs of one token; null where the model's shape is unknown."""
-    mfu: Annotated[Measured, Column("MFU", tenths_of_percent, is_speed=True, only_if_known="mfu")] = None
+    mfu: Annotated[Measured, Column("MFU", _tenths_of_percent, is_speed=True, only_if_known="mfu")] = None
     """Model FLOPs utilisation: `flops_per_token.causal` times `tokens_per_second_per_gpu`, padding included, over the
     GPU's dense peak in the compute dtype (0 to 1); null on a CPU or an unlisted GPU."""
-    mfu_full_attention: Annotated[Measured, Column("MFU, full\nattention", tenths_of_percent, is_speed=True)] = None
+    mfu_full_attention: Annotated[Measured, Column("MFU, full\nattention", _tenths_of_percent, is_speed=True)] = None
     """The same with `flops_per_token.full_attention`, as most published figures count."""
-    hfu: Annotated[Measured, Column("HFU", tenths_of_percent, is_speed=True)] = None
+    hfu: Annotated[Measured, Column("HFU", _tenths_of_percent, is_speed=True)] = None
     """Hardware FLOPs utilisation: the same with `flops_per_token.hardware`."""
     cost_per_million_tokens: Annotated[
         Measured,
@@ -389,6 +386,16 @@ class Row(SideRunFigures, Figures, _Outcome):
     def useful_speed(self) -> float:
         """Tokens per second without padding, by which rows are compared; with it where padding was not counted."""
         return self.non_padding_tokens_per_second or self.tokens_per_second or 0.0
+
+    @property
+    def has_speed(self) -> bool:
+        """It completed, and its speed is not withheld."""
+        return self.completed and self.tokens_per_second is not None
+
+    @property
+    def unchecked(self) -> bool:
+        """It completed, and could not be compared with the baseline's training problem."""
+        return self.completed and self.parity is None and self.group is None
 
     @property
     def repeated(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from toolkit.compare.ledger import SideRunKind, SideRunRecord
 from toolkit.compare.rows import Failure, RunRecord, Timeline, TimelineRank, TrainedProblem
 from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.validation import explain
+from toolkit.files.value_limits import explain
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
@@ -32,6 +32,8 @@ from toolkit.record.run_files import (
 SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
 COMPUTED = ("layout", "ranks", "expected_masters")
 ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
+# Of the rank that holds most of each.
+MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
 
 
 def read_run_record(
@@ -46,12 +48,17 @@ def read_run_record(
     attestation = read_run_file(folder.attestation_json, RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
     speed, goodput = measured.tokens_per_second, run.goodput
+    ranks = attestation.ranks or (AttestedRank(),)
     try:
         problem = trained_problem(run, attestation)
         return RunRecord.model_validate(
             {
                 **dict(measured),
-                **_model_states(attestation.ranks or (AttestedRank(),)),
+                **{part: largest(getattr(rank, part) for rank in ranks) for part in MODEL_STATES},
+                "num_params": ranks[0].num_params,
+                "num_trainable_params": ranks[0].num_trainable_params,
+                "compute_dtype": ranks[0].compute_dtype,
+                "accumulate": ranks[0].accumulate,
                 **({} if goodput is None else goodput.model_dump()),
                 "goodput_fraction": None if goodput is None else goodput.fraction,
                 "trial": trial.id,
@@ -84,18 +91,16 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
     run = read_run(folder)
     profile = run.profile or Profile()
     steps = profile.steps or ()
-    total = sum(step.step_seconds for step in steps)
-    communication = sum(step.communication_seconds for step in steps)
-    exposed = sum(step.exposed_communication_seconds for step in steps)
+    total = sum(step.step_seconds for step in steps) or None
     saved = next((save for save in run.saves or () if save.kind == "checkpoint"), None)
     return SideRunRecord.of(
         record,
         kinds=kinds,
-        communication_fraction=communication / total if total else None,
-        exposed_communication_fraction=exposed / total if total else None,
+        communication_fraction=total and sum(step.communication_seconds for step in steps) / total,
+        exposed_communication_fraction=total and sum(step.exposed_communication_seconds for step in steps) / total,
         timeline=read_timeline(profile),
-        save_seconds=saved.seconds if saved else None,
-        save_bytes=saved.bytes if saved else None,
+        save_seconds=saved and saved.seconds,
+        save_bytes=saved and saved.bytes,
     )
 
 
@@ -114,14 +119,12 @@ def read_failure(run: RecordedRun, failure: RecordedFailure, measured: Measureme
     """Return kind, phase and bytes of a run that did not complete; None for one that did."""
     if run.status == status.COMPLETED:
         return None
-    peaks = (failure.peak_bytes, measured.peak_allocated_bytes or measured.peak_host_bytes)
     return Failure(
         kind=run.status,
         phase=failure.phase,
         step=failure.step,
         rank=failure.rank,
-        predicted_bytes=None,
-        measured_bytes=max((peak for peak in peaks if peak), default=None),
+        measured_bytes=largest((failure.peak_bytes, measured.peak_allocated_bytes or measured.peak_host_bytes)),
     )
 
 
@@ -142,29 +145,18 @@ def read_timeline(profile: Profile) -> Timeline | None:
     if not ranks:
         return None
     earliest = min(rank.start_unix for rank in ranks)
-    return Timeline(
-        step=profile.last_step,
-        ranks=tuple(
-            TimelineRank(
-                rank=rank.rank,
-                start_seconds=round(rank.start_unix - earliest, 6),
-                seconds=rank.seconds,
-                lanes=rank.lanes,
-            )
-            for rank in ranks
-        ),
-    )
+    shown = [
+        TimelineRank(start_seconds=round(rank.start_unix - earliest, 6), **rank.model_dump(exclude={"start_unix"}))
+        for rank in ranks
+    ]
+    return Timeline(step=profile.last_step, ranks=tuple(shown))
+
+
+def largest(sizes: Iterable[int | None]) -> int | None:
+    """Return the largest of the sizes that are known."""
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _shared(values: list[Any]) -> Any:
     """The value of all ranks, or the list of theirs where they differ."""
     return values[0] if values and all(value == values[0] for value in values) else (values or None)
-
-
-def _model_states(ranks: Sequence[AttestedRank]) -> dict[str, Any]:
-    """Model states of the rank that holds most of each, as attested."""
-    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
-    shared = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
-    known = {part: [size for rank in ranks if (size := getattr(rank, part)) is not None] for part in parts}
-    largest = {part: max(sizes, default=None) for part, sizes in known.items()}
-    return largest | {key: getattr(ranks[0], key) for key in shared}

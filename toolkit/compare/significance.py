@@ -18,7 +18,6 @@ than another. Trials are interleaved, so a drift during the comparison widens bo
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -64,15 +63,6 @@ def mean_interval(figures: Sequence[float], confidence: float = CONFIDENCE) -> I
         return None
     logs = [math.log(figure) for figure in figures]
     half = student_t(confidence, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return _exp_interval(statistics.fmean(logs), half)
-
-
-def prediction_interval(figures: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
-    """Return the interval that one more repeat lies in, wider than that of the mean; None with fewer than two."""
-    if len(figures) < 2:
-        return None
-    logs = [math.log(figure) for figure in figures]
-    half = student_t(confidence, len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
     return _exp_interval(statistics.fmean(logs), half)
 
 
@@ -156,11 +146,6 @@ def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) 
     return speeds
 
 
-def has_speed(row: Row) -> bool:
-    """Return True if the row completed and its speed is not withheld."""
-    return row.completed and row.tokens_per_second is not None
-
-
 def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, spec: ComparisonSpec) -> dict[str, Any]:
     """Return the row's ratio to the baseline with its claim, and its scaling, as columns."""
     if row.key not in speeds:
@@ -189,7 +174,7 @@ def _scaling(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     speed_by_size = {
         other.world_size: other.tokens_per_second or 0.0
         for other in rows
-        if other.preset == row.preset and has_speed(other)
+        if other.preset == row.preset and other.has_speed
     }
     if len(speed_by_size) == 1:
         return {}
@@ -203,14 +188,11 @@ def rank_of(row: Row, rows: Sequence[Row], speeds: Speeds) -> int | None:
 
     None unless the row is separated from every other of them, at a confidence for all pairs together.
     """
-    peers = [
-        other
-        for other in rows
-        if other.key in speeds and (other.world_size, other.group) == (row.world_size, row.group)
-    ]
+    kind = (row.world_size, row.group)
+    peers = [other for other in rows if other.key in speeds and (other.world_size, other.group) == kind]
     if row not in peers or len(peers) < 2:
         return None
-    confidence = ratio_confidence(len(list(itertools.combinations(peers, 2))))
+    confidence = ratio_confidence(len(peers) * (len(peers) - 1) // 2)
     claims = [
         difference(ratio_interval(speeds[other.key], speeds[row.key], confidence))
         for other in peers

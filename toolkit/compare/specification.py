@@ -4,40 +4,49 @@
 'zero2-n2-r0'
 
 It is `comparison.json` in the comparison's folder. A comparison is resumed only with an equal specification.
+
+A variant is a preset under another name, with training arguments that it alone has:
+
+>>> variant = parse_variant("ddp_int8=ddp --ddp_comm_hook int8")
+>>> variant.name, variant.preset.name, variant.extra_arguments
+('ddp_int8', 'ddp', ('--ddp_comm_hook', 'int8'))
 """
 
 from __future__ import annotations
 
 import random
+import re
+import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from toolkit.cluster.allocation import Allocation
+from toolkit.cluster.slurm import Allocation
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey
-from toolkit.compare.variants import Variant
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
-from toolkit.files.validation import explain
-from toolkit.job.argument_reading import without_degrees
+from toolkit.files.value_limits import shown
+from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
-from toolkit.presets import Preset
+from toolkit.presets import Preset, load_preset
 from toolkit.presets.preset import QUANTIZED_KEYS
 from toolkit.record.columns import Count, NonNegativeReal, PositiveCount
 from toolkit.record.folder import write_json
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
-OTHER_FOLDER = "name another folder: `--output-dir DIR`"
+# A trial's folder is named for it, with the number of processes and the repeat.
+VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
 TARGET_INTERVAL_ON_GPU, TARGET_INTERVAL_ON_CPU = 0.01, 0.03
@@ -54,6 +63,17 @@ class Trial:
     def id(self) -> str:
         """The trial's name in the ledger, and that of its run folder."""
         return f"{self.row.name}-r{self.repeat}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A preset as it is compared; one without extra arguments has the preset's own name."""
+
+    name: str
+    preset: Preset
+    source: str
+    """The preset's name or the absolute path of its file, as `load_preset` takes it."""
+    extra_arguments: tuple[str, ...] = ()
 
 
 class ExpectedStrategy(BaseModel):
@@ -140,10 +160,6 @@ class ComparisonSpec(BaseModel):
             ordered += [Trial(row=row, repeat=repeat) for row in round_of_rows]
         return ordered
 
-    def trials_of(self, row: RowKey) -> list[Trial]:
-        """Return the repeats of one row."""
-        return [Trial(row=row, repeat=repeat) for repeat in range(self.repeats)]
-
     @property
     def model(self) -> str:
         """The model that all trials train: a hub id or a path."""
@@ -229,6 +245,45 @@ class ComparisonSpec(BaseModel):
         return dict(hide_secrets(content))
 
 
+def load_variants(presets: Sequence[str], variants: Sequence[str]) -> list[Variant]:
+    """Return the presets, then the variants. Raises ToolkitError for none at all and for a repeated name."""
+    found = [_load(given) for given in presets] + [parse_variant(text) for text in variants]
+    if not found:
+        raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
+    repeated = [name for name, times in Counter(variant.name for variant in found).items() if times > 1]
+    if repeated:
+        raise ToolkitError(
+            f"--preset {repeated[0]} is given twice",
+            hint=f"name each preset once; `--variant again={repeated[0]}` is the same under another name",
+        )
+    return found
+
+
+def parse_variant(text: str) -> Variant:
+    """Parse `NAME=PRESET --argument value`, as typed after `--variant`."""
+    name, equals, rest = text.partition("=")
+    try:
+        given, *extra = shlex.split(rest) or [""]
+    except ValueError as error:  # an unclosed quotation, or a backslash at the end
+        raise ToolkitError(
+            f"--variant {shown(text)}: {str(error).lower()}", hint='`--variant "NAME=PRESET --argument value"`'
+        ) from None
+    if not equals or not given or not VARIANT_NAME.fullmatch(name):
+        raise ToolkitError(
+            f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
+            hint='`--variant "ddp_int8=ddp --ddp_comm_hook int8"`',
+        )
+    read_arguments(extra)
+    return _load(given, name=name, extra_arguments=tuple(extra))
+
+
+def _load(given: str, *, name: str | None = None, extra_arguments: tuple[str, ...] = ()) -> Variant:
+    preset = load_preset(given)
+    # A comparison is resumed from any directory.
+    source = str(preset.accelerate_config_path) if given.endswith((".yaml", ".yml")) else given
+    return Variant(name=name or preset.name, preset=preset, source=source, extra_arguments=extra_arguments)
+
+
 def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:
     """Return the comparison that the options describe. Raises ToolkitError for an impossible baseline or batch."""
     names = [variant.name for variant in variants]
@@ -242,8 +297,7 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
     batches = {}
     if scaling == "strong":
         by_size = strong_scaling_batches(Job.from_argv(options.training_arguments), options.world_sizes)
-        keys = [RowKey(preset=name, world_size=size) for size in by_size for name in names]
-        batches = {key.name: by_size[key.world_size] for key in keys}
+        batches = {RowKey(preset=name, world_size=size).name: by_size[size] for size in by_size for name in names}
     spec = ComparisonSpec(
         presets=tuple(names),
         preset_files={variant.name: variant.preset.texts() for variant in variants},
@@ -264,47 +318,38 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         find_max_batch=options.find_max_batch,
         batches=batches,
     )
-    spec = spec.with_batches(equal_global_batches(spec))
-    return spec.with_batches(_accumulated_batches(spec))
+    return with_own_batches(spec)
 
 
-def equal_global_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
-    """Return the batch arguments by row name, such that every row's accumulation step has as many sequences.
+def with_own_batches(spec: ComparisonSpec) -> ComparisonSpec:
+    """Return the comparison with the batch arguments that give every row the same sequences per step.
 
-    Where several ranks train on the same sequences, each is given as many as all of them would have.
+    Where several ranks train on the same sequences, each is given as many as all of them would have. The accumulation
+    steps follow from `--global_batch_size`.
     """
     batches = dict(spec.batches)
     for row in spec.rows():
-        layout, own = spec.layout(row), Job.from_argv(spec.extra_arguments.get(row.preset, ()))
-        if layout is not None and layout.ranks_per_batch > 1 and BATCH_ARGUMENT not in own.given:
-            sequences = spec.job(row).per_device_train_batch_size * layout.ranks_per_batch
-            batches[row.name] = {**batches.get(row.name, {}), BATCH_ARGUMENT: sequences}
-    return batches
-
-
-def _accumulated_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
-    """Return the batch arguments by row name, with the accumulation steps that `--global_batch_size` asks for."""
-    batches = dict(spec.batches)
-    for row in spec.rows():
-        job = spec.job(row)
-        if job.global_batch_size is None:
-            continue
-        groups = spec.data_parallel_size(row)
-        kept = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=row.world_size // groups)
-        steps = {"gradient_accumulation_steps": kept.gradient_accumulation_steps}
-        batches[row.name] = {**batches.get(row.name, {}), **steps}
-    return batches
+        batch, layout = dict(spec.batches.get(row.name, {})), spec.layout(row)
+        variant, groups = Job.from_argv(spec.extra_arguments.get(row.preset, ())), spec.data_parallel_size(row)
+        if layout is not None and layout.ranks_per_batch > 1 and BATCH_ARGUMENT not in variant.given:
+            batch[BATCH_ARGUMENT] = spec.job(row).per_device_train_batch_size * layout.ranks_per_batch
+        job = spec.job(row).with_values(**batch)
+        if job.global_batch_size is not None:
+            kept = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=row.world_size // groups)
+            batch["gradient_accumulation_steps"] = kept.gradient_accumulation_steps
+        if batch:
+            batches[row.name] = batch
+    return spec.with_batches(batches)
 
 
 def _scaling(options: CompareOptions) -> Scaling | None:
     """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
     if Job.from_argv(options.training_arguments).global_batch_size is None:
         return options.effective_scaling
-    others = {"--find-max-batch": options.find_max_batch is not None, "--scaling weak": options.scaling == "weak"}
-    for option, is_set in others.items():
+    for option, is_set in {"find-max-batch": options.find_max_batch, "scaling weak": options.scaling == "weak"}.items():
         if is_set:
             raise ToolkitError(
-                f"{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
+                f"--{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
             )
     return None if len(options.world_sizes) == 1 else "strong"
 
@@ -338,8 +383,8 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
     Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
     cannot be written.
     """
-    wanted = spec.as_json()
-    if read_json_object_if_present(folder / SPEC_FILE) is None:
+    wanted, present = spec.as_json(), read_json_object_if_present(folder / SPEC_FILE)
+    if present is None:
         try:
             write_json(folder / SPEC_FILE, wanted)
         except OSError as error:
@@ -347,27 +392,10 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
         return
     if not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
-    present = read_comparison(folder).as_json()
     for key, now in wanted.items():
-        if present[key] != now:
+        if present.get(key) != now:
+            then = shown(present.get(key), limit=120)
             raise ToolkitError(
-                f"{folder} holds another comparison: its {key} is {_short(present[key])}, now {_short(now)}",
-                hint=OTHER_FOLDER,
+                f"{folder} holds another comparison: its {key} is {then}, now {shown(now, limit=120)}",
+                hint="name another folder: `--output-dir DIR`",
             )
-
-
-def read_comparison(folder: Path) -> ComparisonSpec:
-    """Return the specification in a comparison's folder. Raises ToolkitError if there is none."""
-    file = folder / SPEC_FILE
-    content = read_json_object_if_present(file)
-    if content is None:
-        raise ToolkitError(f"{folder} holds no comparison", hint="name a folder of `toolkit compare`")
-    try:
-        return ComparisonSpec.model_validate(content)
-    except ValidationError as error:
-        raise ToolkitError(f"{file}: {explain(error)}", hint=OTHER_FOLDER) from None
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -20,9 +20,15 @@ def summary_sentence(results: Results) -> str:
     if not rows:
         return "Nothing was compared: there are no rows."
     clauses = [clause for size in results.world_sizes for clause in _world_size_clauses(results, size)]
-    clauses += [*_scaling_clause(results), *_largest_batch_clause(rows), *_left_out_clauses(rows)]
-    if results.on_cpu:
-        clauses.append(CPU_SPEEDS)
+    ran = [
+        f"{row.per_device_train_batch_size} ({label})"
+        for label, row in rows
+        if any(probe.status == "completed" for probe in row.probes or ())
+    ]
+    clauses += _scaling_clause(results)
+    clauses += [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
+    clauses += _left_out_clauses(rows)
+    clauses += [CPU_SPEEDS] if results.on_cpu else []
     return "; ".join(clauses) + "."
 
 
@@ -30,7 +36,7 @@ def title(results: Results) -> str:
     """Return what was compared, and on what."""
     sizes = results.world_sizes
     last = hardware_text(results, sizes[-1]) if sizes else results.environment.device
-    places = _and([*map(str, sizes[:-1]), last])
+    places = " and ".join([*map(str, sizes[:-1]), last])
     return f"Comparison: {_presets(len({row.preset for row in results.rows}))} on {places}"
 
 
@@ -44,40 +50,36 @@ def hardware_text(results: Results, world_size: int) -> str:
 
 def notes(results: Results) -> list[str]:
     """Return what a reader must know before quoting a figure."""
-    method, rows = results.method, results.labelled_rows
-    if results.single_runs:
-        found = ["Single runs, not ranked by significance: a small difference may be noise."]
-    else:
-        confidence = f"{100 * method.ratio_confidence:.4g} %"
-        claim = f"a difference is claimed only where the ratio's interval ({confidence}) excludes 1"
-        found = [f"Intervals: {method.interval}; {claim}."]
-    found.append("Bytes are of one rank, the largest; tokens/s is of all ranks together, over the timed steps only.")
-    if results.on_cpu:
-        found.append(f"{CPU_SPEEDS}; bytes per rank do carry over.")
-        found.append("A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.")
-    if any(row.failed_parity for _, row in rows):
-        found.append("Parity failed: the row did not train the baseline's problem, so its speed is not compared.")
-    if any(row.layout is not None for _, row in rows):
-        found.append(
-            "Where ranks share a layer or a sequence, a batch is larger by as many ranks, so that every step has the"
-            " same sequences; a ratio counts tokens without padding, which differs between batches."
-        )
-    if any(row.mfu is not None for _, row in rows):
-        found.append(
-            "MFU counts all parameters and causal attention, padding included, relative to the GPU's dense"
-            f" {results.job.compute_dtype} peak; HFU adds what activation checkpointing repeats."
-        )
-    if results.price_per_gpu_hour is not None:
-        found.append(f"Cost: per million non-padding tokens, at {results.price_per_gpu_hour:g} per GPU-hour.")
+    method, price, rows = results.method, results.price_per_gpu_hour, results.labelled_rows
+    repeated = any(row.repeated for _, row in rows)
     throttled = [f"{label} ({', '.join(row.throttle_reasons)})" for label, row in rows if row.throttle_reasons]
-    if throttled:
-        found.append(f"GPU clocks were reduced during timed steps: {', '.join(throttled)}.")
     recompiled = [label for label, row in rows if row.recompilations_after_first_steps]
-    if recompiled:
-        found.append(f"Timed steps include compilation (train.log has the reasons): {', '.join(recompiled)}.")
-    if any(row.completed and row.parity is None and row.group is None for _, row in rows):
-        found.append("A row whose parity is n/a could not be checked against the baseline, and is not compared.")
-    return found
+    found: dict[str, object] = {
+        "Single runs, not ranked by significance: a small difference may be noise.": not repeated,
+        f"Intervals: {method.interval}; a difference is claimed only where the ratio's interval"
+        f" ({100 * method.ratio_confidence:.4g} %) excludes 1.": repeated,
+        "Bytes are of one rank, the largest; tokens/s is of all ranks together, over the timed steps only.": True,
+        f"{CPU_SPEEDS}; bytes per rank do carry over.": results.on_cpu,
+        "A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.": results.on_cpu,
+        "Parity failed: the row did not train the baseline's problem, so its speed is not compared.": any(
+            row.failed_parity for _, row in rows
+        ),
+        "Where ranks share a layer or a sequence, a batch is larger by as many ranks, so that every step has the same"
+        " sequences; a ratio counts tokens without padding, which differs between batches.": any(
+            row.layout is not None for _, row in rows
+        ),
+        "MFU counts all parameters and causal attention, padding included, relative to the GPU's dense"
+        f" {results.job.compute_dtype} peak; HFU adds what activation checkpointing repeats.": any(
+            row.mfu is not None for _, row in rows
+        ),
+        f"Cost: per million non-padding tokens, at {price or 0:g} per GPU-hour.": price is not None,
+        f"GPU clocks were reduced during timed steps: {', '.join(throttled)}.": throttled,
+        f"Timed steps include compilation (train.log has the reasons): {', '.join(recompiled)}.": recompiled,
+        "A row whose parity is n/a could not be checked against the baseline, and is not compared.": any(
+            row.unchecked for _, row in rows
+        ),
+    }
+    return [note for note, applies in found.items() if applies]
 
 
 def _world_size_clauses(results: Results, world_size: int) -> list[str]:
@@ -93,90 +95,69 @@ def _world_size_clauses(results: Results, world_size: int) -> list[str]:
         if row.comparable and row.tokens_per_second is not None and row.group is None
     ]
     start = "On" if world_size == results.world_sizes[0] else "on"
-    place = f"{start} {hardware_text(results, world_size)}, "
-    if len(ranked) > 1 and all(row.repeated for _, row in ranked):
-        out_of_memory = any(row.out_of_memory for _, row in same_size)
-        fastest = _fastest_by_interval(ranked, len(same_size), out_of_memory=out_of_memory)
-        return [place + fastest, *_memory_for_speed(results, ranked, world_size)]
-    return [place + _speeds_of_single_runs(ranked, len(same_size)), *_smallest(results, ranked, world_size)]
+    place, repeated = f"{start} {hardware_text(results, world_size)}, ", all(row.repeated for _, row in ranked)
+    among = f"the {len(ranked)} of {_presets(len(same_size))} that can be compared"
+    among = _presets(len(ranked)) if len(ranked) == len(same_size) else among
+    if not ranked:
+        return [f"{place}none of {_presets(len(same_size))} can be ranked"]
+    if len(ranked) > 1 and repeated:
+        fits = any(row.out_of_memory for _, row in same_size)
+        speeds = _fastest_by_interval(ranked, among, "that fits" if fits else f"of {among}")
+    else:
+        speeds = _speeds_of_single_runs(ranked, among)
+    return [place + speeds, *_least_memory(results, ranked, world_size, repeated=repeated)]
 
 
-def _fastest_by_interval(ranked: Sequence[LabelledRow], num_rows: int, *, out_of_memory: bool) -> str:
+def _fastest_by_interval(ranked: Sequence[LabelledRow], among: str, which: str) -> str:
     """The fastest row if intervals separate it from every other, else the rows between which no difference is seen."""
     label, top = max(ranked, key=_useful_speed)
     close = [name for name, row in ranked if row is not top and top.rank is None and not row.separated_from(top)]
-    among = _presets(num_rows) if len(ranked) == num_rows else f"the {len(ranked)} of {num_rows} that can be compared"
     if close:
-        return f"no difference in speed is seen between {_and([label, *close])}, the fastest of {among}"
-    which = "that fits" if out_of_memory else f"of {among}"
+        return f"no difference in speed is seen between {' and '.join([label, *close])}, the fastest of {among}"
     return f"{label} is the fastest {which} ({speed(top.tokens_per_second)} tokens/s)"
 
 
-def _memory_for_speed(results: Results, ranked: Sequence[LabelledRow], world_size: int) -> list[str]:
+def _speeds_of_single_runs(ranked: Sequence[LabelledRow], among: str) -> str:
+    """The range of speeds; without intervals there is no order to claim."""
+    by_speed = sorted(ranked, key=lambda labelled: labelled[1].tokens_per_second or 0.0)
+    (slowest, low), (fastest, high) = by_speed[0], by_speed[-1]
+    if len(ranked) == 1:
+        return f"{fastest} ran at {speed(high.tokens_per_second)} tokens/s, with no comparable row beside it"
+    speeds = f"{speed(low.tokens_per_second)} ({slowest}) to {speed(high.tokens_per_second)} tokens/s ({fastest})"
+    return f"{among} ran at {speeds} in single runs, unranked"
+
+
+def _least_memory(results: Results, ranked: Sequence[LabelledRow], world_size: int, *, repeated: bool) -> list[str]:
     """The row that needs least memory, relative to the fastest, or to the baseline where no row is the fastest."""
 
     def memory(row: Row) -> int | None:
         return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
 
     name, base = fastest = max(ranked, key=_useful_speed)
-    if any(row is not base and not row.separated_from(base) for _, row in ranked):
+    if not repeated or any(row is not base and not row.separated_from(base) for _, row in ranked):
         baseline = results.baseline(world_size)
         name, base = next(((label, row) for label, row in ranked if row is baseline), fastest)
-    base_bytes = memory(base)
-    others = [(size, label, row) for label, row in ranked if row is not base and (size := memory(row))]
-    if not base_bytes or not others:
+    others = [
+        (size, -row.useful_speed, label, row) for label, row in ranked if row is not base and (size := memory(row))
+    ]
+    if not (base_bytes := memory(base)) or not others:
         return []
-    least, label, row = min(others, key=lambda other: other[0])
+    least, _, label, row = min(others, key=lambda other: other[:2])
     less = percent(1 - least / base_bytes)
     if least >= base_bytes or less == percent(0):
         return [f"none {'holds fewer model-state bytes' if results.on_cpu else 'uses less memory'} than {name}"]
     saved = f"holds {less} fewer model-state bytes" if results.on_cpu else f"uses {less} less memory"
     ratio = row.useful_speed / (base.useful_speed or 1.0)
-    if not row.separated_from(base):  # nothing is claimed
+    cost = f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
+    if not repeated:
+        cost = f"at {ratio:.2f} times its speed"
+    elif not row.separated_from(base):  # nothing is claimed
         cost = "with no difference seen in speed"
-    else:
-        cost = f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
-    return [f"{label} {saved} {cost}" + ("" if base is fastest[1] else f" than {name}")]
+    return [f"{label} {saved} than {name} {cost}"]
 
 
 def _useful_speed(labelled: LabelledRow) -> float:
     return labelled[1].useful_speed
-
-
-def _speeds_of_single_runs(ranked: Sequence[LabelledRow], num_rows: int) -> str:
-    """The range of speeds; without intervals there is no order to claim."""
-    presets = _presets(num_rows)
-    if not ranked:
-        return f"none of {presets} can be ranked"
-    among = presets if len(ranked) == num_rows else f"the {len(ranked)} of {presets} that can be compared"
-    top = speed(max(ranked, key=_useful_speed)[1].tokens_per_second)
-    first = [label for label, row in ranked if speed(row.tokens_per_second) == top]
-    if len(ranked) == 1:
-        return f"{first[0]} ran at {top} tokens/s, with no comparable row beside it"
-    if len(first) > 1:
-        return f"{_and(first)} ran at the same highest speed of {among} ({top} tokens/s)"
-    slowest, row = min(ranked, key=lambda labelled: labelled[1].tokens_per_second or 0.0)
-    least = speed(row.tokens_per_second)
-    return f"{among} ran at {least} ({slowest}) to {top} tokens/s ({first[0]}) in single runs, unranked"
-
-
-def _smallest(results: Results, ranked: Sequence[LabelledRow], world_size: int) -> list[str]:
-    """The row with the fewest model-state bytes relative to the baseline; the fastest of equals."""
-    baseline = results.baseline(world_size)
-    base_bytes = baseline.model_state_bytes if baseline else None
-    others = [
-        (size, -row.useful_speed, label, row)
-        for label, row in ranked
-        if row is not baseline and (size := row.model_state_bytes) is not None
-    ]
-    if not base_bytes or not others:
-        return []
-    least, _, label, row = min(others, key=lambda other: other[:2])
-    if least >= base_bytes:
-        return [f"none holds fewer model-state bytes per rank than {results.reference}"]
-    at_speed = "" if row.ratio_to_reference is None else f" at {row.ratio_to_reference:.2f} times its speed"
-    fraction = percent(least / base_bytes)
-    return [f"{label} holds {fraction} of {results.reference}'s model-state bytes per rank{at_speed}"]
 
 
 def _scaling_clause(results: Results) -> list[str]:
@@ -191,35 +172,19 @@ def _scaling_clause(results: Results) -> list[str]:
     ]
 
 
-def _largest_batch_clause(rows: Sequence[LabelledRow]) -> list[str]:
-    ran = [
-        f"{row.per_device_train_batch_size} ({label})"
-        for label, row in rows
-        if any(probe.status == "completed" for probe in row.probes or ())
-    ]
-    return [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
-
-
 def _left_out_clauses(rows: Sequence[LabelledRow]) -> list[str]:
     """The rows that are not ranked, each with its reason."""
     failed = [f"{label}: {row.status}" for label, row in rows if not row.completed and row.status != NOT_SUPPORTED]
-    unsupported = [label for label, row in rows if row.status == NOT_SUPPORTED]
-    other_problem = [label for label, row in rows if row.failed_parity]
     by_design = [f"{label} ({row.group})" for label, row in rows if row.completed and row.group]
-    unchecked = [label for label, row in rows if row.completed and row.parity is None and not row.group]
-    clauses = {
-        f"{len(failed)} did not complete ({', '.join(failed)})": failed,
-        f"{len(unsupported)} cannot run on this node ({', '.join(unsupported)})": unsupported,
-        f"{len(other_problem)} did not train the same problem ({', '.join(other_problem)})": other_problem,
-        f"different by design, so not ranked here: {', '.join(by_design)}": by_design,
-        f"{len(unchecked)} could not be checked against the baseline ({', '.join(unchecked)})": unchecked,
+    left_out = {
+        "did not complete": failed,
+        "cannot run on this node": [label for label, row in rows if row.status == NOT_SUPPORTED],
+        "did not train the same problem": [label for label, row in rows if row.failed_parity],
+        "not ranked here, different by design": by_design,
+        "could not be checked against the baseline": [name for name, row in rows if row.unchecked],
     }
-    return [clause for clause, named in clauses.items() if named]
+    return [f"{len(names)} {why} ({', '.join(names)})" for why, names in left_out.items() if names]
 
 
 def _presets(count: int) -> str:
     return f"{count} {'preset' if count == 1 else 'presets'}"
-
-
-def _and(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

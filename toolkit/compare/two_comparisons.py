@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.compare.result_tables import bytes_cell, format_cell, results_unit
+from toolkit.compare.result_tables import bytes_cell, format_cell, make_table, results_unit
 from toolkit.compare.results import Environment, Results
 from toolkit.compare.rows import Difference, Row
 from toolkit.compare.significance import difference
 from toolkit.errors import ToolkitError
-from toolkit.record.columns import Column, Interval, column_of
+from toolkit.record.columns import Column, Interval
 from toolkit.report.rendering import render, write_report_file
-from toolkit.report.tables import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.tables import Cell, Table, number_cell, text_cell, text_heading
 from toolkit.units import NOT_AVAILABLE, fixed, interval, speed
 
 FILE_NAME = "before-and-after"
+RATIO_INTERVAL = Column("interval", interval(fixed(3)))
 NOTES = (
     "A ratio above 1: faster after. Its interval comes from the intervals of both speeds, so it is wider than theirs.",
     "The two were measured at different times: what else changed on the node is part of the difference.",
@@ -50,7 +51,7 @@ class RowPair:
         return new[0] / old[1], new[1] / old[0]
 
     @property
-    def difference(self) -> Difference | None:
+    def verdict(self) -> Difference | None:
         """The claim that the ratio's interval supports; None without an interval."""
         return difference(self.ratio_interval)
 
@@ -72,12 +73,17 @@ class BeforeAndAfter:
         """The rows that became faster or slower, claimed only where the ratio's interval excludes 1."""
         if not self.pairs:
             return "No row is in both comparisons."
-        compared = any(pair.difference for pair in self.pairs)
-        single = [pair.name for pair in self.pairs if pair.difference is None and pair.ratio is not None]
-        clauses = [self._changes() if compared else f"{len(self.pairs)} rows are in both"]
+        changes = []
+        for word in ("faster", "slower"):
+            named = [f"{pair.name}: {pair.ratio:.2f}" for pair in self.pairs if pair.verdict == word]
+            changes.append(f"{len(named)} became {word}" + (f" ({', '.join(named)})" if named else ""))
+        unseen = sum(pair.verdict == "no difference seen" for pair in self.pairs)
+        changes.append(f"no difference is seen in {unseen}")
+        compared = f"Of {len(self.pairs)} rows in both, {', '.join(changes)}"
+        clauses = [compared if any(pair.verdict for pair in self.pairs) else f"{len(self.pairs)} rows are in both"]
+        single = [pair.name for pair in self.pairs if pair.verdict is None and pair.ratio is not None]
         if single:
-            which = f" ({', '.join(single)})" if compared else ""
-            clauses.append(f"{len(single)} of single runs, about which nothing is claimed{which}")
+            clauses.append(f"nothing is claimed of {len(single)} single runs ({', '.join(single)})")
         clauses += [
             f"{pair.name}: {pair.before.status_text} before, {pair.after.status_text} after"
             for pair in self.pairs
@@ -87,49 +93,34 @@ class BeforeAndAfter:
         clauses += [f"only {when}: {', '.join(names)}" for when, names in lonely.items() if names]
         return "; ".join(clauses) + "."
 
-    def _changes(self) -> str:
-        parts = []
-        for word in ("faster", "slower"):
-            named = [f"{pair.name}: {pair.ratio:.2f}" for pair in self.pairs if pair.difference == word]
-            parts.append(f"{len(named)} became {word}" + (f" ({', '.join(named)})" if named else ""))
-        unseen = sum(pair.difference == "no difference seen" for pair in self.pairs)
-        return f"Of {len(self.pairs)} rows in both, {', '.join(parts)}, no difference is seen in {unseen}"
-
-    def table(self, *, narrow: bool = False) -> Table:
-        """Return each row's figures before and after, and the ratio of the speeds; `narrow` for a terminal."""
-        unit, mfu = results_unit(self.before), column_of(Row, "mfu")
-        ratio_interval = Column("interval", interval(fixed(3)))
-        columns: list[tuple[Heading, Callable[[RowPair], Cell], bool]] = [
-            (text_heading("row"), lambda pair: text_cell(pair.name), True),
-            (Heading(text="tokens/s\nbefore"), lambda pair: _speed_cell(pair.before), True),
-            (Heading(text="after"), lambda pair: _speed_cell(pair.after), True),
-            (Heading(text="ratio"), lambda pair: number_cell(pair.ratio, 3), True),
-            (Heading(text="interval"), lambda pair: format_cell(pair.ratio_interval, ratio_interval, unit), False),
-            (text_heading("difference"), lambda pair: text_cell(pair.difference or NOT_AVAILABLE), True),
-            (
-                Heading(text=f"peak {unit.name}\nbefore"),
-                lambda pair: bytes_cell(self.before.peak_bytes(pair.before), unit),
-                True,
-            ),
-            (Heading(text="after"), lambda pair: bytes_cell(self.after.peak_bytes(pair.after), unit), True),
-            (Heading(text="last loss\nbefore"), lambda pair: _loss_cell(pair.before), True),
-            (Heading(text="after"), lambda pair: _loss_cell(pair.after), True),
-            (Heading(text="MFU before"), lambda pair: format_cell(pair.before.mfu, mfu, unit), False),
-            (Heading(text="after"), lambda pair: format_cell(pair.after.mfu, mfu, unit), False),
+    def table(self) -> Table:
+        """Return each row's figures before and after, and the ratio of the speeds."""
+        unit = results_unit(self.before)
+        headings = ["row", "tokens/s\nbefore", "after", "ratio", "interval", "verdict", f"peak {unit.name}\nbefore"]
+        headings += ["after", "last loss\nbefore", "after"]
+        rows = [
+            [
+                text_cell(pair.name),
+                _speed_cell(pair.before),
+                _speed_cell(pair.after),
+                number_cell(pair.ratio, 3),
+                format_cell(pair.ratio_interval, RATIO_INTERVAL, unit),
+                text_cell(pair.verdict or NOT_AVAILABLE),
+                bytes_cell(self.before.peak_bytes(pair.before), unit),
+                bytes_cell(self.after.peak_bytes(pair.after), unit),
+                *(number_cell(row.last_loss if row.completed else None, 4) for row in (pair.before, pair.after)),
+            ]
+            for pair in self.pairs
         ]
-        shown = [(heading, cell) for heading, cell, on_a_terminal in columns if on_a_terminal or not narrow]
-        return Table(
-            headings=tuple(heading for heading, _ in shown),
-            rows=tuple(tuple(cell(pair) for _, cell in shown) for pair in self.pairs),
-        )
+        return make_table(headings, rows)
 
-    def rendered(self, template: str) -> str:
-        """Return the report as a template shows it, Markdown or a self-contained page."""
+    def rendered(self, suffix: str) -> str:
+        """Return the report as Markdown (`md`) or as a self-contained page (`html`)."""
         dates = [results.created.replace("T", " ")[:16] for results in (self.before, self.after)]
-        headings = (text_heading("what differs"), text_heading("before"), text_heading("after"))
+        headings = tuple(map(text_heading, ("what differs", "before", "after")))
         differences = Table(headings=headings, rows=tuple(tuple(map(text_cell, line)) for line in self.environment))
         return render(
-            template,
+            f"before_and_after.{suffix}.j2",
             title=f"Before and after: {' and '.join(dates)}",
             summary=self.summary,
             rows=self.table(),
@@ -139,10 +130,7 @@ class BeforeAndAfter:
 
     def write(self, folder: Path) -> list[Path]:
         """Write Markdown and HTML into a folder; return their paths."""
-        return [
-            write_report_file(folder / f"{FILE_NAME}.{suffix}", self.rendered(f"before_and_after.{suffix}.j2"))
-            for suffix in ("md", "html")
-        ]
+        return [write_report_file(folder / f"{FILE_NAME}.{kind}", self.rendered(kind)) for kind in ("md", "html")]
 
 
 def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
@@ -196,7 +184,3 @@ def _speed_cell(row: Row) -> Cell:
     if row.tokens_per_second is None or not row.completed:
         return Cell(text=row.status_text if row.status_text != "completed" else NOT_AVAILABLE)
     return Cell(text=speed(row.tokens_per_second), value=row.tokens_per_second)
-
-
-def _loss_cell(row: Row) -> Cell:
-    return number_cell(row.last_loss if row.completed else None, 4)

@@ -6,8 +6,7 @@
 Settings that mean exactly the same are found in `toolkit.job.argument_aliases`; a module per tool decides the others.
 """
 
-from toolkit.convert.conversion import Conversion, NotConverted
-from toolkit.convert.files import TOOLS, convert_file
-from toolkit.convert.yaml_text import launch_command, yaml_text
+from toolkit.convert.conversion import TOOLS, convert_file, launch_command, yaml_text
+from toolkit.convert.draft import Conversion, NotConverted
 
 __all__ = ["TOOLS", "Conversion", "NotConverted", "convert_file", "launch_command", "yaml_text"]

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import Conversion, Draft, block_of
-from toolkit.convert.data_sources import NamedData, named_data, roles_are_known, row_fields_reason, set_datasets
-from toolkit.convert.dialect import load_dialect
-from toolkit.convert.strategy import take_strategy
+from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
+from toolkit.convert.sources import NamedData, named_data, row_fields_reason, set_datasets, take_strategy
+from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.job.argument_aliases import HINTS
-from toolkit.job.job import Job
 from toolkit.models.optimizers import MUON
 
 # Not the loss of supervised fine-tuning.
@@ -25,27 +23,11 @@ OTHER_TRAINING = {
 }
 DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+NO_EVALUATION = "there is no evaluation data"
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of an axolotl YAML. Raises ToolkitError for training that is not supervised fine-tuning."""
-    _check_training(values, file)
-    # A data key may hold one entry without a list around it.
-    listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
-    draft = Draft(load_dialect("axolotl"), listed)
-    _take_method(draft, file)
-    _take_kernels(draft)
-    _take_optimization(draft)
-    draft.translate()
-    _take_data(draft)
-    _take_evaluation_and_saving(draft)
-    _take_trackers_and_hub(draft)
-    draft.set_defaults()
-    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments))
-    return draft.finish(preset=preset)
-
-
-def _check_training(values: Mapping[str, Any], file: Path) -> None:
     for key, what in OTHER_TRAINING.items():
         if values.get(key):
             raise ToolkitError(f"{file} trains {what} ({key}), not supervised fine-tuning", hint=HINTS["stage"])
@@ -56,36 +38,52 @@ def _check_training(values: Mapping[str, Any], file: Path) -> None:
         )
     if not values.get("base_model"):
         raise ToolkitError(f"{file} names no base_model", hint="is it an axolotl configuration for training?")
+    # A data key may hold one entry without a list around it.
+    listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
+    draft = Draft(load_dialect("axolotl"), listed)
+    _take_method(draft, file)
+    _take_kernels(draft)
+    _take_optimization(draft)
+    draft.translate()
+    _take_data(draft)
+    _take_evaluation_and_saving(draft)
+    trackers = {key: name for key, name in draft.dialect.trackers.items() if draft.get(key)}
+    if trackers:  # the project's name is listed: it has no argument
+        keys = [key for key in trackers if key != "wandb_project"]
+        draft.assign("report_to", sorted(set(trackers.values())), keys=keys)
+    if "hub_model_id" in draft.arguments:  # core/builders/base.py
+        for name in ("push_to_hub", "hub_private_repo", "hub_always_push"):
+            draft.default(name, True)
+    draft.set_defaults()
+    return draft.finish(preset=take_strategy(draft, file))
 
 
 def _take_method(draft: Draft, file: Path) -> None:
-    adapter = draft.get("adapter")
+    adapter, unfrozen = draft.get("adapter"), draft.get("unfrozen_parameters")
     if adapter is None:
         for key in [key for key in draft.left if key.startswith(("lora_", "peft_")) and not key.endswith("_kernel")]:
             draft.leave_out(key, "no adapter is trained: `adapter` is not set")
         if draft.is_on("load_in_4bit"):
             draft.leave_out("load_in_4bit", "4-bit weights are not trained: it needs `adapter: qlora`")
-        unfrozen = draft.get("unfrozen_parameters")
         patterns = [_shell_pattern(str(each)) for each in unfrozen] if isinstance(unfrozen, list) else []
         if patterns and None not in patterns:
             draft.assign("train_only", patterns, keys=["unfrozen_parameters"])
         return
     if adapter not in ("lora", "qlora"):
-        raise ToolkitError(
-            f"{file}: adapter {shown(adapter)} has no counterpart", hint="LoRA and QLoRA: `adapter: lora`"
-        )
+        hint = "LoRA and QLoRA: `adapter: lora`"
+        raise ToolkitError(f"{file}: adapter {shown(adapter)} has no counterpart", hint=hint)
     if draft.get("lora_r") is None:
         raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
     draft.assign("lora_r", draft.get("lora_r"), keys=["lora_r", "adapter"])
-    for name in draft.among("lora_alpha", "lora_dropout"):
-        draft.move(name, name)
+    draft.move("lora_alpha")
+    draft.move("lora_dropout")
     if draft.is_on("load_in_4bit"):
-        draft.assign("load_in_4bit", True, keys=["load_in_4bit"])
+        draft.move("load_in_4bit")
     if draft.is_on("lora_target_linear"):
         draft.assign("lora_target_modules", ["all-linear"], keys=["lora_target_linear"])
         draft.leave_out("lora_target_modules", "lora_target_linear names all linear layers already")
     elif isinstance(draft.get("lora_target_modules"), list):
-        draft.move("lora_target_modules", "lora_target_modules")
+        draft.move("lora_target_modules")
     draft.leave_out("unfrozen_parameters", "only the adapters are trained")
     draft.take_lora_config()
 
@@ -97,11 +95,9 @@ def _shell_pattern(regex: str) -> str | None:
     ('lm_head.weight', 'model.layers.[0-7].*', None)
     """
     text = regex.removeprefix("^").replace("\\.", ".")
-    is_prefix = not text.endswith("$")
+    end = "" if text.endswith("$") else "*"
     text = text.removesuffix("$").removesuffix(".*")
-    if set(text) & set("\\+?{}()|^$*"):
-        return None
-    return f"{text}*" if is_prefix else text
+    return None if set(text) & set("\\+?{}()|^$*") else text + end
 
 
 def _take_kernels(draft: Draft) -> None:
@@ -142,16 +138,15 @@ def _take_optimization(draft: Draft) -> None:
 def _take_data(draft: Draft) -> None:
     if draft.get("excess_length_strategy") == "truncate":
         draft.notes.pop("max_seq_length", None)
-    draft.drop_if("excess_length_strategy", "truncate", "drop")
+    if draft.get("excess_length_strategy") in ("truncate", "drop"):
+        draft.drop("excess_length_strategy")
     jinja = str(draft.get("chat_template_jinja", ""))
     if jinja.endswith((".jinja", ".jinja2")) and draft.get("chat_template", "jinja") == "jinja":
         draft.assign("chat_template", jinja, keys=draft.among("chat_template_jinja", "chat_template"))
     set_datasets(draft, [_entry(draft, prefix) for prefix in draft.entries("datasets")])
     set_datasets(draft, [_entry(draft, prefix) for prefix in draft.entries("test_datasets")], "eval_dataset")
-    streamed = draft.entries("pretraining_dataset")
-    if streamed:
-        draft.drop_if("pretraining_dataset[0].text_column", "text")
-        set_datasets(draft, [_entry(draft, prefix) for prefix in streamed])
+    streamed = [_entry(draft, prefix) for prefix in draft.entries("pretraining_dataset")]
+    set_datasets(draft, streamed)
     if (streamed or draft.is_on("streaming")) and draft.arguments.get("max_steps"):
         draft.assign("streaming", True, keys=draft.among("streaming"))
         draft.move("streaming_multipack_buffer_size", "streaming_buffer_size")
@@ -160,13 +155,8 @@ def _take_data(draft: Draft) -> None:
 
 
 def _entry(draft: Draft, prefix: str) -> NamedData:
+    """The data set of an entry; its settings about the format of the rows are used."""
     settings = draft.nested(prefix)
-    _take_row_format(draft, prefix, settings)
-    draft.drop_if(f"{prefix}ds_type", "json", "csv", "parquet")
-    return named_data(settings, prefix)
-
-
-def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> None:
     kind = str(settings.get("type", ""))
     mapping = block_of(settings, "message_property_mappings", prefix.rstrip("."))
     if kind.startswith("chat_template"):
@@ -179,18 +169,23 @@ def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> 
             else:
                 draft.leave_out(f"{prefix}{name}", reason)
         draft.drop(f"{prefix}type")
-        draft.drop_if(f"{prefix}chat_template", "tokenizer_default")
-        draft.drop_if(f"{prefix}roles_to_train", ["assistant"], ["gpt"])
-        draft.drop_if(f"{prefix}train_on_eos", "turn")
-        if roles_are_known(settings.get("roles")):
+        if _roles_are_known(settings.get("roles")):
             draft.drop(f"{prefix}roles")
     elif kind.startswith("alpaca"):
         draft.leave_out(f"{prefix}type", "instruction, input and output go through the model's chat template here")
     elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
         draft.notes["max_seq_length"] = "axolotl splits a longer text into several rows; here it is truncated"
-        draft.drop(f"{prefix}field")
-        draft.drop(f"{prefix}type")
+        draft.drop(f"{prefix}field", f"{prefix}type")
     draft.leave_out(f"{prefix}type", "rows are recognised by their fields (docs/how-to/data.md)")
+    return named_data(settings, prefix)
+
+
+def _roles_are_known(roles: Any) -> bool:
+    """Return True if a mapping of roles to their names in the data says what the formats say anyway."""
+    if not isinstance(roles, dict):
+        return False
+    named = [(name, role) for role, names in roles.items() for name in (names if isinstance(names, list) else [names])]
+    return all(SHAREGPT_ROLES.get(str(name)) == str(role) for name, role in named)
 
 
 def _take_evaluation_and_saving(draft: Draft) -> None:
@@ -206,9 +201,9 @@ def _take_evaluation_and_saving(draft: Draft) -> None:
         return
     for key in ("eval_steps", "evals_per_epoch", "eval_batch_size"):
         if draft.get(key):
-            draft.leave_out(key, "there is no evaluation data")
+            draft.leave_out(key, NO_EVALUATION)
     for argument in ("eval_strategy", "load_best_model_at_end"):
-        draft.take_back(argument, "there is no evaluation data")
+        draft.take_back(argument, NO_EVALUATION)
 
 
 def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> None:
@@ -216,26 +211,13 @@ def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> No
     steps, times = draft.get(f"{what}_steps"), draft.number(per_epoch, 0)
     fraction = 1 / (times * epochs) if times * epochs > 0 else 1.0
     if fraction < 1 or steps:
-        draft.arguments.pop(f"{what}_strategy", None)
-        draft.assign(f"{what}_strategy", "steps", keys=[])
+        draft.arguments[f"{what}_strategy"] = "steps"
     if fraction < 1:
         draft.assign(f"{what}_steps", round(fraction, 6), keys=[per_epoch])
         draft.leave_out(f"{what}_steps", f"{per_epoch} is set")
     elif steps:
-        draft.move(f"{what}_steps", f"{what}_steps")
+        draft.move(f"{what}_steps")
         draft.leave_out(per_epoch, "axolotl reads it as no interval")
     elif times:
         draft.default(f"{what}_strategy", "epoch")
         draft.use(per_epoch, f"{what}_strategy")
-
-
-def _take_trackers_and_hub(draft: Draft) -> None:
-    trackers = draft.dialect.trackers
-    keys = [key for key in trackers if draft.get(key)]
-    if keys:  # the project's name is listed: it has no argument
-        switches = [key for key in keys if key != "wandb_project"]
-        draft.assign("report_to", sorted({trackers[key] for key in keys}), keys=switches)
-    if "hub_model_id" in draft.arguments:
-        # core/builders/base.py
-        for name in ("push_to_hub", "hub_private_repo", "hub_always_push"):
-            draft.default(name, True)

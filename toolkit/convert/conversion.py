@@ -1,336 +1,108 @@
-"""A conversion, and the draft that builds one: every setting of the other tool ends in exactly one place.
+"""Convert the file of another tool, and write the result as the YAML file that the training script reads.
 
->>> from toolkit.convert.dialect import load_dialect
->>> settings = {"base_model": "Qwen/Qwen3-8B", "strict": False, "loss_watchdog_patience": 3}
->>> draft = Draft(load_dialect("axolotl"), settings)
->>> draft.translate()
->>> done = draft.finish(preset="ddp")
->>> done.arguments, done.redundant, [each.key for each in done.not_converted]
-({'model_name_or_path': 'Qwen/Qwen3-8B'}, ('strict',), ['loss_watchdog_patience'])
+>>> recognise({"base_model": "Qwen/Qwen3-8B", "micro_batch_size": 2})
+'axolotl'
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+import json
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from toolkit.convert.dialect import Dialect
-from toolkit.errors import ToolkitError
-from toolkit.files.secrets import hide_settings
-from toolkit.files.value_limits import shown, unexpected
-from toolkit.files.yaml_files import parse_yaml
-from toolkit.job.argument_aliases import canonical_values
-from toolkit.job.argument_reading import argument_types, argument_words
-from toolkit.job.argument_values import check_type, is_true
-from toolkit.job.job import Job
-from toolkit.presets import load_preset
-from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import check_supported, reasons
+import yaml
 
-PRESET = "--preset"
-NUM_PROCESSES = "--num-processes"
+from toolkit.convert import axolotl, llama_factory, trl
+from toolkit.convert.draft import PRESET, Conversion, load_dialect
+from toolkit.errors import ToolkitError, did_you_mean, visible
+from toolkit.files.reading import read_text
+from toolkit.files.value_limits import shown
+from toolkit.files.yaml_files import read_configuration
+from toolkit.job.argument_reading import CONFIG_SUFFIXES
+from toolkit.units import KIB
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NotConverted:
-    """A setting without a counterpart."""
-
-    key: str
-    value: Any
-    reason: str
+TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {
+    "trl": trl.convert,
+    "axolotl": axolotl.convert,
+    "llama-factory": llama_factory.convert,
+}
+MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
+REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
+AT_MOST = 60  # characters of a value in a comment
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """A configuration of another tool as a preset and training arguments."""
+def convert_file(path: Path, tool: str | None = None) -> Conversion:
+    """Convert a TRL command or YAML, an axolotl YAML or a LLaMA-Factory YAML; `tool` overrides which of them it is.
 
-    tool: str
-    preset: str
-    num_processes: int | None
-    """None where the configuration does not say."""
-    arguments: dict[str, Any]
-    defaults: tuple[str, ...]
-    """Arguments that the configuration does not set: they are the other tool's defaults, which differ from ours."""
-    notes: dict[str, str]
-    """Argument, or `--preset`, to what is different in meaning."""
-    converted: dict[str, str]
-    """Key of the configuration to the argument, or to `--preset` or `--num-processes`."""
-    redundant: tuple[str, ...]
-    """Keys that are empty, off, or say what happens here anyway."""
-    not_converted: tuple[NotConverted, ...]
-
-
-class Draft:
-    """The settings of a configuration that are still to be converted, and what became of the others.
-
-    A nested setting is addressed as in the file: `fsdp_config.offload_params`, `datasets[0].path`.
+    Raises ToolkitError for a file that cannot be read or recognised, and for training that has no counterpart.
     """
-
-    def __init__(self, dialect: Dialect, values: Mapping[str, Any]) -> None:
-        self.dialect = dialect
-        flat = flattened(values, blocks=dialect.blocks, lists=dialect.lists)
-        # A converted file is shared: a secret in it is `***`, which a run refuses by name.
-        self.left = {key: value for key, value in hide_settings(flat).items() if value is not None}
-        self.arguments: dict[str, Any] = {}
-        self.num_processes: int | None = None
-        self.defaults: list[str] = []
-        self.notes: dict[str, str] = {}
-        self._converted: dict[str, str] = {}
-        self._redundant = [key for key, value in flat.items() if value is None]
-        self._not_converted: list[NotConverted] = []
-
-    def translate(self) -> None:
-        """Use every setting that the dialect's table decides alone."""
-        table = self.dialect
-        for key, values in table.redundant.items():
-            if values == "any" or self.get(key) in values:
-                self.drop(key)
-        for key, assignment in table.assigned.items():
-            ((argument, value),) = assignment.items()
-            if isinstance(value, dict):
-                if str(self.get(key)) in value:
-                    self.assign(argument, value[str(self.get(key))], keys=[key])
-            elif self.is_on(key):
-                self.assign(argument, value, keys=[key])
-        for key, argument in table.moved.items():
-            self.move(key, argument, note=table.notes.get(key))
-        self.move_known(table.known)
-
-    def move_known(self, names: Collection[str]) -> None:
-        """Move every setting that is among `names`, to the argument of the same name or to what it is an alias of."""
-        for key in [key for key in self.left if key in names]:
-            try:
-                ((argument, value),) = canonical_values({key: self.left[key]}).items()
-            except ToolkitError as error:
-                self.leave_out(key, error.message)
-                continue
-            choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
-            if choices and str(value) not in choices:
-                self.leave_out(key, f"transformers has no {argument} {str(value)!r}: the default is used instead")
-            else:
-                self.assign(argument, value, keys=[key])
-
-    def set_defaults(self) -> None:
-        """Set what the tool does when a setting is absent, where that differs from ours."""
-        for argument, value in self.dialect.defaults.items():
-            self.default(argument, value, note=self.dialect.default_notes.get(argument))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a setting that is left, without using it."""
-        return self.left.get(key, default)
-
-    def is_on(self, key: str) -> bool:
-        """Return True if a switch is left and on."""
-        return is_true(self.left.get(key, False))
-
-    def number(self, key: str, default: float) -> float:
-        """Return a setting that is left as a number. Raises ToolkitError if it is something else."""
-        value = self.left.get(key, default)
-        parsed = _parsed(value) if isinstance(value, str) else value
-        if isinstance(parsed, bool) or not isinstance(parsed, (int, float)) or not math.isfinite(parsed):
-            raise ToolkitError(f"{key} is {shown(value)}, expected a number")
-        return parsed
-
-    def nested(self, prefix: str) -> dict[str, Any]:
-        """Return the settings below a prefix that are left, by their names there."""
-        return {key.removeprefix(prefix): value for key, value in self.left.items() if key.startswith(prefix)}
-
-    def among(self, *keys: str) -> list[str]:
-        """Return those of the settings that are left."""
-        return [key for key in keys if key in self.left]
-
-    def entries(self, name: str) -> list[str]:
-        """Return the prefixes of the entries of a list that are left: `datasets[0].`."""
-        return list(dict.fromkeys(f"{key.partition('.')[0]}." for key in self.left if key.startswith(f"{name}[")))
-
-    def assign(self, argument: str, value: Any, *, keys: Collection[str], note: str | None = None) -> None:
-        """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
-        if argument in self.arguments:
-            for key in keys:
-                self.leave_out(key, f"{argument} is set already")
-            return
-        self.arguments[argument] = typed(argument, value)
-        for key in keys:
-            self.use(key, argument)
-        if note is not None:
-            self.notes.setdefault(argument, note)
-
-    def move(self, key: str, argument: str, *, note: str | None = None) -> None:
-        """Set an argument to the value of a setting, if that is left."""
-        if key in self.left:
-            self.assign(argument, self.left[key], keys=[key], note=note)
-
-    def take_lora_config(self) -> None:
-        """Set `lora_config` from the settings that are fields of peft's LoraConfig, unless they are off."""
-        named = {key: name for key, name in self.dialect.lora_config.items() if self.get(key) not in (None, False, [])}
-        if named:
-            self.assign("lora_config", {name: self.get(key) for key, name in named.items()}, keys=list(named))
-
-    def take_warmup(self) -> None:
-        """Use the one of `warmup_steps` and `warmup_ratio` that counts, as transformers decides it."""
-        if self.get("warmup_steps") and self.get("warmup_ratio"):
-            self.leave_out("warmup_ratio", "warmup_steps is set")
-        else:
-            self.drop("warmup_steps" if self.get("warmup_ratio") else "warmup_ratio")
-
-    def take_checkpointing_options(self) -> None:
-        """Use the options of activation checkpointing; reentrant recomputation is listed, as it is off here."""
-        options = self.get("gradient_checkpointing_kwargs")
-        if options == {"use_reentrant": False}:
-            self.drop("gradient_checkpointing_kwargs")
-        elif isinstance(options, dict) and not options.get("use_reentrant"):
-            self.move("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-
-    def use(self, key: str, by: str) -> None:
-        """Record that a setting, if it is left, decided `by`: an argument, `--preset` or `--num-processes`."""
-        if key in self.left:
-            del self.left[key]
-            self._converted[key] = by
-
-    def leave_out(self, key: str, reason: str) -> None:
-        """List a setting as not converted, if it is left."""
-        if key in self.left:
-            self.report(key, self.left.pop(key), reason)
-
-    def report(self, key: str, value: Any, reason: str) -> None:
-        """List a value as not converted."""
-        self._not_converted.append(NotConverted(key=key, value=value, reason=reason))
-
-    def drop(self, key: str) -> None:
-        """Record a setting as redundant, if it is left."""
-        if key in self.left:
-            del self.left[key]
-            self._redundant.append(key)
-
-    def drop_if(self, key: str, *values: Any) -> None:
-        """Record a setting as redundant if it has one of these values."""
-        if self.left.get(key) in values:
-            self.drop(key)
-
-    def default(self, argument: str, value: Any, *, note: str | None = None) -> None:
-        """Set an argument to the other tool's default, unless the configuration sets it."""
-        if argument not in self.arguments:
-            self.arguments[argument] = value
-            self.defaults.append(argument)
-            if note is not None:
-                self.notes[argument] = note
-
-    def take_back(self, argument: str, reason: str) -> None:
-        """Remove an argument, if it is set, and list the settings that it came from as not converted."""
-        value = self.arguments.pop(argument, None)
-        for key in [key for key, by in self._converted.items() if by == argument]:
-            del self._converted[key]
-            self.report(key, value, reason)
-        self.defaults = [name for name in self.defaults if name != argument]
-
-    def finish(self, *, preset: str) -> Conversion:
-        """Account for the settings that are left, and for arguments that the preset does not support."""
-        for key, value in list(self.left.items()):
-            is_one = value == 1 and key.endswith(("_parallel_size", "dp_replicate_size"))
-            is_off = value in (False, 0, "", [], {}, "false", "none", "no")
-            if is_one or (is_off and key not in self.dialect.on_by_default):
-                self.drop(key)
-            else:
-                self.leave_out(key, self.dialect.reason(key))
-        spec = load_preset(preset)
-        for name, why in list(_unsupported_arguments(spec, self.arguments)):
-            self.take_back(name, why)
-        check_supported(spec, Job.from_values(self.arguments))
-        return Conversion(
-            tool=self.dialect.tool,
-            preset=preset,
-            num_processes=self.num_processes,
-            arguments={name: self.arguments[name] for name in argument_types() if name in self.arguments},
-            defaults=tuple(self.defaults),
-            notes={name: note for name, note in self.notes.items() if name in (*self.arguments, PRESET)},
-            converted=self._converted,
-            redundant=tuple(self._redundant),
-            not_converted=tuple(self._not_converted),
-        )
-
-
-def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Collection[str] = ()) -> dict[str, Any]:
-    """Give the settings inside blocks, and inside the entries of lists, names of their own.
-
-    >>> flattened({"fsdp": {"x": 1}, "datasets": [{"path": "a"}, "b"]}, blocks=["fsdp"], lists=["datasets"])
-    {'fsdp.x': 1, 'datasets[0].path': 'a', 'datasets[1]': 'b'}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        entries = {key: value}
-        if key in lists and isinstance(value, list):
-            entries = {f"{key}[{number}]": entry for number, entry in enumerate(value)}
-        for name, entry in entries.items():
-            is_block = isinstance(entry, dict) and (key in blocks or name != key)
-            flat |= {f"{name}.{inner}": each for inner, each in entry.items()} if is_block else {name: entry}
-    return flat
-
-
-def block_of(values: Mapping[str, Any], key: str, source: object) -> dict[str, Any]:
-    """Return a nested mapping, empty where it is missing. Raises ToolkitError for any other type."""
-    value = values.get(key)
-    if not value:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise unexpected(source, key, value, "keys and values")
-    return value
-
-
-def text_of(values: Mapping[str, Any], key: str, source: object) -> str | None:
-    """Return a text, or None where it is missing. Raises ToolkitError for any other type."""
-    value = values.get(key)
-    if value is not None and not isinstance(value, str):
-        raise unexpected(source, key, value, "text")
-    return value
-
-
-def typed(argument: str, value: Any) -> Any:
-    """Return a value in the type of the argument: PyYAML reads `2e-5` as a string, and so is every flag's value.
-
-    >>> typed("learning_rate", "2e-5"), typed("max_steps", "8"), typed("tf32", "True")
-    (2e-05, 8, True)
-
-    Raises ToolkitError for a value of the wrong type.
-    """
-    annotation = argument_types().get(argument, "str")
-    kinds = annotation.split(" | ")
-    if isinstance(value, str) and "str" not in kinds:
-        value = _parsed(value) if kinds[0] != "list[str]" else value if argument == "dataset" else [value]
-    if set(kinds) <= {"bool", "None"} and not isinstance(value, bool):
-        raise ToolkitError(f"{argument} is {shown(value)}, expected true or false")
-    if set(kinds) <= {"int", "float", "None"}:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ToolkitError(f"{argument} is {shown(value)}, expected a number")
-        if "float" not in kinds and int(value) != value:
-            raise ToolkitError(f"{argument} is {shown(value)}, expected a whole number")
-        return value if "float" in kinds else int(value)
-    if value is False and argument.endswith("_strategy"):
-        return "no"  # as YAML reads an unquoted `no`
-    if isinstance(value, int | float) and not isinstance(value, bool) and kinds[0] == "str":
-        return str(value)
-    if isinstance(value, dict) and "dict" not in annotation and argument != "lora_config":
-        raise ToolkitError(f"{argument} is {shown(value)}, expected a value without keys")
-    if value is not None:
-        check_type(argument, value, annotation)
-    return value
-
-
-def _parsed(text: str) -> Any:
-    """A flag's value as YAML reads it; PyYAML takes `2e-5`, which has no point, as a string."""
+    if tool is not None and tool not in TOOLS:
+        raise ToolkitError(f"--from is {shown(tool)}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
+    if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
+        values, found = trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path), "trl"
+    else:
+        values = read_configuration(path)
+        found = tool or recognise(values) or ""
+    if found not in TOOLS:
+        hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
+        if "distributed_type" in values or "compute_environment" in values:
+            hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
+        raise ToolkitError(f"{path} is not recognised", hint=hint)
     try:
-        value = parse_yaml(text, "the value")
-        return float(value) if isinstance(value, str) else value
-    except (ValueError, ToolkitError):
-        return text
+        return TOOLS[found](values, path)
+    except ToolkitError as error:  # a setting is checked where the file's name is not known
+        named = error.message if str(path) in error.message else f"{path}: {error.message}"
+        raise ToolkitError(named, hint=error.hint) from None
 
 
-def _unsupported_arguments(preset: PresetSpec, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each switch that the preset does not support, and why; the method itself is not among them."""
-    for reason in reasons(preset, Job.from_values(arguments)):
-        name = reason.rule.replace("-", "_")
-        if name in arguments:
-            yield name, f"does not work under preset {preset.name!r}: {reason.why}"
-    if preset.engine == "fsdp2" and "activation_checkpointing_kwargs" in arguments:
-        yield "activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself"
+def recognise(values: Mapping[str, Any]) -> str | None:
+    """Return the tool that most of the settings belong to, or None."""
+    counts = {tool: len(set(load_dialect(tool).markers) & set(values)) for tool in TOOLS}
+    best = max(counts.values())
+    tools = [tool for tool, count in counts.items() if count == best]
+    return tools[0] if best and len(tools) == 1 else None
+
+
+def yaml_text(conversion: Conversion, *, source: str, file: str) -> str:
+    """Return the arguments as YAML; comments name what differs in meaning, and every setting without a counterpart.
+
+    Control characters in a comment are written out: a line break in a key would end the comment, and start an argument.
+    """
+    lines = [visible(f"# Converted from {conversion.tool}: {source}"), f"#   {launch_command(conversion, file)}"]
+    if PRESET in conversion.notes:
+        lines.append(visible(f"# --preset {conversion.preset}: {conversion.notes[PRESET]}"))
+    lines += _argument_lines(conversion, [name for name in conversion.arguments if name not in conversion.defaults])
+    if conversion.defaults:
+        lines += ["", f"# Defaults of {conversion.tool}, which differ from ours:"]
+        lines += _argument_lines(conversion, conversion.defaults)
+    if conversion.not_converted:
+        lines += ["", "# Not converted:"]
+    for each in conversion.not_converted:
+        value = cut(json.dumps(each.value, ensure_ascii=False, default=str))
+        lines.append(visible(f"#   {cut(each.key)}: {value}  ({each.reason})"))
+    if conversion.redundant:
+        lines += ["", visible(f"# Needs nothing here: {', '.join(map(cut, conversion.redundant))}")]
+    return "\n".join(lines) + "\n"
+
+
+def launch_command(conversion: Conversion, file: str) -> str:
+    """Return the command that trains with the file, with a placeholder for what the configuration does not say."""
+    words = ["toolkit train --preset", conversion.preset]
+    if conversion.num_processes is not None:
+        words.append(f"--num-processes {conversion.num_processes}")
+    missing = [f"--{name} {value}" for name, value in REQUIRED.items() if name not in conversion.arguments]
+    return " ".join([*words, "--", visible(shlex.quote(file)), *missing])
+
+
+def cut(text: str) -> str:
+    """Return a text of at most 60 characters."""
+    return text if len(text) <= AT_MOST else f"{text[: AT_MOST - 1]}…"
+
+
+def _argument_lines(conversion: Conversion, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if name in conversion.notes:
+            yield visible(f"# {conversion.notes[name]}")
+        yield yaml.safe_dump({name: conversion.arguments[name]}, allow_unicode=True, width=1000, sort_keys=False)[:-1]

@@ -7,26 +7,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import Conversion, Draft, block_of, text_of
-from toolkit.convert.data_sources import NamedData, row_fields_reason, set_datasets
-from toolkit.convert.dialect import load_dialect
-from toolkit.convert.strategy import Choice, find_file, preset_of_deepspeed, take_strategy
+from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
+from toolkit.convert.sources import (
+    Choice,
+    NamedData,
+    find_file,
+    preset_of_deepspeed,
+    row_fields_reason,
+    set_datasets,
+    take_strategy,
+)
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown
+from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_aliases import HINTS
-from toolkit.job.job import Job
 
 IMAGE_KEYS = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches", "media_dir")
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of a LLaMA-Factory YAML. Raises ToolkitError for what is not supervised fine-tuning."""
-    is_v1 = "model" in values and "model_name_or_path" not in values
     _check_training(values, file)
     draft = Draft(load_dialect("llama-factory"), values)
-    method = _take_v1(draft) if is_v1 else str(draft.get("finetuning_type", "lora"))  # finetuning_args.py
-    chosen = _v1_choice(draft, file) if is_v1 else None
+    is_v1 = "model" in values and "model_name_or_path" not in values
+    chosen = _take_v1(draft, file) if is_v1 else None
+    method = str(draft.get("peft_config.name", "full") if is_v1 else draft.get("finetuning_type", "lora"))
     if method == "freeze":
         raise ToolkitError(
             f"{file}: finetuning_type 'freeze' counts layers from the end, and `train_only` names them",
@@ -37,20 +42,29 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         raise ToolkitError(f"{file}: finetuning_type {shown(method)} has no counterpart", hint=hint)
     if method == "lora":
         _take_lora(draft)
-    _take_quantization(draft)
+    bits, kind = draft.get("quantization_bit"), str(draft.get("quantization_method", "bnb")).lower()
+    if bits == 4 and kind in ("bnb", "bitsandbytes") and draft.get("quantization_type", "nf4") == "nf4":
+        draft.assign("load_in_4bit", True, keys=["quantization_bit"])
+        draft.drop("quantization_method", "quantization_type")
+    draft.leave_out("quantization_bit", draft.dialect.reason("quantization_bit"))
     draft.take_checkpointing_options()
     _take_packing(draft)
     for key in ("dataset", "eval_dataset"):
         _take_named_data(draft, file, key)
     if "train_dataset" in draft.left:
-        _take_v1_data(draft, file)
+        # A data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml).
+        named = str(draft.get("train_dataset"))
+        listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
+        entries = read_configuration(listed) if listed is not None else {"train_dataset": {"path": named}}
+        source = listed or file
+        paths = [_text(block_of(entries, name, source), "path", f"{source}: {name}") for name in entries]
+        set_datasets(draft, [NamedData(path=path, keys=("train_dataset",)) for path in paths if path is not None])
     draft.take_warmup()
     draft.translate()
     draft.set_defaults()
     if not is_v1:
         draft.default("activation_checkpointing", True)  # hparams/model_args.py: disable_gradient_checkpointing
-    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments), chosen=chosen)
-    return draft.finish(preset=preset)
+    return draft.finish(preset=take_strategy(draft, file, chosen=chosen))
 
 
 def _check_training(values: Mapping[str, Any], file: Path) -> None:
@@ -68,25 +82,13 @@ def _check_training(values: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def _take_v1(draft: Draft) -> str:
-    """Use what only the format under `examples/v1` has (src/llamafactory/v1), and return the fine-tuning method."""
-    draft.move("model", "model_name_or_path")
+def _take_v1(draft: Draft, file: Path) -> Choice:
+    """Use what only the format under `examples/v1` has (src/llamafactory/v1), and return the preset that it names."""
     draft.move_known(["micro_batch_size"])
-    draft.drop_if("model_class", "llm")
-    method = str(draft.get("peft_config.name", "full"))
-    for name, argument in {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}.items():
-        draft.move(f"peft_config.{name}", argument)
     if draft.get("peft_config.target_modules") == "all":
-        draft.assign("lora_target_modules", ["all-linear"], keys=["peft_config.target_modules"])
-    draft.move("peft_config.target_modules", "lora_target_modules")
-    if method == "lora":
-        draft.use("peft_config.name", "lora_r")
+        draft.left["peft_config.target_modules"] = ["all-linear"]
     if draft.get("quant_config.quantization_bit") == 4:
         draft.assign("load_in_4bit", True, keys=["quant_config.quantization_bit", "quant_config.name"])
-    return method
-
-
-def _v1_choice(draft: Draft, file: Path) -> Choice:
     name, config = draft.get("dist_config.name"), draft.get("dist_config.config_file")
     if name == "deepspeed" and config:
         return replace(preset_of_deepspeed(config, file), keys=("dist_config.name", "dist_config.config_file"))
@@ -94,9 +96,11 @@ def _v1_choice(draft: Draft, file: Path) -> Choice:
 
 
 def _take_lora(draft: Draft) -> None:
+    draft.move("peft_config.r", "lora_r")
     draft.move_known(["lora_rank", "lora_target"])
     draft.default("lora_r", 8)  # finetuning_args.py: lora_rank; alpha is twice the rank, as here
     draft.use("finetuning_type", "lora_r")
+    draft.use("peft_config.name", "lora_r")
     fields: dict[str, Any] = {key: True for key in ("use_dora", "use_rslora") if draft.is_on(key)}
     keys = list(fields)
     if draft.get("additional_target"):
@@ -110,15 +114,6 @@ def _take_lora(draft: Draft) -> None:
         draft.assign("lora_config", fields, keys=keys)
 
 
-def _take_quantization(draft: Draft) -> None:
-    bits, kind = draft.get("quantization_bit"), str(draft.get("quantization_method", "bnb")).lower()
-    if bits == 4 and kind in ("bnb", "bitsandbytes") and draft.get("quantization_type", "nf4") == "nf4":
-        draft.assign("load_in_4bit", True, keys=["quantization_bit"])
-        for key in ("quantization_method", "quantization_type"):
-            draft.drop(key)
-    draft.leave_out("quantization_bit", draft.dialect.reason("quantization_bit"))
-
-
 def _take_packing(draft: Draft) -> None:
     if draft.get("stage") == "pt":  # hparams/parser.py: rows are packed by default
         draft.assign("packing", draft.get("packing", True), keys=draft.among("stage", "packing"))
@@ -127,10 +122,9 @@ def _take_packing(draft: Draft) -> None:
     if draft.is_on("neat_packing"):
         draft.assign("packing", True, keys=draft.among("neat_packing", "packing"))
     elif draft.is_on("packing"):
-        note = "rows do not attend to each other here (neat_packing); in LLaMA-Factory they do"
-        draft.move("packing", "packing", note=note)
+        draft.move("packing", note="rows do not attend to each other here (neat_packing); in LLaMA-Factory they do")
     if draft.get("val_size"):
-        draft.move("val_size", "val_size")
+        draft.move("val_size")
     if draft.is_on("streaming"):
         draft.move("buffer_size", "streaming_buffer_size")
 
@@ -142,23 +136,22 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         return
     folder = str(draft.get("dataset_dir", "data"))
     info_path = find_file(f"{folder}/dataset_info.json", file)
-    info = read_configuration(info_path) if info_path is not None else None
-    weights = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
+    info = {} if info_path is None else read_configuration(info_path)
+    shares = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
+    weighed = len(shares) == len(names)
     found: list[NamedData] = []
     for number, name in enumerate(names):
-        if folder == "ONLINE":
-            data: NamedData | str = NamedData(path=name, keys=(key,))
-        elif info is None or info_path is None:
+        data: NamedData | str = NamedData(path=name, keys=(key,))
+        if folder != "ONLINE" and info_path is None:
             data = f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
-        else:
+        elif folder != "ONLINE" and info_path is not None:
             data = _entry(name, info, info_path, key)
         if isinstance(data, str):
             draft.report(key, name, data)
         else:
-            weight = _share(weights[number]) if len(weights) == len(names) else None
-            found.append(replace(data, weight=weight, weight_keys=("interleave_probs",)))
-    if found:
-        set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
+            weight = _share(shares[number]) if weighed else None
+            found.append(replace(data, weight=weight, weight_key="interleave_probs"))
+    set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
     draft.left.pop(key, None)
     if info_path is not None and key == "dataset":
         draft.use("dataset_dir", "dataset")
@@ -171,48 +164,49 @@ def _share(text: str) -> float:
         raise ToolkitError(f"interleave_probs has {shown(text)}, expected a number") from None
 
 
-def _take_v1_data(draft: Draft, file: Path) -> None:
-    """`train_dataset` is a data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml)."""
-    named = str(draft.get("train_dataset"))
-    listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
-    entries = read_configuration(listed) if listed is not None else {"train_dataset": {"path": named}}
-    paths = [text_of(block_of(entries, name, listed or file), "path", f"{listed or file}: {name}") for name in entries]
-    set_datasets(draft, [NamedData(path=path, keys=("train_dataset",)) for path in paths if path is not None])
-
-
 def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> NamedData | str:
     """The data set of an entry of dataset_info.json, or why it is not one of ours."""
     if name not in info:
         return "no such entry in dataset_info.json"
-    entry, source = block_of(info, name, info_path), f"{info_path}: {name[:80]}"
-    columns, tags = block_of(entry, "columns", source), block_of(entry, "tags", source)
-    for block, inside in (("columns", columns), ("tags", tags)):
-        for each in inside:
-            text_of(inside, each, f"{source}: {block}")
+    source = f"{info_path}: {name[:80]}"
+    entry = block_of(info, name, info_path)
+    columns, tags = (
+        {each: _text(block, each, source) for each in block}
+        for block in (block_of(entry, "columns", source), block_of(entry, "tags", source))
+    )
+    texts = ("formatting", "file_name", "hf_hub_url", "split", "subset")
+    formatting, file_name, url, split, subset = (_text(entry, each, source) for each in texts)
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag"} & set(columns):
         return "preferences, images, video or audio: this script trains on text"
-    reason = _unread_fields(text_of(entry, "formatting", source) or "alpaca", columns, tags)
+    if formatting in (None, "alpaca"):
+        named = {columns.get("prompt", "instruction"), columns.get("response", "output")}
+        is_read = named == {"instruction", "output"} or columns == {"prompt": "text"}
+        reason = (
+            None
+            if is_read and not columns.get("history")
+            else ("rows are recognised by their fields: rename them (docs/how-to/data.md)")
+        )
+    else:
+        role, content = str(tags.get("role_tag", "from")), str(tags.get("content_tag", "value"))
+        reason = row_fields_reason(str(columns.get("messages", "conversations")), role, content)
     if reason is not None:
         return reason
-    file_name, url = text_of(entry, "file_name", source), text_of(entry, "hf_hub_url", source)
     if file_name is not None:
         path = info_path.parent / file_name
-        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return NamedData(path=str(path), keys=(key,))
+        return NamedData(
+            path=str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), keys=(key,)
+        )
     if url is None:
         return "not on the Hugging Face hub"
-    split, subset = (text_of(entry, name, source) for name in ("split", "subset"))
     return NamedData(path=url, keys=(key,), split=(split, key), config=(subset, key))
 
 
-def _unread_fields(formatting: str, columns: Mapping[str, str], tags: Mapping[str, str]) -> str | None:
-    if formatting == "alpaca":
-        named = {columns.get("prompt", "instruction"), columns.get("response", "output")}
-        is_read = named == {"instruction", "output"} or columns == {"prompt": "text"}
-        why = "rows are recognised by their fields: rename them (docs/how-to/data.md)"
-        return None if is_read and not columns.get("history") else why
-    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-    return row_fields_reason(columns.get("messages", "conversations"), role, content)
+def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:
+    """A text, or None where it is missing. Raises ToolkitError for any other type."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, str):
+        raise unexpected(source, key, value, "text")
+    return value
 
 
 def _names(value: Any) -> list[str]:

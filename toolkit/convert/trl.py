@@ -2,22 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import NUM_PROCESSES, PRESET, Conversion, Draft
-from toolkit.convert.data_sources import NamedData, named_data, set_datasets
-from toolkit.convert.dialect import load_dialect
-from toolkit.convert.strategy import FSDP1_NOTE, Choice, find_file, preset_of_accelerate, take_strategy
+from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
+from toolkit.convert.sources import (
+    FSDP1_NOTE,
+    Choice,
+    NamedData,
+    find_file,
+    named_data,
+    preset_of_accelerate,
+    set_datasets,
+    take_strategy,
+)
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import is_file, user_path
 from toolkit.files.yaml_files import read_configuration
-from toolkit.job.job import Job
+from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
+SCRIPTS = ("sft.py", "trl.scripts.sft")
+OTHER_COMMANDS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo")
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
 ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
 ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
+
+
+def read_command(text: str, path: Path) -> dict[str, Any]:
+    """Return the settings of a `trl sft ...` or `accelerate launch ... sft.py ...` command, and of its `--config`.
+
+    Raises ToolkitError if there is no such command.
+    """
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True) if any(name in line for name in ("trl", *SCRIPTS)) else []
+        except ValueError:  # an open quote: text that is not this command
+            continue
+        flags = _training_flags(words, path)
+        if flags is not None:
+            return _settings(flags, path)
+    hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
+    raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
+
+
+def _training_flags(words: Sequence[str], path: Path) -> list[str] | None:
+    """The flags of a command line, those of its launcher first; None if it does not train with TRL."""
+    names = [Path(word).name for word in words]
+    if "trl" in names:
+        start = names.index("trl") + 1
+        if names[start : start + 1] == ["sft"]:
+            return list(words[start + 1 :])
+        if set(names[start : start + 1]) & set(OTHER_COMMANDS):
+            raise ToolkitError(
+                f"{path} is for `trl {names[start]}`, not supervised fine-tuning",
+                hint="a preset works with TRL's own trainer: `toolkit preset export DIR`",
+            )
+    script = next((number for number, name in enumerate(names) if name in SCRIPTS), None)
+    if script is None:
+        return None
+    launcher = [number for number, name in enumerate(names[:script]) if name in ("launch", "torchrun", "run")]
+    before = words[launcher[0] + 1 : script] if launcher else []
+    return [*(word for word in before if word != "-m"), *words[script + 1 :]]
+
+
+def _settings(flags: Sequence[str], path: Path) -> dict[str, Any]:
+    """The settings of flags, and of the YAML that `--config` names; flags win."""
+    given: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in flags:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            values = given[name.replace("-", "_")] = [value] if equals else []
+        else:
+            values.append(word)
+    settings: dict[str, Any] = {
+        name: True if not values else values[0] if len(values) == 1 else values for name, values in given.items()
+    }
+    named = settings.pop("config", None)
+    if named is None:
+        return settings
+    tried = [user_path(str(named)), path.parent / user_path(str(named))]
+    found = next(filter(is_file, tried), None)
+    if found is None:
+        raise ToolkitError(f"{path} names --config {str(named)[:200]}, which does not exist", hint=f"tried {tried[-1]}")
+    return read_configuration(found) | settings
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
@@ -29,53 +100,56 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         draft.report("max_length", None, draft.dialect.reason("max_length"))
     _take_lora(draft)
     _take_data(draft)
-    _take_loss(draft)
+    # The default of the loss depends on the data: trainer/sft_config.py.
+    for key in ("assistant_only_loss", "completion_only_loss"):
+        if draft.is_on(key):
+            draft.assign("loss_on", "assistant", keys=[key])
+    if "loss_on" not in draft.arguments and "completion_only_loss" in draft.left:
+        draft.assign("loss_on", "all", keys=["completion_only_loss"])
+    note = "TRL's default for conversations; remove it for prompt/completion data, where only the completion counts"
+    draft.default("loss_on", "all", note=note)
     draft.take_checkpointing_options()
     draft.take_warmup()
     draft.translate()
     draft.set_defaults()
-    preset = _take_launch(draft, file)
-    return draft.finish(preset=preset)
+    return draft.finish(preset=_take_launch(draft, file))
 
 
 def _take_lora(draft: Draft) -> None:
     """LoRA is trained with `use_peft` only; the defaults are those of trainer/model_config.py."""
-    flags = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+    flags, fields = ("lora_alpha", "lora_dropout", "lora_target_modules"), draft.dialect.lora_config
     if not draft.is_on("use_peft"):
-        for key in (*flags, *draft.dialect.lora_config, "lora_task_type"):
+        for key in ("lora_r", *flags, *fields, "lora_task_type"):
             draft.leave_out(key, "no adapter is trained: `use_peft` is not set")
         return
     draft.assign("lora_r", draft.get("lora_r", 16), keys=draft.among("use_peft", "lora_r"))
-    for name in flags[1:]:
-        draft.move(name, name)
+    for name in flags:
+        draft.move(name)
     draft.default("lora_alpha", 32)
     draft.default("lora_dropout", 0.05)
-    modules = draft.arguments.get("lora_target_modules")
-    if isinstance(modules, str):
-        draft.arguments["lora_target_modules"] = [modules]
     note = "peft's default for Llama, Mistral, Gemma and Qwen; `[all-linear]` adapts all linear layers"
     draft.default("lora_target_modules", ["q_proj", "v_proj"], note=note)
     if draft.is_on("load_in_4bit"):
-        draft.assign("load_in_4bit", True, keys=["load_in_4bit"])
-        draft.drop_if("bnb_4bit_quant_type", "nf4")
-        draft.drop_if("use_bnb_nested_quant", True)
-        draft.drop_if("bnb_4bit_quant_storage", "bfloat16")
-    draft.drop_if("lora_task_type", "CAUSAL_LM")
-    for key in draft.among(*draft.dialect.lora_config):  # flags: text for a switch, and for a list of one name
-        value = draft.get(key)
+        draft.move("load_in_4bit")
+    for key in draft.among(*fields):  # flags: text for a switch, and for a list of one name
+        value, is_on = draft.get(key), draft.get(key) not in (False, "false")
         if key.startswith("use_"):
-            draft.left[key] = value not in (False, "false")
-        elif value not in (False, "false"):
+            draft.left[key] = is_on
+        elif is_on:
             draft.left[key] = value if isinstance(value, list) else [value]
     draft.take_lora_config()
 
 
 def _take_data(draft: Draft) -> None:
-    sources = draft.entries("datasets")
+    sources = []
+    for prefix in draft.entries("datasets"):
+        key = f"{prefix}fraction"
+        weight = draft.number(key, 1) if key in draft.left else None
+        sources.append(replace(named_data(draft.nested(prefix), prefix), weight=weight, weight_key=key))
     if sources:
         draft.leave_out("dataset_name", "`datasets` is given, and used instead")
         note = "TRL leaves rows out until the shares are right; here rows of the smaller data sets are repeated"
-        set_datasets(draft, [_entry(draft, prefix) for prefix in sources], weights_note=note)
+        set_datasets(draft, sources, weights_note=note)
         draft.move("test_split_size", "val_size")
     name = draft.get("dataset_name")
     if name is None:
@@ -91,23 +165,6 @@ def _take_data(draft: Draft) -> None:
     draft.default("eval_dataset_split", "test")
 
 
-def _entry(draft: Draft, prefix: str) -> NamedData:
-    key = f"{prefix}fraction"
-    weight = draft.number(key, 1) if key in draft.left else None
-    return replace(named_data(draft.nested(prefix), prefix), weight=weight, weight_keys=(key,))
-
-
-def _take_loss(draft: Draft) -> None:
-    """The default depends on the data: trainer/sft_config.py."""
-    for key in ("assistant_only_loss", "completion_only_loss"):
-        if draft.is_on(key):
-            draft.assign("loss_on", "assistant", keys=[key])
-    if "completion_only_loss" in draft.left and "loss_on" not in draft.arguments:
-        draft.assign("loss_on", "all", keys=["completion_only_loss"])
-    note = "TRL's default for conversations; remove it for prompt/completion data, where only the completion counts"
-    draft.default("loss_on", "all", note=note)
-
-
 def _take_launch(draft: Draft, file: Path) -> str:
     """The preset and the number of processes, from the flags of `accelerate launch` and torchrun."""
     chosen = _accelerate_choice(draft, file)
@@ -118,9 +175,8 @@ def _take_launch(draft: Draft, file: Path) -> str:
         keys = draft.among("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device")
         config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {name: draft.get(name) for name in keys}}
         chosen = replace(preset_of_accelerate(config, file), keys=tuple(keys))
-    # Flags of `accelerate launch` that decide the preset, beside fsdp_*.
     switches = [key for key in ("multi_gpu", "use_deepspeed", "use_fsdp") if draft.is_on(key)]
-    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments), chosen=chosen)
+    preset = take_strategy(draft, file, chosen=chosen)
     for key in switches:
         draft.use(key, PRESET)
     return preset
@@ -137,8 +193,7 @@ def _accelerate_choice(draft: Draft, file: Path) -> Choice | None:
             return replace(preset_of_accelerate(config, path), keys=(key,))
         known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
         if known is None:
-            raise ToolkitError(
-                f"{file}: no such accelerate configuration: {name[:200]}", hint="run this where the file is"
-            )
+            message = f"{file}: no such accelerate configuration: {name[:200]}"
+            raise ToolkitError(message, hint="run this where the file is")
         return Choice(preset=known, note=FSDP1_NOTE if known == "fsdp2" and "1" in name else None, keys=(key,))
     return None

@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import csv
 import json
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from typing import Any, Literal
 
 from toolkit.data.formats import Sample, check_row, detect_format, to_sample
 from toolkit.data.text_files import (
-    MAX_BLANK_BYTES,
     MAX_ROW_BYTES,
     JsonList,
     Lines,
@@ -45,7 +45,6 @@ CARD = Limits(values=200_000, depth=40)  # a data set in 2,000 languages has 20,
 # One JSON object around all rows is in memory as a whole.
 MAX_OBJECT_BYTES = GIB
 PARQUET_BATCH_ROWS = 32
-MAX_CELL_LINES = 200_000
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -113,12 +112,12 @@ def _with_config(source: DataSource, config: str | None, option: str) -> DataSou
 
 def config_error(name: str, config: str | None, known: Sequence[str], *, option: str) -> ToolkitError:
     """Return an error that names the configurations of a hub data set; `config` None: one has to be chosen."""
-    found = "has several configurations" if config is None else f"has no configuration {shown(config)}; it has"
+    problem = "has several configurations" if config is None else f"has no configuration {shown(config)}; it has"
     close = nearest(config, known) if config is not None else None
     hint = f"`--{option}_config {known[0][:80]}`" if close is None else f"did you mean `--{option}_config {close}`?"
-    more = f", and {len(known) - MAX_LISTED:,} more" if len(known) > MAX_LISTED else ""
-    listed = ", ".join(each[:80] for each in known[:MAX_LISTED]) + more
-    return ToolkitError(f"data set {name!r} {found}: {listed}", hint=hint)
+    more = [f"and {len(known) - MAX_LISTED:,} more"] if len(known) > MAX_LISTED else []
+    listed = ", ".join([each[:80] for each in known[:MAX_LISTED]] + more)
+    return ToolkitError(f"data set {name!r} {problem}: {listed}", hint=hint)
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
@@ -238,45 +237,31 @@ def _read_jsonl(path: Path) -> Iterator[ReadValue]:
 
 
 def _read_csv(path: Path) -> Iterator[ReadValue]:
-    csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold a long document
-    lines = Lines(path)
-    records = _csv_records(path, lines)
-    _, header = next(records, ("", []))
-    if len(set(header)) < len(header):
-        raise error_at(path, "line 1", f"two columns have the same name: {', '.join(header)}")
-    for number, (place, record) in enumerate(records, start=1):
-        place = f"row {number}, {place}"
-        if len(record) != len(header):
-            raise error_at(path, place, f"{len(record)} cells for {len(header)} columns ({', '.join(header)})")
-        yield ReadValue(place, dict(zip(header, record, strict=True)), lines.bytes_read)
-
-
-def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
     """Records with their first lines. Strict, because an unclosed quote would otherwise swallow the file."""
-    first = 1
-
-    def bounded_lines() -> Iterator[str]:
-        for number, line in enumerate(lines, start=1):
-            if number - first > MAX_CELL_LINES:
-                hint = "is a quote missing in this record?"
-                raise error_at(path, f"line {first}", f"more than {MAX_CELL_LINES:,} lines in one cell", hint=hint)
-            yield line
-
-    reader = csv.reader(bounded_lines(), strict=True)
+    csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold a long document
+    lines, header, number = Lines(path), list[str](), 0
+    reader = csv.reader(iter(lines), strict=True)
     while True:
-        first = reader.line_num + 1
-        place = f"line {first}"
+        place = f"line {reader.line_num + 1}"
         try:
-            record = next(reader)
-        except StopIteration:
-            return
+            record = next(reader, None)
         except csv.Error as error:
             if "field limit" in str(error):
                 raise over_limit(path, place) from None
             hint = "is a quote missing in this record?"
             raise error_at(path, place, f"malformed CSV: {error}", hint=hint) from None
-        if record:
-            yield place, record
+        if record is None:
+            return
+        if not header:
+            header = record
+            if len(set(header)) < len(header):
+                raise error_at(path, place, f"two columns have the same name: {', '.join(header)}")
+        elif record:
+            number += 1
+            if len(record) != len(header):
+                why = f"{len(record)} cells for {len(header)} columns ({', '.join(header)})"
+                raise error_at(path, f"row {number}, {place}", why)
+            yield ReadValue(f"row {number}, {place}", dict(zip(header, record, strict=True)), lines.bytes_read)
 
 
 # -- JSON files
@@ -285,22 +270,21 @@ def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
 def _read_json(path: Path) -> Iterator[ReadValue]:
     """A list of objects, JSON lines, or one object around the list (`{"data": [...]}`)."""
     with open_file(path) as file:
-        start = file.read(MAX_BLANK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        start = file.read(64 * 1024).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if start == b"[":
-        return JsonList(path).rows()
-    if start != b"{":
-        return _read_jsonl(path)  # it raises, or there are no rows
+        yield from JsonList(path).rows()
+        return
     try:
-        value = json.loads(next(line for line in Lines(path) if line.strip()))
+        value = json.loads(next((line for line in Lines(path) if line.strip()), "null"))
+        is_lines = start != b"{" or _wrapped_list(value) is None
     except (OverLimit, ValueError, RecursionError):  # the object has several lines, or is one long line
-        return _read_json_object(path)
-    return _read_json_object(path) if _wrapped_list(value) is not None else _read_jsonl(path)
-
-
-def _read_json_object(path: Path) -> Iterator[ReadValue]:
+        is_lines = start != b"{"
+    if is_lines:
+        yield from _read_jsonl(path)  # it raises, or there are no rows, if there are no objects
+        return
     text = read_text(path, max_bytes=MAX_OBJECT_BYTES)
     try:
-        value = json.loads(text) if text.strip() else []
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise error_at(path, f"line {error.lineno}", describe_json_error(error)) from None
     except (ValueError, RecursionError) as error:
@@ -354,3 +338,52 @@ _READERS: dict[str, Callable[[Path], Iterator[ReadValue]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+
+
+# -- rows of several data sets in one epoch
+
+
+def fractions(weights: Sequence[float]) -> list[float]:
+    """Return weights as fractions of their sum."""
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def rows_per_epoch(rows: Sequence[int], weights: Sequence[float] | None) -> list[int]:
+    """Return the rows that each data set contributes to an epoch.
+
+    Without weights, every row once. With weights, every row at least once, and as many of each data set as its weight
+    says: the one that lasts longest contributes each of its rows once, the others repeat theirs.
+
+    >>> rows_per_epoch([503, 1000], [0.7, 0.3])
+    [2333, 1000]
+    """
+    if weights is None:
+        return list(rows)
+    shares = fractions(weights)
+    total = max(count / share for count, share in zip(rows, shares, strict=True))
+    return [max(count, round(total * share)) for count, share in zip(rows, shares, strict=True)]
+
+
+def repeated_rows(rows: int, count: int, *, seed: str) -> list[int]:
+    """Return the indices of `count` of the rows: each `count // rows` times, and some, drawn by the seed, once more.
+
+    >>> repeated_rows(2, 5, seed="42")
+    [0, 1, 0, 1, 1]
+    """
+    times, rest = divmod(count, rows)
+    return [*range(rows)] * times + sorted(random.Random(seed).sample(range(rows), rest))
+
+
+def numbered(row: int, source: int, *, sources: int) -> int:
+    """Return the number of a row among those of all data sets; with one data set, its own. Both count from 0."""
+    return row * sources + source
+
+
+def row_and_source(number: int, *, sources: int) -> tuple[int, int]:
+    """Return the index of a row in its data set, and that of the data set: the reverse of `numbered`.
+
+    >>> row_and_source(numbered(7, 1, sources=3), sources=3)
+    (7, 1)
+    """
+    return divmod(number, sources)

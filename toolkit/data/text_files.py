@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit, open_file
-from toolkit.units import KIB, MIB
+from toolkit.units import MIB
 
 # A row is a document at most: a long book has 5 MiB.
 MAX_ROW_BYTES = 16 * MIB
-MAX_BLANK_BYTES = 64 * KIB
 _CHUNK_CHARS = 2**20
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
@@ -44,7 +43,7 @@ def over_limit(path: Path, place: str) -> OverLimit:
 class Lines:
     """The lines of a UTF-8 file, decoded one by one so that an invalid byte has a line number.
 
-    Raises OverLimit for a line that is longer than any row, and where there are none but blank lines for long.
+    Raises OverLimit for a line that is longer than any row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,17 +51,11 @@ class Lines:
         self.bytes_read = 0
 
     def __iter__(self) -> Iterator[str]:
-        blank_bytes = 0
         with open_file(self.path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
                 self.bytes_read += len(line)
-                blank_bytes = blank_bytes + len(line) if line.isspace() else 0
                 if len(line) > MAX_ROW_BYTES:
                     raise over_limit(self.path, f"line {number}")
-                if blank_bytes > MAX_BLANK_BYTES:
-                    raise OverLimit(
-                        f"{self.path}: line {number}: more than {MAX_BLANK_BYTES // KIB} KiB of blank lines"
-                    )
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -110,7 +103,7 @@ class JsonList:
                 yield ReadValue(place, self._value(place), self.chars_dropped + self.position)
             self._take("]")
             if self._peek():
-                raise self._error("more text after the end of the list")
+                raise error_at(self.path, f"line {self._line(self.position)}", "more text after the end of the list")
 
     def _more(self) -> bool:
         """Drop the decoded text and read the next chunk; False at the end of the file."""
@@ -128,21 +121,18 @@ class JsonList:
 
     def _peek(self) -> str:
         """Return the next character that is not white space; empty at the end of the file."""
-        skipped = 0
         while True:
             space = _SPACE.match(self.text, self.position)
-            end = space.end() if space else self.position
-            skipped, self.position = skipped + end - self.position, end
+            self.position = space.end() if space else self.position
             if self.position < len(self.text):
                 return self.text[self.position]
-            if skipped > MAX_BLANK_BYTES:
-                raise OverLimit(f"{self.path}: more than {MAX_BLANK_BYTES // KIB} KiB of white space")
             if not self._more():
                 return ""
 
     def _take(self, expected: str) -> None:
         if self._peek() != expected:
-            raise self._error(f"malformed JSON: expected `{expected}`" + (" or `]`" if expected == "," else ""))
+            why = f"malformed JSON: expected `{expected}`" + (" or `]`" if expected == "," else "")
+            raise error_at(self.path, f"line {self._line(self.position)}", why)
         self.position += 1
 
     def _value(self, place: str) -> Any:
@@ -167,6 +157,3 @@ class JsonList:
 
     def _line(self, position: int) -> int:
         return self.line + self.text.count("\n", self.line_position, position)
-
-    def _error(self, why: str) -> ToolkitError:
-        return error_at(self.path, f"line {self._line(self.position)}", why)

@@ -11,9 +11,11 @@ import sys
 
 from toolkit.demo.assets import DATA_ATTRIBUTION, default_data_file, prepare_default_model
 from toolkit.entry_point import exit_code_of
+from toolkit.hardware.gpus import count_gpus
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m toolkit.demo", description="Print the inputs of the demo job, and prepare them on first use."
     )
@@ -23,25 +25,18 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("--data", action="store_true", help="print the file of the default data")
     action.add_argument("--num-processes", action="store_true", help="print the number of GPUs, at least 2")
     parser.add_argument("--verify", action="store_true", help="check the model's weights by SHA-256, not only by size")
-    return parser
+    arguments = parser.parse_args(argv)
 
+    def work() -> None:
+        if arguments.model or arguments.prepare:
+            print(prepare_default_model(hash_weights=arguments.verify))
+        if arguments.data or arguments.prepare:
+            print(f"data: {DATA_ATTRIBUTION}", file=sys.stderr)
+            print(default_data_file())
+        if arguments.num_processes:
+            print(max(2, count_gpus()))
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    arguments = _parser().parse_args(argv)
-    return exit_code_of(lambda: _print_inputs(arguments))
-
-
-def _print_inputs(arguments: argparse.Namespace) -> None:
-    if arguments.model or arguments.prepare:
-        print(prepare_default_model(hash_weights=arguments.verify))
-    if arguments.data or arguments.prepare:
-        print(f"data: {DATA_ATTRIBUTION}", file=sys.stderr)
-        print(default_data_file())
-    if arguments.num_processes:
-        from toolkit.hardware.gpus import count_gpus
-
-        print(max(2, count_gpus()))
+    return exit_code_of(work)
 
 
 if __name__ == "__main__":

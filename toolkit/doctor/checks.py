@@ -13,15 +13,107 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.node_readings import NodeReadings, NotMeasured
+from toolkit.doctor.environment_report import RdmaPort, rdma_ports
+from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import user_path
+from toolkit.hardware.gpus import CPU_PROCESSES, Nvml, count_gpus, gpu_names, installed_gpus, list_gpus
+from toolkit.hardware.system_text import entries_of, text_of
+from toolkit.models.read_model import read_model
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.presets import Preset, load_preset
+from toolkit.presets.support import check_supported
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 LEVELS = (ERROR, WARNING, NOTE)
 OK, SKIPPED = "ok", "skipped"
 OWN_CHOICE = "our choice"
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+NVIDIA_VENDOR = "0x10de"
+DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
+
+
+class NotMeasured(Exception):
+    """A check cannot measure anything on this node; the text says why."""
+
+
+class NodeReadings:
+    """This node, and what the user wants it for. What several checks look at is read when it is first used."""
+
+    def __init__(self, options: DoctorOptions, model: str | None = None) -> None:
+        self.options = options
+        self.model = model
+
+    @cached_property
+    def nvml(self) -> list[Nvml] | ToolkitError:
+        """GPUs that NVML lists, or why it does not answer."""
+        try:
+            return list_gpus()
+        except ToolkitError as error:
+            return error
+
+    def gpus(self) -> list[Nvml]:
+        """Return the GPUs that NVML lists. Raises NotMeasured where there are none, or no NVML."""
+        if not self.has_gpu:
+            raise NotMeasured("no NVIDIA GPU")
+        if isinstance(self.nvml, ToolkitError):
+            raise NotMeasured(f"{self.nvml.message}: {self.nvml.hint}")
+        return self.nvml
+
+    @cached_property
+    def gpu_names(self) -> list[str]:
+        """Names of the GPUs that the driver lists to this process: by NVML, or by nvidia-smi without its package."""
+        if isinstance(self.nvml, ToolkitError):
+            return gpu_names()
+        return [gpu.read("nvmlDeviceGetName") for gpu in self.nvml]
+
+    @cached_property
+    def pci_gpus(self) -> list[Path]:
+        """NVIDIA's GPUs on the PCI bus, whether a driver is loaded or not."""
+        cards = [device for device in entries_of(PCI_DEVICES) if text_of(device / "vendor") == NVIDIA_VENDOR]
+        return [card for card in cards if (text_of(card / "class") or "").startswith(DISPLAY_CLASSES)]
+
+    @cached_property
+    def has_gpu(self) -> bool:
+        """True on a node with an NVIDIA GPU, whether it works or not."""
+        return bool(self.pci_gpus or self.gpu_names or installed_gpus())
+
+    @cached_property
+    def rdma_ports(self) -> list[RdmaPort]:
+        """Ports of InfiniBand, RoCE and EFA, as the kernel lists them."""
+        return rdma_ports()
+
+    @cached_property
+    def preset(self) -> Preset | None:
+        """The preset that the node is checked for."""
+        return None if self.options.preset is None else load_preset(self.options.preset)
+
+    @property
+    def processes(self) -> int:
+        """Ranks that a job starts on this node."""
+        return self.options.num_processes or count_gpus() or CPU_PROCESSES
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run, which may not exist yet."""
+        return user_path(self.options.output_dir or ".").absolute()
+
+    @cached_property
+    def planned_host_bytes(self) -> int | None:
+        """Host memory of the preset's ranks on this node, by the planner; None without a preset and a model.
+
+        Raises ToolkitError for a model or a number of processes that the preset does not train.
+        """
+        if self.preset is None or self.model is None:
+            return None
+        check_supported(self.preset, world_size=self.processes, purpose="plan")
+        job = PlannedJob(gpus_per_node=self.processes)
+        return plan_memory(read_model(self.model), self.preset, world_size=self.processes, job=job).host.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,20 +129,29 @@ class NodeFinding:
     """The line to type, or what to ask for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What a check measured, and what is wrong with it."""
 
     measured: dict[str, Any]
     findings: list[NodeFinding] = field(default_factory=list)
+    skipped: str | None = None
+    """Why nothing was measured."""
+    seconds: float = 0.0
 
-    def add(self, level: str, what: str, *, value: object, expected: object, fix: str) -> None:
+    @property
+    def status(self) -> str:
+        """The worst level of its findings, `ok`, or `skipped`."""
+        worst = min((LEVELS.index(finding.level) for finding in self.findings), default=None)
+        return SKIPPED if self.skipped else OK if worst is None else LEVELS[worst]
+
+    def add(self, level: str, what: str, value: object, expected: object, fix: str) -> None:
         """Add a finding."""
         self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
 
-    def add_refusal(self, error: ToolkitError, *, level: str, value: object, expected: str) -> None:
-        """Add the refusal of another part of the toolkit, with its hint as the fix."""
-        self.add(level, error.message, value=value, expected=expected, fix=error.hint or "see above")
+    def add_refusal(self, error: ToolkitError, value: object, expected: str) -> None:
+        """Add the refusal of another part of the toolkit as an error, with its hint as the fix."""
+        self.add(ERROR, error.message, value, expected, error.hint or "see above")
 
 
 Examine = Callable[[NodeReadings], Outcome]
@@ -71,20 +172,6 @@ class NodeCheck:
     examine: Examine
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckResult:
-    """One row under `checks` in the JSON."""
-
-    check: str
-    status: str
-    """The worst level of its findings, `ok`, or `skipped`."""
-    seconds: float
-    measured: dict[str, Any] = field(default_factory=dict)
-    findings: tuple[NodeFinding, ...] = ()
-    skipped: str | None = None
-    """Why nothing was measured."""
-
-
 CHECKS: dict[str, NodeCheck] = {}
 
 
@@ -93,7 +180,6 @@ def node_check(*, threshold: str, source: str, long: bool = False) -> Callable[[
 
     def register(examine: Examine) -> Examine:
         name = examine.__name__.replace("_", "-")
-        assert name not in CHECKS, name
         looks_at = " ".join((examine.__doc__ or "").split()).removesuffix(".")
         CHECKS[name] = NodeCheck(
             name=name, looks_at=looks_at, threshold=threshold, source=source, long=long, examine=examine
@@ -103,22 +189,15 @@ def node_check(*, threshold: str, source: str, long: bool = False) -> Callable[[
     return register
 
 
-def run_check(check: NodeCheck, node: NodeReadings) -> CheckResult:
+def run_check(check: NodeCheck, node: NodeReadings) -> Outcome:
     """Run one check. Whatever a broken node answers becomes a skipped check with the reason, never a traceback."""
     started = time.monotonic()
-    outcome, skipped = Outcome({}), None
     try:
         outcome = check.examine(node)
     except NotMeasured as reason:
-        skipped = str(reason)
+        outcome = Outcome({}, skipped=str(reason))
     except (OSError, ToolkitError) as error:
-        skipped = f"cannot be read: {error}"
-    findings = sorted(outcome.findings, key=lambda finding: LEVELS.index(finding.level))
-    return CheckResult(
-        check=check.name,
-        status=SKIPPED if skipped else findings[0].level if findings else OK,
-        seconds=round(time.monotonic() - started, 3),
-        measured=outcome.measured,
-        findings=tuple(findings),
-        skipped=skipped,
-    )
+        outcome = Outcome({}, skipped=f"cannot be read: {error}")
+    outcome.findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    outcome.seconds = round(time.monotonic() - started, 3)
+    return outcome

@@ -2,50 +2,44 @@
 
     print(as_markdown(environment_report()))
 
-No secret is in a report: variables with a token, key or password are only said to be set, and their values are removed
-wherever else they occur.
+Whatever cannot be read is None. No secret is in a report: variables with a token, key or password are only said to be
+set, and their values are removed wherever else they occur.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
-from toolkit.cache import home_folder
-from toolkit.doctor.collectors import (
-    SHARED_MEMORY,
-    compiled_ops,
-    compiler_versions,
-    described_disks,
-    driver_cuda_version,
-    filesystem_bytes,
-    hub_home,
-    hub_login,
-    rdma_ports,
-    usual_folders,
-    without_secrets,
-)
-from toolkit.doctor.ops import has_libaio_header
-from toolkit.files.secrets import HIDDEN, is_secret_name
-from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
+from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
+from toolkit.doctor.node_packages import find_nvcc
+from toolkit.doctor.ops import CPU_OPS, has_libaio_header
+from toolkit.files.reading import user_path
+from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
+from toolkit.hardware.disks import disk_facts, existing_folder
 from toolkit.hardware.gpus import count_gpus, gpu_topology
-from toolkit.hardware.node import LIBRARIES, describe_node, git_commit
-from toolkit.hardware.system_text import entries_of, text_of
+from toolkit.hardware.node import LIBRARIES, cpu_limit, describe_node, git_commit, memory_limit_bytes
+from toolkit.hardware.system_text import entries_of, output_of, text_of
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
+SHARED_MEMORY = Path("/dev/shm")
+NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 # What a run may import beside `LIBRARIES`.
 OTHER_PACKAGES = (
     *("huggingface_hub", "tokenizers", "safetensors", "numpy", "pyarrow", "triton", "trl"),
-    *("bitsandbytes", "liger-kernel", "nvidia-ml-py", "flash-attn"),
-    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    *("bitsandbytes", "liger-kernel", "nvidia-ml-py", "flash-attn", *NCCL_PACKAGES),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 # Variables that the libraries below a run read.
 PREFIXES = (
@@ -58,17 +52,13 @@ NAMES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
 TOKEN_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY")  # reported also where they are not set
-SET, NOT_SET = "set", "not set"
 MAX_FILE_LINES = 40
+SEVERAL_LINES = ("packages", "compilers", "disks", "variables", "files")
 
 
 def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the facts of this node and this process's environment, without secrets.
-
-    None where a fact is not known, or there is no limit; bytes are integers.
-    """
+    """Return the facts of this node and environment, without secrets; None is unknown, or no limit."""
     node = describe_node()
-    folders = {"working directory": Path.cwd()} | usual_folders(environment)
     facts = {
         "version": __version__,
         "git_commit": git_commit(Path(__file__).parent),
@@ -91,7 +81,7 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str,
         "cpu_limit": cpu_limit(),
         "memory_limit_bytes": memory_limit_bytes(),
         "shared_memory_bytes": filesystem_bytes(SHARED_MEMORY),
-        "disks": described_disks(folders),
+        "disks": described_disks({"working directory": Path.cwd()} | usual_folders(environment)),
         "hub_login": hub_login(environment),
         "variables": shown_variables(environment),
         "files": _configuration_files(environment),
@@ -102,12 +92,11 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that libraries read, in name order; of one that holds a secret, only that it is set."""
-    found = {
-        name: SET if is_secret_name(name) else value
-        for name, value in environment.items()
-        if name in NAMES or name.startswith(PREFIXES)
-    }
-    return dict(sorted(({name: NOT_SET for name in TOKEN_VARIABLES} | found).items()))
+    variables = dict.fromkeys(TOKEN_VARIABLES, "not set")
+    for name, value in environment.items():
+        if name in NAMES or name.startswith(PREFIXES):
+            variables[name] = "set" if is_secret_name(name) else value
+    return dict(sorted(variables.items()))
 
 
 def _configuration_files(environment: Mapping[str, str]) -> dict[str, str]:
@@ -119,62 +108,150 @@ def _configuration_files(environment: Mapping[str, str]) -> dict[str, str]:
         Path(environment.get("NCCL_CONF_FILE") or home_folder() / ".nccl.conf"),
         Path("/etc/nccl.conf"),
     ]
-    texts = {str(path): text_of(path) for path in dict.fromkeys(paths)}
-    return {
-        path: "\n".join(map(_without_secret_value, text.splitlines()[:MAX_FILE_LINES]))
-        for path, text in texts.items()
-        if text is not None
-    }
-
-
-def _without_secret_value(line: str) -> str:
-    found = re.match(r"([^=:]*[=:]\s*)\S", line)
-    return f"{found[1]}{HIDDEN}" if found and is_secret_name(found[1]) else line
+    shown: dict[str, str] = {}
+    for path in paths:
+        lines = (text_of(path) or "").splitlines()[:MAX_FILE_LINES]
+        for number, line in enumerate(lines):
+            found = re.match(r"([^=:]*[=:]\s*)\S", line)
+            lines[number] = f"{found[1]}{HIDDEN}" if found and is_secret_name(found[1]) else line
+        shown |= {str(path): "\n".join(lines)} if lines else {}
+    return shown
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """Return the report as a list, for an issue; what is absent is left out where a list would only say so."""
-    lines = [f"- {name}: {' '.join(value.split())}" for name, value in _names_and_values(report)]
-    blocks = {"GPU topology": report["gpu_topology"]} | report["files"]
-    for title, text in blocks.items():
-        lines += [f"- {title}:", "  ```", *(f"  {line}" for line in text.splitlines()), "  ```"] if text else []
+    """Return the report as a list, for an issue."""
+    lines: list[str] = []
+    for name, value in report.items():
+        for key, entry in (value if name in SEVERAL_LINES else {_words(name): value}).items():
+            text = shown(name, entry) or ("none" if isinstance(entry, list | dict) else NOT_AVAILABLE)
+            if "\n" in text:
+                lines += [f"- {key}:", "  ```", *(f"  {line}" for line in text.splitlines()), "  ```"]
+            elif name != "packages" or entry is not None:
+                lines.append(f"- {key}: {text}")
     text, home = "\n".join(lines), str(home_folder())  # which often is a person's name
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|$)", "~", text)
 
 
-def _names_and_values(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    installed = {name: version for name, version in report["packages"].items() if version is not None}
-    absent = [name for name in ("bitsandbytes", "liger-kernel", "nvidia-ml-py") if name not in installed]
-    if "torch" in installed:
-        cuda = report["torch_cuda_version"]
-        installed["torch"] += f" (built for CUDA {cuda})" if cuda else " (a CPU build)"
-    gpus = Counter(f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in report["gpus"])
-    drivers = ", ".join(sorted({str(gpu["driver"]) for gpu in report["gpus"]})) or "none"
-    limits = [] if report["cpu_limit"] is None else [f"{report['cpu_limit']:g} cores"]
-    limits += [] if report["memory_limit_bytes"] is None else [gib(report["memory_limit_bytes"])]
+def shown(name: str, value: Any) -> str:
+    """Return a fact as text: bytes with a unit, equal entries of a list counted, unknown and empty ones left out.
+
+    >>> shown("disk", {"free_bytes": 2**30, "reads_bytes_per_second": 2**31, "path": None, "gpus": ["T4", "T4"]})
+    'free=1.00 GiB, reads=2.00 GiB/s, gpus=2 × T4'
+    """
+    if isinstance(value, dict):
+        texts = {key: shown(key, entry) for key, entry in value.items()}
+        texts = {key: f"({text})" if isinstance(value[key], dict) else text for key, text in texts.items() if text}
+        return ", ".join(f"{_words(key)}={text}".lstrip("=") for key, text in texts.items())
+    if isinstance(value, list | tuple):
+        counts = Counter(shown("", entry) for entry in value)
+        return ", ".join(f"{count} × {text}" if count > 1 else text for text, count in counts.items())
+    if "bytes" in name and isinstance(value, int):
+        return f"{gib(value)}{'/s' if name.endswith('_per_second') else ''}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_per_second").removesuffix("bytes").rstrip("_").replace("_", " ")
+
+
+# -- Facts of the report that checks judge, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RdmaPort:
+    """One port of InfiniBand, RoCE or EFA in the kernel's files; None where they do not say."""
+
+    name: str
+    """`mlx5_0 port 1`."""
+    state: str | None
+    """`ACTIVE`, `INIT`, `DOWN`."""
+    rate: str | None
+    """`400 Gb/sec (4X NDR)`."""
+    link_layer: str | None
+
+    @property
+    def gigabits_per_second(self) -> float:
+        """The rate as a number; 0 if it is not known."""
+        found = re.match(r"[\d.]+", self.rate or "")
+        return float(found[0]) if found else 0.0
+
+
+def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[RdmaPort]:
+    """Return the RDMA ports that the kernel lists."""
     return [
-        ("finetune-toolkit", f"{report['version']}, commit {report['git_commit'] or NOT_AVAILABLE}"),
-        ("platform", f"{report['platform']}, {report['libc']}"),
-        ("Python", f"{report['python']} ({report['executable']})"),
-        *installed.items(),
-        ("not installed", ", ".join(absent) or "none of the optional packages"),
-        ("GPUs", ", ".join(f"{count} × {gpu}" for gpu, count in gpus.items()) or "none"),
-        ("visible GPUs", str(report["visible_gpus"])),
-        ("driver", f"{drivers}, CUDA up to {report['driver_cuda_version'] or NOT_AVAILABLE}"),
-        ("InfiniBand", "; ".join(report["infiniband"]) or "none"),
-        ("network interfaces", ", ".join(report["network_interfaces"]) or "none"),
-        *((name, version or "not found") for name, version in report["compilers"].items()),
-        ("libaio.h", "found" if report["libaio_header"] else "not found"),
-        ("compiled DeepSpeed ops", ", ".join(op for op, done in report["compiled_ops"].items() if done) or "none"),
-        ("CPU", f"{report['cpu'] or NOT_AVAILABLE}, {report['cpu_count']} usable cores"),
-        ("host memory", f"{gib(report['host_memory_bytes'])}, /dev/shm {gib(report['shared_memory_bytes'])}"),
-        ("container limits", ", ".join(limits) or "none found"),
-        *((name, _disk(disk)) for name, disk in report["disks"].items()),
-        ("hub login", report["hub_login"] or "none"),
-        *report["variables"].items(),
+        RdmaPort(
+            name=f"{device.name} port {port.name}",
+            state=(text_of(port / "state") or "").rpartition(": ")[2] or None,  # of `4: ACTIVE`
+            rate=text_of(port / "rate"),
+            link_layer=text_of(port / "link_layer"),
+        )
+        for device in entries_of(root)
+        for port in entries_of(device / "ports")
     ]
 
 
-def _disk(disk: Mapping[str, Any]) -> str:
-    filesystem = disk["filesystem"] or NOT_AVAILABLE
-    return f"{disk['path']} ({filesystem}), {gib(disk['free_bytes'])} free of {gib(disk['total_bytes'])}"
+def driver_cuda_version() -> str | None:
+    """Return the newest CUDA that the driver supports."""
+    found = re.search(r"CUDA Version\s*:\s*([\d.]+)", output_of("nvidia-smi", "--version") or "")
+    return found[1] if found else None
+
+
+def compiler_versions(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the version line of nvcc, of the C++ and C compilers that torch would call, and of ninja."""
+    programs = dict.fromkeys([environment.get("CXX") or "c++", environment.get("CC") or "gcc", "ninja"])
+    versions: dict[str, str | None] = {}
+    for name, program in {"nvcc": find_nvcc(), **{name: name for name in programs}}.items():
+        lines = (output_of(str(program), "--version") or "").splitlines() if program else []
+        versions[name] = next((line for line in lines if re.search(r"\d+\.\d+", line)), None)  # nvcc: last but one
+    return versions
+
+
+def compiled_ops() -> dict[str, bool]:
+    """Return whether each of DeepSpeed's CPU ops is compiled; empty without torch or DeepSpeed."""
+    if installed_version("torch") is None or installed_version("deepspeed") is None:
+        return {}
+    return {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)}
+
+
+def filesystem_bytes(folder: Path) -> int | None:
+    """Return the size of the file system of a folder."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).total
+    return None
+
+
+def described_disks(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Return path, file system, size and free space of the disk of each named folder, which may not exist yet."""
+    return {name: {"path": str(path), **disk_facts(existing_folder(path))} for name, path in folders.items()}
+
+
+def usual_folders(environment: Mapping[str, str]) -> dict[str, Path]:
+    """Return the hub's cache, the toolkit's cache, and the folder for temporary files."""
+    temporary = Path(environment.get("TMPDIR") or "/tmp")
+    return {"hub cache": hub_home(environment), "toolkit cache": cache_folder(), "temporary files": temporary}
+
+
+def hub_home(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of the Hugging Face hub: its cache and its token."""
+    cache = environment.get("XDG_CACHE_HOME") or home_folder() / ".cache"
+    return user_path(environment.get("HF_HOME") or Path(cache) / "huggingface")
+
+
+def token_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the path of the hub's token, which may not exist."""
+    return Path(environment.get("HF_TOKEN_PATH") or hub_home(environment) / "token")
+
+
+def hub_login(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return where the hub's token comes from; None without one. The token itself is not read."""
+    if environment.get("HF_TOKEN"):
+        return "HF_TOKEN"
+    return "token file" if token_file(environment).is_file() else None
+
+
+def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
+    stored = text_of(token_file(environment))
+    return hide_secrets(value, known=[stored] if stored else [], environment=environment)

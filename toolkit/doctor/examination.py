@@ -1,50 +1,184 @@
-"""Run the checks of a node, in their order, and show what was found."""
+"""Run the checks of a node and show what was found; compare the reports of several nodes.
+
+>>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
+>>> [found.fact for found in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
+['version torch']
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import os
+import platform
+import socket
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from toolkit.doctor import gpu_checks, host_checks, network_checks, software_checks, speed_checks, storage_checks
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, SKIPPED, CheckResult, NodeCheck, run_check
-from toolkit.doctor.collectors import without_secrets
-from toolkit.doctor.node_comparison import NodeFacts, node_facts
-from toolkit.doctor.node_readings import NodeReadings
+from toolkit.doctor import gpu_checks, host_checks, software_checks, speed_checks
+from toolkit.doctor.checks import (
+    CHECKS,
+    ERROR,
+    LEVELS,
+    NOTE,
+    SKIPPED,
+    WARNING,
+    NodeCheck,
+    NodeReadings,
+    Outcome,
+    run_check,
+)
+from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
-from toolkit.units import gib
+from toolkit.files.json_files import read_json_object
+from toolkit.hardware.disks import existing_folder, mount_of
+from toolkit.hardware.node import describe_node, library_versions
+from toolkit.presets import Preset, list_presets
+from toolkit.units import NOT_AVAILABLE, gib
+from toolkit.versions import installed_version, torch_cuda_version
 
-LARGEST_PORT = 65_535
 # Modules of checks, in the order in which they are shown.
-MODULES = (gpu_checks, host_checks, network_checks, software_checks, speed_checks, storage_checks)
+MODULES = (gpu_checks, host_checks, software_checks, speed_checks)
+LARGEST_PORT = 65_535
+MAX_SUMMARY = 90
+
+Fact = str | int | float | None
+NodeFacts = dict[str, Fact]
+
+MAX_SKEW_SECONDS = 1.0
+# The kernel and the firmware take different shares of the same memory.
+MEMORY_TOLERANCE = 0.02
+CLOCKS = ("clock_offset_seconds", "unix_time")
+# Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
+RULES: dict[str, tuple[str, str, str]] = {
+    "version ": (ERROR, "ranks of other versions fail, or train something else", "the same environment on every node"),
+    "preset": (ERROR, "ranks would use other strategies", "the same checkout on every node: `git status`"),
+    "torch_cuda": (ERROR, "ranks of other builds do not communicate", "the same environment on every node"),
+    "nccl": (ERROR, "NCCL refuses, or hangs with, another version", "the same environment on every node"),
+    "gpus": (ERROR, "the smallest and slowest GPU decides for all", "nodes with the same GPUs"),
+    "driver": (WARNING, "kernels and speed may differ", "the same driver on every node: ask the provider"),
+    "vbios": (WARNING, "power and clocks may differ", "the same firmware on every node: ask the provider"),
+    "rdma": (WARNING, "the slowest network decides for all", "the check `rdma` of each node"),
+    "python": (WARNING, "pickles and libraries may differ", "the same environment on every node"),
+    "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
+    "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
+    "clock_offset_seconds": (
+        ERROR,
+        "clocks differ: rendezvous, heartbeats and file times disagree",
+        "timedatectl set-ntp true   (or start chrony), on every node",
+    ),
+    "unix_time": (
+        NOTE,
+        "reports taken at different times, or clocks that differ: one cannot be told from the other",
+        "`--output-dir` on a shared network disk compares clocks with its server's; `srun` starts all at once",
+    ),
+}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDifference:
+    """One fact in which nodes differ."""
+
+    level: str
+    fact: str
+    why: str
+    values: dict[str, Fact]
+    """By node."""
+    fix: str
+
+
+def node_facts(node: NodeReadings) -> NodeFacts:
+    """Return the facts of this node. The time is taken first."""
+    now = time.time()
+    here = describe_node()
+    gpus = [] if isinstance(node.nvml, ToolkitError) else node.nvml
+    nccl = [f"{name} {version}" for name in NCCL_PACKAGES if (version := installed_version(name))]
+    facts: NodeFacts = {
+        "hostname": socket.gethostname(),
+        "unix_time": round(now, 3),
+        "clock_offset_seconds": clock_offset_seconds(existing_folder(node.output_dir)),
+        "gpus": _counted(node.gpu_names),
+        "vbios": _counted(gpu.read("nvmlDeviceGetVbiosVersion") or "unknown" for gpu in gpus),
+        "driver": ", ".join(sorted({str(gpu["driver"]) for gpu in here["gpus"]})) or None,
+        "driver_cuda": driver_cuda_version(),
+        "torch_cuda": torch_cuda_version(),
+        "nccl": ", ".join(nccl) or None,
+        "rdma": _counted(f"{port.link_layer} {port.rate}" for port in node.rdma_ports),
+        "python": here["python"],
+        "kernel": platform.release(),
+        "cpu": here["cpu"],
+        "cores": here["cpu_count"],
+        "host_memory_bytes": here["host_memory_bytes"],
+        "preset_files": hash_presets(list_presets()),
+    }
+    facts |= {f"version {library}": version for library, version in library_versions().items()}
+    if node.preset is not None:
+        facts[f"preset {node.preset.name}"] = hash_presets([node.preset])
+    return facts
+
+
+def hash_presets(presets: Iterable[Preset]) -> str:
+    """Return the first 16 digits of the SHA-256 of the presets' files."""
+    digest = hashlib.sha256()
+    for preset in presets:
+        for name, text in preset.texts().items():
+            digest.update(f"{name}\n{text}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def clock_offset_seconds(folder: Path) -> float | None:
+    """Return how far this node's clock is ahead of the file server of a folder, which stamps new files with its own.
+
+    All nodes that share the folder have the same server, so their offsets compare, whenever they were taken. None for
+    a local disk and a folder that cannot be written.
+    """
+    try:
+        mount = mount_of(folder)
+        if mount is None or mount.kind != "network":
+            return None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-probe-") as probe:
+            probe.write(b"\n")
+            probe.flush()
+            os.fsync(probe.fileno())
+            return round(time.time() - os.stat(probe.name).st_mtime, 3)  # noqa: PTH116  (a file's name)
+    except OSError:
+        return None
+
+
+def _counted(values: Iterable[str]) -> str | None:
+    """`8 × NVIDIA H200`; None for nothing."""
+    return ", ".join(f"{count} × {value}" for value, count in sorted(Counter(values).items())) or None
+
+
+# -- one node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
     """The result of `toolkit doctor`."""
 
     node_facts: NodeFacts
-    checks: tuple[CheckResult, ...]
+    checks: dict[str, Outcome]
 
     @property
     def failed(self) -> bool:
         """True if a finding is an error."""
-        return any(check.status == ERROR for check in self.checks)
+        return any(outcome.status == ERROR for outcome in self.checks.values())
 
     def as_json(self) -> dict[str, Any]:
         """Return what `--json` prints: `findings`, `checks` and `node_facts`, without secrets."""
-        findings = [
-            {"check": check.check} | dataclasses.asdict(found) for check in self.checks for found in check.findings
-        ]
-        rows = [
-            {name: value for name, value in dataclasses.asdict(check).items() if name != "findings"}
-            for check in self.checks
-        ]
-        ordered = sorted(findings, key=lambda found: LEVELS.index(found["level"]))
-        report = {"findings": ordered, "checks": rows, "node_facts": self.node_facts}
-        hidden: dict[str, Any] = without_secrets(report)
+        findings, rows = [], []
+        for name, outcome in self.checks.items():
+            findings += [{"check": name} | asdict(finding) for finding in outcome.findings]
+            facts = {"measured": outcome.measured, "skipped": outcome.skipped}
+            rows.append({"check": name, "status": outcome.status, "seconds": outcome.seconds, **facts})
+        findings.sort(key=lambda finding: LEVELS.index(finding["level"]))
+        hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 
 
@@ -55,79 +189,107 @@ def all_checks() -> list[NodeCheck]:
 
 
 def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str], None]) -> Examination:
-    """Run every check; the long ones with `--long` only. Raises ToolkitError for invalid options, before."""
-    node = NodeReadings(options, model)
-    check_options(node)
-    facts = node_facts(node)
-    results = []
-    for check in all_checks():
-        if check.long and not options.long:
-            results.append(CheckResult(check=check.name, status=SKIPPED, seconds=0.0, skipped="only with --long"))
-            continue
-        if check.long:
-            say(f"measuring: {check.name}")
-        results.append(run_check(check, node))
-    return Examination(node_facts=facts, checks=tuple(results))
-
-
-def check_options(node: NodeReadings) -> None:
-    """Raise ToolkitError for options that cannot be checked: an unknown preset, a model without one, a bad number."""
-    options = node.options
+    """Run every check, the long ones with `--long` only. Raises ToolkitError, before, for invalid options."""
     for name, value in (("--gpus-per-node", options.gpus_per_node), ("--num-processes", options.num_processes)):
         if value is not None and value < 1:
             raise ToolkitError(f"{name} is {value}, expected 1 or more")
     for port in options.port:
         if not 1 <= port <= LARGEST_PORT:
             raise ToolkitError(f"--port is {port}, expected 1 to {LARGEST_PORT}")
-    if node.model is not None and node.preset is None:
+    node = NodeReadings(options, model)
+    if model is not None and node.preset is None:
         raise ToolkitError("a MODEL has no effect without --preset", hint="toolkit doctor --preset NAME MODEL")
     _ = node.planned_host_bytes
+    facts = node_facts(node)
+    outcomes = {}
+    for check in all_checks():
+        if check.long and options.long:
+            say(f"measuring: {check.name}")
+        left_out = check.long and not options.long
+        outcomes[check.name] = Outcome({}, skipped="only with --long") if left_out else run_check(check, node)
+    return Examination(node_facts=facts, checks=outcomes)
 
 
 def shown_lines(examination: Examination) -> list[str]:
-    """Return the result as text, without secrets."""
+    """Return a line for each check with its findings, those that were skipped, and a summary; without secrets."""
     lines: list[str] = without_secrets(list(_lines(examination)))
     return lines
 
 
 def _lines(examination: Examination) -> Iterator[str]:
-    """A line for each check with its findings, those that were skipped, and a summary."""
     skipped: dict[str, list[str]] = {}
-    for check in examination.checks:
-        if check.skipped:
-            skipped.setdefault(check.skipped, []).append(check.check)
+    for name, outcome in examination.checks.items():
+        if outcome.skipped:
+            skipped.setdefault(outcome.skipped, []).append(name)
             continue
-        yield f"{check.status:8} {check.check:16} {summary(check.measured)}".rstrip()
-        for finding in check.findings:
+        measured = shown("", outcome.measured)
+        measured = measured if len(measured) <= MAX_SUMMARY else f"{measured[: MAX_SUMMARY - 3]}..."
+        yield f"{outcome.status:8} {name:16} {measured}".rstrip()
+        for finding in outcome.findings:
             yield f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}"
             yield f"    fix: {finding.fix}"
     for reason, names in skipped.items():
         yield f"skipped  ({reason}) {', '.join(names)}"
-    counts = Counter(finding.level for check in examination.checks for finding in check.findings)
+    counts = Counter(finding.level for outcome in examination.checks.values() for finding in outcome.findings)
     found = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in LEVELS if counts[level]]
-    measured = sum(check.status != SKIPPED for check in examination.checks)
-    yield f"{measured} of {len(examination.checks)} checks: {', '.join(found) or 'nothing is wrong'}"
+    measured_checks = sum(outcome.status != SKIPPED for outcome in examination.checks.values())
+    yield f"{measured_checks} of {len(examination.checks)} checks: {', '.join(found) or 'nothing is wrong'}"
 
 
-def summary(measured: dict[str, Any], *, limit: int = 90) -> str:
-    """Return what was measured in one short line; `--json` has all of it.
-
-    >>> summary({"bytes": 2**30, "cards": {"a": 1}, "limit": None})
-    '1.00 GiB, cards: a=1'
-    """
-    parts = []
-    for name, value in measured.items():
-        if isinstance(value, dict):
-            value = " ".join(_value(key, item) for key, item in value.items() if not isinstance(item, dict | list))
-            name = f"{name}:"
-        if value not in (None, "", [], ()):
-            parts.append(_value(name, value).replace("=", " ", 0 if ":" in name else 1).replace(":=", ": "))
-    text = ", ".join(parts)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+# -- differences between reports
 
 
-def _value(name: str, value: Any) -> str:
-    words = name.removesuffix("_per_second").removesuffix("bytes").rstrip("_").replace("_", " ")
-    if "bytes" in name and isinstance(value, int):
-        return f"{words}={gib(value)}{'/s' if name.endswith('_per_second') else ''}".lstrip("=")
-    return f"{name.replace('_', ' ')}={value}"
+def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
+    """Return the facts of each node, by its name. Raises ToolkitError without a report, and for what is none."""
+    if not paths:
+        raise ToolkitError(
+            "--compare needs the reports of the nodes, and none is given",
+            hint="on each node `toolkit doctor --json > $(hostname).json`, then `toolkit doctor --compare *.json`",
+        )
+    reports: dict[str, NodeFacts] = {}
+    for path in paths:
+        facts: Any = read_json_object(path).get("node_facts")
+        valid = isinstance(facts, dict) and all(isinstance(value, Fact | None) for value in facts.values())
+        if not valid or not {"hostname", "unix_time"} <= facts.keys():
+            raise ToolkitError(
+                f"{path} is not a report of `toolkit doctor --json`: it has no valid `node_facts`",
+                hint=f"toolkit doctor --json > {path.name}",
+            )
+        name = str(facts["hostname"])
+        reports[name if name not in reports else f"{name} ({path})"] = facts
+    return reports
+
+
+def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
+    """Return the differences, errors first; clocks by their common file server, if there is one."""
+    has_server = all(isinstance(facts.get("clock_offset_seconds"), int | float) for facts in nodes.values())
+    left_out = {"hostname", "unix_time" if has_server else "clock_offset_seconds"}
+    found = []
+    for name in dict.fromkeys(name for facts in nodes.values() for name in facts if name not in left_out):
+        values = {node: facts.get(name) for node, facts in nodes.items()}
+        if not _agree(name, list(values.values())):
+            rules = (rule for begin, rule in RULES.items() if name.startswith(begin))
+            level, why, fix = next(rules, (NOTE, "it may matter", "look at it"))
+            found.append(NodeDifference(level=level, fact=name, why=why, values=values, fix=fix))
+    return sorted(found, key=lambda difference: LEVELS.index(difference.level))
+
+
+def _agree(name: str, values: Sequence[Fact]) -> bool:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if len(numbers) < len(values):
+        return len(set(values)) == 1
+    tolerance = (
+        MEMORY_TOLERANCE * max(numbers) if name.endswith("_bytes") else MAX_SKEW_SECONDS if name in CLOCKS else 0
+    )
+    return max(numbers) - min(numbers) <= tolerance
+
+
+def difference_lines(difference: NodeDifference) -> list[str]:
+    """Return a difference as text: what, each value with its nodes, and what to do."""
+    lines = [f"{difference.level}: {difference.fact} differs: {difference.why}"]
+    by_value: dict[str, list[str]] = {}
+    for node, value in difference.values.items():
+        shown = gib(value) if difference.fact.endswith("_bytes") and isinstance(value, int) else value
+        by_value.setdefault(NOT_AVAILABLE if shown is None else str(shown), []).append(node)
+    lines += [f"  {value}: {', '.join(names)}" for value, names in by_value.items()]
+    return [*lines, f"  fix: {difference.fix}"]

@@ -1,22 +1,17 @@
 """Checks of NVIDIA GPUs by what NVML and the kernel log say. Nothing here uses a GPU.
 
-No GPU has confirmed them: they were written from NVML's documentation.
-
->>> parse_xids("[12.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=0, GPU has fallen off the bus.")
-{(79, '0000:3b:00'): ['pid=0, GPU has fallen off the bus.']}
+No GPU has confirmed them: they were written from NVML's documentation. PCIe and NVLink are tested by `dcgmi diag`.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, Outcome, node_check
-from toolkit.doctor.node_readings import NodeReadings, NotMeasured
+from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import common_gpu
-from toolkit.hardware.nvml import Nvml
+from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.system_text import entries_of, output_of
 from toolkit.units import gib
 from toolkit.versions import is_importable
@@ -26,18 +21,27 @@ MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-re
 DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/nvidia/debug.md"
 # "If you have more than 4, that's usually a reason to RMA that GPU" (DEBUG_GUIDE, uncorrectable ECC error).
 MAX_LIFETIME_SRAM_ERRORS = 4
-# A clock or power limit that is lower by less than this is rounding.
+# A power limit that is lower by less than this is rounding.
 LIMIT_TOLERANCE = 0.02
-# Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
+# Arguments of NVML's functions, from nvml.h.
 UNCORRECTED, VOLATILE, AGGREGATE, SRAM, CLOCK_SM, TEMPERATURE = 1, 0, 1, 7, 1, 0
-PEER_READ, PEER_NVLINK, PEER_OK = 0, 2, 0
-MAX_NVLINKS = 18
-NVLINK_COUNTERS = ("replays", "recoveries", "CRC errors of flits", "CRC errors of data")
 FABRIC_STATES = dict(enumerate(("not supported", "not started", "in progress", "completed")))
 RECOVERY_ACTIONS = dict(enumerate(("none", "reset the GPU", "reboot the node", "drain its traffic", "drain and reset")))
 
 RESET = "end all processes on it, then `nvidia-smi -r -i {index}`, or reboot the node"
 REPLACE = "replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for"
+COOLING = "check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)"
+FABRIC = "systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log"
+SOME_GPUS = "SLURM: --gpus-per-node; docker run --gpus all"
+
+
+def _adding(outcome: Outcome, gpu: Nvml) -> Callable[[str, str, object, object, str], None]:
+    """Return `outcome.add` for findings of one GPU."""
+
+    def add(level: str, what: str, value: object, expected: object, fix: str) -> None:
+        outcome.add(level, f"{gpu.label}: {what}", value, expected, fix.format(index=gpu.index))
+
+    return add
 
 
 @node_check(
@@ -51,44 +55,30 @@ def gpu_count(node: NodeReadings) -> Outcome:
     listed, wanted = len(node.gpu_names), node.options.gpus_per_node
     outcome = Outcome({"pci": pci, "driver": driver, "listed": listed, "names": node.gpu_names})
     if 0 < driver < pci:
-        outcome.add(
-            ERROR,
-            "GPUs on the PCI bus that the driver does not drive",
-            value=f"{driver} with the driver",
-            expected=f"{pci}, all on the bus",
-            fix="`dmesg | grep -i nvrm` and Xid 79 tell why; reboot the node, then return it to its provider",
-        )
+        fix = "`dmesg | grep -i nvrm` and Xid 79 tell why; reboot the node, then return it to its provider"
+        what, value = "GPUs on the PCI bus that the driver does not drive", f"{driver} with the driver"
+        outcome.add(ERROR, what, value, f"{pci}, all on the bus", fix)
     if listed < (wanted or 0) or (node.has_gpu and not listed):
-        reason = ""
-        if node.has_gpu and is_importable("pynvml") and isinstance(node.nvml, ToolkitError):
-            reason = f", {node.nvml.message}"
-        outcome.add(
-            ERROR,
-            "GPUs are missing",
-            value=f"{listed} listed{reason}",
-            expected=f"{wanted}, as --gpus-per-node says" if wanted else f"{pci or driver}, all on the bus",
-            fix="SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's",
-        )
+        fails = node.has_gpu and is_importable("pynvml") and isinstance(node.nvml, ToolkitError)
+        value = f"{listed} listed" + (f", {node.nvml.message}" if fails else "")  # type: ignore[union-attr]
+        expected = f"{wanted}, as --gpus-per-node says" if wanted else f"{pci or driver}, all on the bus"
+        outcome.add(ERROR, "GPUs are missing", value, expected, f"{SOME_GPUS}; without a driver: install NVIDIA's")
     elif 0 < listed < pci and driver in (0, pci):
-        outcome.add(
-            NOTE,
-            "this job sees only some of the node's GPUs",
-            value=listed,
-            expected=f"{pci}, unless the job was given only these",
-            fix="SLURM: --gpus-per-node; docker run --gpus all",
-        )
+        what, expected = "this job sees only some of the node's GPUs", f"{pci}, unless the job was given only these"
+        outcome.add(NOTE, what, listed, expected, SOME_GPUS)
     return outcome
 
 
 @node_check(
     threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or a failed "
-    "remapping: replace the GPU; a pending one: reset it; ECC off or about to change",
+    "remapping: replace the GPU; a pending one: reset it; ECC off or about to be",
     source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
 def gpu_ecc(node: NodeReadings) -> Outcome:
     """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life, remapped memory rows."""
     outcome = Outcome({})
     for gpu in node.gpus():
+        add = _adding(outcome, gpu)
         enabled, after_reboot = gpu.read("nvmlDeviceGetEccMode") or (None, None)
         recent = gpu.read("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE)
         lifetime = gpu.read("nvmlDeviceGetMemoryErrorCounter", UNCORRECTED, AGGREGATE, SRAM)
@@ -97,23 +87,16 @@ def gpu_ecc(node: NodeReadings) -> Outcome:
         outcome.measured[str(gpu.index)] = measured
         if (lifetime or 0) > MAX_LIFETIME_SRAM_ERRORS:
             what, expected = "uncorrectable SRAM errors in its life", f"at most {MAX_LIFETIME_SRAM_ERRORS}"
-            outcome.add(ERROR, f"{gpu.label}: {what}", value=lifetime, expected=expected, fix=REPLACE)
+            add(ERROR, what, lifetime, expected, REPLACE)
         if failed:
-            what = "a memory row could not be remapped"
-            outcome.add(ERROR, f"{gpu.label}: {what}", value="failed", expected="no failure", fix=REPLACE)
+            add(ERROR, "a memory row could not be remapped", "failed", "no failure", REPLACE)
         if recent:
-            what, fix = "uncorrectable ECC errors since the driver was loaded", RESET.format(index=gpu.index)
-            outcome.add(ERROR, f"{gpu.label}: {what}", value=recent, expected=0, fix=fix)
+            add(ERROR, "uncorrectable ECC errors since the driver was loaded", recent, 0, RESET)
         if pending:
-            what, fix = "a memory row waits to be remapped", RESET.format(index=gpu.index)
-            outcome.add(WARNING, f"{gpu.label}: {what}", value="pending", expected="none pending", fix=fix)
-        if enabled != after_reboot:
-            what, fix = "the ECC mode changes at the next reboot", "reboot, so that all GPUs have the same memory"
-            value, expected = ("on", "off") if enabled else ("off", "on")
-            outcome.add(WARNING, f"{gpu.label}: {what}", value=value, expected=expected, fix=fix)
-        elif enabled == 0:
-            what, fix = "ECC is off: memory errors change results unnoticed", f"nvidia-smi -e 1 -i {gpu.index}; reboot"
-            outcome.add(WARNING, f"{gpu.label}: {what}", value="off", expected="on", fix=fix)
+            add(WARNING, "a memory row waits to be remapped", "pending", "none pending", RESET)
+        if 0 in (enabled, after_reboot):
+            what, fix = "ECC is off: memory errors change results unnoticed", "nvidia-smi -e 1 -i {index}; reboot"
+            add(WARNING, what, "off" if enabled == 0 else "off after the next reboot", "on", fix)
     return outcome
 
 
@@ -125,20 +108,15 @@ def gpu_recovery(node: NodeReadings) -> Outcome:
     """Recovery action that the driver asks for; NVSwitch fabric."""
     outcome = Outcome({})
     for gpu in node.gpus():
+        add = _adding(outcome, gpu)
         action, (fabric, status) = gpu.recovery_action() or 0, gpu.fabric() or (0, 0)
         named, state = RECOVERY_ACTIONS.get(action, f"action {action}"), FABRIC_STATES.get(fabric, f"state {fabric}")
         outcome.measured[str(gpu.index)] = {"action": named, "fabric": state}
         if action:
-            what, fix = f"{gpu.label}: the driver asks for a recovery", RESET.format(index=gpu.index)
-            outcome.add(ERROR, what, value=named, expected="none", fix=fix)
+            add(ERROR, "the driver asks for a recovery", named, "none", RESET)
         if fabric in (1, 2) or (fabric and status):
-            outcome.add(
-                ERROR,
-                f"{gpu.label}: the NVSwitch fabric is not initialised",
-                value=f"{state}, status {status}",
-                expected="completed, status 0",
-                fix="systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log",
-            )
+            value, expected = f"{state}, status {status}", "completed, status 0"
+            add(ERROR, "the NVSwitch fabric is not initialised", value, expected, FABRIC)
     return outcome
 
 
@@ -169,21 +147,15 @@ def gpu_xid(_: NodeReadings) -> Outcome:
     log = output_of("dmesg") or output_of("journalctl", "--dmesg", "--boot", "--quiet", "--no-pager")
     if log is None:
         raise NotMeasured("this user may not read the kernel log: `sudo dmesg | grep Xid`")
-    xids = parse_xids(log)
+    xids: dict[tuple[int, str], list[str]] = {}
+    for bus_id, code, message in XID_PATTERN.findall(log):
+        xids.setdefault((int(code), bus_id.lower()), []).append(message.strip())
     outcome = Outcome({"log_lines": len(log.splitlines()), "xids": [code for code, _ in xids]})
-    for (code, bus_id), messages in xids.items():
-        level, action = XID_ACTIONS.get(code, LOOK_UP)
+    for (number, bus_id), messages in xids.items():
+        level, action = XID_ACTIONS.get(number, LOOK_UP)
         value = f"{len(messages)} ×, last: {messages[-1][:120] or 'no text'}"
-        outcome.add(level, f"Xid {code} of {bus_id}", value=value, expected="none", fix=action)
+        outcome.add(level, f"Xid {number} of {bus_id}", value, "none", action)
     return outcome
-
-
-def parse_xids(kernel_log: str) -> dict[tuple[int, str], list[str]]:
-    """Return the messages of each Xid code and PCI address, in the order of their first line."""
-    found: dict[tuple[int, str], list[str]] = {}
-    for bus_id, code, message in XID_PATTERN.findall(kernel_log):
-        found.setdefault((int(code), bus_id.lower()), []).append(message.strip())
-    return found
 
 
 # -- speed
@@ -199,6 +171,7 @@ def gpu_clocks(node: NodeReadings) -> Outcome:
     """Reasons for which clocks are reduced now, temperature, power limits, highest clocks, persistence mode."""
     outcome, kinds = Outcome({}), set()
     for gpu in node.gpus():
+        add = _adding(outcome, gpu)
         reasons, celsius = gpu.throttle_reasons() or [], gpu.read("nvmlDeviceGetTemperature", TEMPERATURE)
         limit, default = (gpu.read(f"nvmlDeviceGetPowerManagement{which}Limit") for which in ("", "Default"))
         watts, clock = limit and limit / 1000, gpu.read("nvmlDeviceGetMaxClockInfo", CLOCK_SM)
@@ -208,24 +181,17 @@ def gpu_clocks(node: NodeReadings) -> Outcome:
         kinds.add(f"{gpu.read('nvmlDeviceGetName')}, {watts} W, {clock} MHz")
         if reasons:
             level = ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING
-            what, value = f"{gpu.label}: its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C"
-            fix = "check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)"
-            outcome.add(level, what, value=value, expected="no reason", fix=fix)
-        if _is_below(limit, default):
-            what, expected = f"{gpu.label}: the power limit is below its default", f"{default / 1000:g} W"
-            fix = f"nvidia-smi -i {gpu.index} -pl {default / 1000:g}"
-            outcome.add(WARNING, what, value=f"{watts:g} W", expected=expected, fix=fix)
+            add(level, "its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C", "no reason", COOLING)
+        if limit is not None and default is not None and limit < default * (1 - LIMIT_TOLERANCE):
+            normal, fix = f"{default / 1000:g}", "nvidia-smi -i {index} -pl "
+            add(WARNING, "the power limit is below its default", f"{watts:g} W", f"{normal} W", f"{fix}{normal}")
         if persistence == 0:
-            what, fix = f"{gpu.label}: persistence mode is off", "systemctl enable --now nvidia-persistenced"
-            outcome.add(WARNING, what, value="off", expected="on", fix=fix)
+            fix = "systemctl enable --now nvidia-persistenced"
+            add(WARNING, "persistence mode is off", "off", "on", fix)
     if len(kinds) > 1:
         what, fix = "the node's GPUs differ: the slowest sets the pace of all", "GPUs of one kind; nvidia-smi -pl, -rgc"
-        outcome.add(WARNING, what, value="; ".join(sorted(kinds)), expected="the same on all GPUs", fix=fix)
+        outcome.add(WARNING, what, "; ".join(sorted(kinds)), "the same on all GPUs", fix)
     return outcome
-
-
-def _is_below(value: float | None, normal: float | None) -> bool:
-    return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
 
 
 @node_check(
@@ -237,81 +203,9 @@ def gpu_processes(node: NodeReadings) -> Outcome:
     outcome = Outcome({})
     for gpu in node.gpus():
         processes = gpu.read("nvmlDeviceGetComputeRunningProcesses") or []
-        outcome.measured[str(gpu.index)] = [process.pid for process in processes]
+        pids = outcome.measured[str(gpu.index)] = [process.pid for process in processes]
         if processes:
-            pids = ",".join(str(process.pid) for process in processes)
-            outcome.add(
-                NOTE,
-                f"{gpu.label}: other processes use it",
-                value=gib(sum(process.usedGpuMemory or 0 for process in processes)),
-                expected="none, before a job starts",
-                fix=f"`ps -fp {pids}` shows whose they are; end those that are left over",
-            )
+            held = gib(sum(process.usedGpuMemory or 0 for process in processes))
+            fix = f"`ps -fp {','.join(map(str, pids))}` shows whose they are; end those that are left over"
+            _adding(outcome, gpu)(NOTE, "other processes use it", held, "none, before a job starts", fix)
     return outcome
-
-
-# -- connections
-
-
-@node_check(
-    threshold="fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
-    source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
-)
-def gpu_pcie(node: NodeReadings) -> Outcome:
-    """PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts."""
-    outcome = Outcome({})
-    for gpu in node.gpus():
-        width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
-        possible, generation = (gpu.read(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "GpuMax"))
-        outcome.measured[str(gpu.index)] = {"width": width, "max_width": max_width, "generation": possible}
-        if _is_below(width, max_width):
-            what, fix = "PCIe runs with fewer lanes", "reseat the card, or choose a slot with all lanes"
-            outcome.add(WARNING, f"{gpu.label}: {what}", value=f"{width}x", expected=f"{max_width}x", fix=fix)
-        if _is_below(possible, generation):
-            what, fix = "the slot or a switch has an older PCIe generation", "dmesg | grep -i 'limited by'"
-            outcome.add(NOTE, f"{gpu.label}: {what}", value=possible, expected=generation, fix=fix)
-    return outcome
-
-
-@node_check(
-    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
-    "access: NCCL copies through host memory",
-    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
-    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-)
-def gpu_links(node: NodeReadings) -> Outcome:
-    """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
-    gpus, outcome, active = node.gpus(), Outcome({}), 0
-    for gpu in gpus:
-        states = {link: gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)}
-        inactive = [link for link, state in states.items() if state == 0]
-        outcome.measured[str(gpu.index)] = {"active_nvlinks": sum(state == 1 for state in states.values())}
-        active += outcome.measured[str(gpu.index)]["active_nvlinks"]
-        if inactive:
-            what, fix = f"{gpu.label}: NVLinks are inactive", "reset the GPUs, or reboot the node"
-            outcome.add(WARNING, what, value=", ".join(map(str, inactive)), expected="all active", fix=fix)
-        for link in (link for link, state in states.items() if state == 1):
-            counts = [gpu.read("nvmlDeviceGetNvLinkErrorCounter", link, counter) for counter in range(4)]
-            errors = [f"{count} {name}" for name, count in zip(NVLINK_COUNTERS, counts, strict=True) if count]
-            if errors:
-                what, fix = f"{gpu.label} link {link}: errors on the NVLink", "if they grow in a run, report the GPU"
-                outcome.add(WARNING, what, value=", ".join(errors), expected=0, fix=fix)
-    kind = common_gpu(node.gpu_names)
-    has_nvlink = kind is not None and kind.nvlink_bytes_per_second is not None and active > 0
-    if has_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
-        what, fix = "pairs of GPUs without NVLink", "keep tensor parallelism to pairs with NVLink"
-        outcome.add(WARNING, what, value=", ".join(pairs), expected="NVLink between all", fix=fix)
-    if pairs := _refused_pairs(gpus, PEER_READ):
-        what = "pairs of GPUs have no peer access"
-        fix = "turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none"
-        outcome.add(WARNING, what, value=", ".join(pairs), expected="all pairs", fix=fix)
-    return outcome
-
-
-def _refused_pairs(gpus: list[Nvml], capability: int) -> list[str]:
-    """`0-3` for each pair that NVML says to lack a capability of peer access."""
-    statuses = {
-        f"{first.index}-{second.index}": first.read("nvmlDeviceGetP2PStatus", second.handle, capability)
-        for first, second in combinations(gpus, 2)
-    }
-    return [pair for pair, status in statuses.items() if status not in (PEER_OK, None)]

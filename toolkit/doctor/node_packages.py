@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.errors import EXIT_INVALID_INPUT
 from toolkit.hardware.gpus import installed_gpus
@@ -27,8 +27,7 @@ GPU_PACKAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeftOut:
+class LeftOut(NamedTuple):
     """A part that is not installed."""
 
     part: str
@@ -37,36 +36,27 @@ class LeftOut:
     """The line that adds it."""
 
 
-def missing_gpu_packages() -> list[str]:
-    """Return the modules of the extra `gpu` that cannot be imported."""
-    return [module for module in GPU_PACKAGES if not is_importable(module)]
+def left_out() -> list[LeftOut]:
+    """Return the parts that are not installed here, with the reason for each."""
+    has_gpu, parts = bool(installed_gpus()), []
+    missing = [f"{module} ({purpose})" for module, purpose in GPU_PACKAGES.items() if not is_importable(module)]
+    if missing:
+        reason = "they are not installed" if has_gpu else "there is no NVIDIA GPU here"
+        parts.append(LeftOut(f"GPU packages: {'; '.join(missing)}", reason, INSTALL_GPU_PACKAGES))
+    if has_gpu and installed_version("torch") and torch_cuda_version() is None:
+        reason = f"torch {installed_version('torch')} is a CPU build, so no GPU would be used"
+        parts.append(LeftOut("CUDA", reason, "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"))
+    if has_gpu and find_nvcc() is None:
+        toolkit = f"the CUDA toolkit {torch_cuda_version() or ''}".strip()
+        add = f"install {toolkit} (https://developer.nvidia.com/cuda-downloads), then export CUDA_HOME=/usr/local/cuda"
+        part = "DeepSpeed's own CUDA kernels (preset zeropp, fused optimizers)"
+        parts.append(LeftOut(part, "there is no nvcc", add))
+    return parts
 
 
 def needed_extras() -> list[str]:
     """Return the extras of pyproject.toml that this node can use and does not have."""
-    return ["gpu"] if installed_gpus() and missing_gpu_packages() else []
-
-
-def left_out() -> list[LeftOut]:
-    """Return the parts that are not installed here, with the reason for each."""
-    has_gpu, missing = bool(installed_gpus()), missing_gpu_packages()
-    found = []
-    if missing:
-        purposes = "; ".join(f"{module} ({GPU_PACKAGES[module]})" for module in missing)
-        reason = "they are not installed" if has_gpu else "there is no NVIDIA GPU here"
-        found.append(LeftOut(part=f"GPU packages: {purposes}", reason=reason, add=INSTALL_GPU_PACKAGES))
-    if not has_gpu:
-        return found
-    if installed_version("torch") and torch_cuda_version() is None:
-        reason = f"torch {installed_version('torch')} is a CPU build, so no GPU would be used"
-        add = "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"
-        found.append(LeftOut(part="CUDA", reason=reason, add=add))
-    if find_nvcc() is None:
-        toolkit = f"the CUDA toolkit {torch_cuda_version() or ''}".strip()
-        add = f"install {toolkit} (https://developer.nvidia.com/cuda-downloads), then export CUDA_HOME=/usr/local/cuda"
-        part, reason = "DeepSpeed's own CUDA kernels (preset zeropp, fused optimizers)", "there is no nvcc"
-        found.append(LeftOut(part=part, reason=reason, add=add))
-    return found
+    return ["gpu"] if installed_gpus() and not all(map(is_importable, GPU_PACKAGES)) else []
 
 
 def find_nvcc() -> Path | None:

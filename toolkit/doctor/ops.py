@@ -46,12 +46,8 @@ ASYNC_IO_BUILDERS = dict(zip(ASYNC_IO_OPS, ("PinMemoryBuilder", "AsyncIOBuilder"
 _LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.argv[1:])"
 
 
-def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
-    """Compile the ops that are missing, and return the seconds that took (0.0 if none was missing).
-
-    Raises ToolkitError without DeepSpeed or a compiler, if compilation fails, and for a folder that this user cannot
-    write, or that another one may.
-    """
+def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
+    """Compile the ops that are missing. Raises ToolkitError where that fails, and for a folder of others."""
     missing_libraries = [name for name in ("torch", "deepspeed") if installed_version(name) is None]
     if missing_libraries:
         hint = f"make setup   (in the clone), or pip install {' '.join(missing_libraries)}"
@@ -59,22 +55,20 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
     check_extensions_folder()
     if are_compiled(builders):
         _log(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")
-        return 0.0
+        return
     check_compiler()
     with _exclusive(extensions_folder()) as folder:
         for op in builders:
             _drop_stale_lock(op_lock(folder, op))
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
-            return 0.0
+            return
         _log(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about a minute each on two cores, once")
         started = time.monotonic()
         _compile_in_child_process(folder / "compile.log", list(missing.values()))
         for op in missing:
             op_library(folder, op).touch()
-        seconds = time.monotonic() - started
-    _log(f"compiled in {seconds:.0f} s into {folder}")
-    return seconds
+        _log(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
 
 
 def load_ops(builders: Sequence[str]) -> None:
@@ -136,27 +130,19 @@ def _exclusive(folder: Path) -> Iterator[Path]:
             f"cannot write the compiled ops to {folder}: {error.strerror}", hint="set TOOLKIT_CACHE to another folder"
         ) from error
     with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log("another process is compiling DeepSpeed's CPU ops; waiting for it")
-            fcntl.flock(stream, fcntl.LOCK_EX)
+        fcntl.flock(stream, fcntl.LOCK_EX)
         yield folder
 
 
 def _drop_stale_lock(lock: Path) -> None:
-    """A killed compilation leaves torch's lock file, for which every later load would wait forever."""
-    if lock.exists() and not _is_open_in_any_process(lock):
-        lock.unlink(missing_ok=True)
-
-
-def _is_open_in_any_process(path: Path) -> bool:
-    """The holder of torch's lock keeps the file open."""
+    """Remove the lock of a killed compilation, for which torch waits forever; a holder keeps the file open."""
+    if not lock.exists():
+        return
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process ended, or belongs to another user
-            if descriptor.readlink() == path.resolve():
-                return True
-    return False
+            if descriptor.readlink() == lock.resolve():
+                return
+    lock.unlink(missing_ok=True)
 
 
 def _log(line: str) -> None:
@@ -168,15 +154,11 @@ def main(argv: Sequence[str] = ()) -> int:
     if list(argv) not in ([], ["--async-io"]):
         _log("error: the only option is --async-io")
         return EXIT_INVALID_INPUT
-    return exit_code_of(lambda: _compile(with_async_io=bool(argv)))
-
-
-def _compile(*, with_async_io: bool) -> None:
-    if not with_async_io or has_libaio_header():
-        compile_ops(CPU_OPS | (ASYNC_IO_BUILDERS if with_async_io else {}))
-    else:
-        compile_ops()
+    builders = CPU_OPS | (ASYNC_IO_BUILDERS if argv and has_libaio_header() else {})
+    code = exit_code_of(lambda: compile_ops(builders))
+    if argv and not code and len(builders) == len(CPU_OPS):
         _log(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
+    return code
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 
 from toolkit.cache import check_extensions_folder, extensions_folder
-from toolkit.doctor.checks import ERROR, NOTE, WARNING, Outcome, node_check
-from toolkit.doctor.collectors import NCCL_PACKAGES, compiled_ops, compiler_versions, driver_cuda_version
+from toolkit.doctor.checks import ERROR, NOTE, WARNING, NodeReadings, Outcome, node_check
+from toolkit.doctor.environment_report import NCCL_PACKAGES, compiled_ops, compiler_versions, driver_cuda_version
 from toolkit.doctor.node_packages import find_nvcc, left_out
-from toolkit.doctor.node_readings import NodeReadings
 from toolkit.doctor.ops import CPU_OPS, check_compiler
 from toolkit.errors import ToolkitError
 from toolkit.hardware.node import library_versions
@@ -26,7 +25,7 @@ def libraries(_: NodeReadings) -> Outcome:
     if missing:
         packages = " ".join(name for name in missing if name != "finetune-toolkit")
         fix = f"make setup   (in the clone, then `source .venv/bin/activate`), or pip install {packages}"
-        outcome.add(ERROR, "libraries are not installed", value=", ".join(missing), expected="installed", fix=fix)
+        outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", fix)
     return outcome
 
 
@@ -39,22 +38,14 @@ def cuda(node: NodeReadings) -> Outcome:
     torch, built, driver = installed_version("torch"), torch_cuda_version(), driver_cuda_version()
     outcome = Outcome({"torch": torch, "built_for": built, "driver_supports": driver})
     if torch is not None and built is None and node.has_gpu:
-        outcome.add(
-            ERROR,
-            "torch is a CPU build: no GPU would be used",
-            value="CPU",
-            expected=f"a build for CUDA {driver or 'of the driver'}",
-            fix="make clean setup, without an index of CPU builds in TORCH_PIP_ARGS",
-        )
+        fix = "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"
+        expected = f"a build for CUDA {driver or 'of the driver'}"
+        outcome.add(ERROR, "torch is a CPU build: no GPU would be used", "CPU", expected, fix)
     elif built and driver and version_numbers(built)[:2] > version_numbers(driver)[:2]:
         newer = version_numbers(built)[0] > version_numbers(driver)[0]
-        outcome.add(
-            ERROR if newer else NOTE,
-            "the driver is older than torch's CUDA" + ("" if newer else "; minor versions are compatible"),
-            value=f"CUDA {driver}",
-            expected=f"CUDA {built} or newer",
-            fix=f"update the driver, or install a torch built for CUDA {driver} (TORCH_PIP_ARGS)",
-        )
+        what = "the driver is older than torch's CUDA" + ("" if newer else "; minor versions are compatible")
+        fix = f"update the driver, or install a torch built for CUDA {driver} (TORCH_PIP_ARGS)"
+        outcome.add(ERROR if newer else NOTE, what, f"CUDA {driver}", f"CUDA {built} or newer", fix)
     return outcome
 
 
@@ -71,21 +62,12 @@ def nccl(_: NodeReadings) -> Outcome:
     installed = ", ".join(f"{name} {version}" for name, version in packages.items())
     if len(packages) > 1:
         keep = f"nvidia-nccl-cu{(torch_cuda_version() or '12').partition('.')[0]}"
-        outcome.add(
-            WARNING,
-            "two NCCL packages overwrite each other's files",
-            value=installed,
-            expected=keep,
-            fix=f"pip uninstall {' '.join(set(packages) - {keep})} && pip install --force-reinstall --no-deps {keep}",
-        )
+        fix = f"pip uninstall {' '.join(set(packages) - {keep})} && pip install --force-reinstall --no-deps {keep}"
+        outcome.add(WARNING, "two NCCL packages overwrite each other's files", installed, keep, fix)
     if others:
-        outcome.add(
-            WARNING,
-            "another NCCL on LD_LIBRARY_PATH may replace the one of torch",
-            value=others[0],
-            expected=installed or "torch's own",
-            fix="remove its folder from LD_LIBRARY_PATH, unless the provider asks for it",
-        )
+        what = "another NCCL on LD_LIBRARY_PATH may replace the one of torch"
+        fix = "remove its folder from LD_LIBRARY_PATH, unless the provider asks for it"
+        outcome.add(WARNING, what, others[0], installed or "torch's own", fix)
     return outcome
 
 
@@ -99,9 +81,7 @@ def packages(node: NodeReadings) -> Outcome:
     outcome = Outcome({"left_out": [part.part for part in parts]})
     for part in parts:
         level, what = WARNING if node.has_gpu else NOTE, f"{part.part}: {part.reason}"
-        outcome.add(
-            level, what, value="not installed", expected="installed, if a run uses it", fix=part.add or "nothing"
-        )
+        outcome.add(level, what, "not installed", "installed, if a run uses it", part.add)
     return outcome
 
 
@@ -117,14 +97,14 @@ def compilers(_: NodeReadings) -> Outcome:
     try:
         check_compiler()
     except ToolkitError as error:
-        outcome.add_refusal(error, level=ERROR, value="missing", expected="a C++ compiler with Python's headers")
+        outcome.add_refusal(error, "missing", "a C++ compiler with Python's headers")
     if versions["ninja"] is None and shutil.which("ninja") is None and installed_version("ninja") is None:
         what = "ninja is missing: DeepSpeed's ops are not compiled"
-        outcome.add(WARNING, what, value="missing", expected="installed", fix="pip install ninja")
+        outcome.add(WARNING, what, "missing", "installed", "pip install ninja")
     release = re.search(r"release (\d+)\.\d+", versions["nvcc"] or "")
     if release and built and release[1] != built.partition(".")[0]:
         what = "nvcc is of another CUDA than torch: DeepSpeed's CUDA ops do not compile"
-        outcome.add(WARNING, what, value=release[0], expected=built, fix=f"export CUDA_HOME=/usr/local/cuda-{built}")
+        outcome.add(WARNING, what, release[0], built, f"export CUDA_HOME=/usr/local/cuda-{built}")
     return outcome
 
 
@@ -139,14 +119,10 @@ def ops(_: NodeReadings) -> Outcome:
     try:
         check_extensions_folder()
     except ToolkitError as error:
-        outcome.add_refusal(error, level=ERROR, value="writable by others", expected="writable by you only")
+        outcome.add_refusal(error, "writable by others", "writable by you only")
     missing = [op for op in CPU_OPS if not compiled.get(op, True)]
     if missing:
-        outcome.add(
-            NOTE,
-            "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it",
-            value=", ".join(missing),
-            expected="compiled once, before the job",
-            fix="python -m toolkit.doctor.ops",
-        )
+        what = "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it"
+        fix = "python -m toolkit.doctor.ops"
+        outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", fix)
     return outcome

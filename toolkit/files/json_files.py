@@ -1,15 +1,23 @@
-"""JSON files, read with limits on size, depth and numbers."""
+"""JSON files and JSON lines, read with limits on size, depth and numbers.
+
+Lines are appended by a process that may be killed at any byte: a last line without its line feed was cut off and is
+left out; any other line that is no object is an error, with its number.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import MAX_TEXT_BYTES, read_text
+from toolkit.files.reading import MAX_TEXT_BYTES, OverLimit, open_file, read_text
 from toolkit.files.value_limits import RECORDS, Limits, check_values
+from toolkit.units import MIB
+
+MAX_LINES_BYTES = 4096 * MIB
 
 
 def read_json(path: Path, *, limits: Limits = RECORDS, max_bytes: int = MAX_TEXT_BYTES, allow_nan: bool = False) -> Any:
@@ -66,3 +74,59 @@ def as_mapping(content: Any, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ToolkitError(f"{name} holds {type(content).__name__}, expected keys and values")
     return content
+
+
+class JsonLine(NamedTuple):
+    """One complete line."""
+
+    number: int
+    """From 1, as an editor counts."""
+    content: dict[str, Any]
+
+
+def read_json_lines(
+    path: Path,
+    *,
+    max_bytes: int = MAX_LINES_BYTES,
+    max_line_bytes: int = MAX_TEXT_BYTES,
+    max_lines: int | None = None,
+    allow_nan: bool = False,
+    hint: str | None = None,
+) -> Iterator[JsonLine]:
+    """Yield the complete lines of a file, without blank ones.
+
+    Raises ToolkitError as `open_file` does, and with `hint` for a line that is not a JSON object; OverLimit for a
+    larger file or line.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OverLimit(f"{path} has more than {max_bytes // MIB} MiB, more than any file of its kind")
+        for number, line in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), start=1):
+            name = line_name(path, number)
+            if max_lines is not None and number > max_lines:
+                raise OverLimit(f"{path} has more than {max_lines:,} lines, more than any file of its kind")
+            if len(line) > max_line_bytes:
+                raise OverLimit(f"{name}: longer than {max_line_bytes:,} bytes")
+            if not line.endswith(b"\n"):
+                return
+            if line.strip():
+                try:
+                    content = as_mapping(parse_json(line.decode(), name, allow_nan=allow_nan, is_line=True), name)
+                except UnicodeDecodeError as error:
+                    raise ToolkitError(f"{name}: not UTF-8 text (byte {error.start})", hint=hint) from None
+                except ToolkitError as error:
+                    raise type(error)(error.message, hint=error.hint or hint) from None
+                yield JsonLine(number, content)
+
+
+def line_name(path: Path, number: int) -> str:
+    """Return what messages call a line."""
+    return f"{path}, line {number}"
+
+
+def complete_bytes(path: Path) -> int:
+    """Return the size of a file without a last line that was cut off; 0 without a file."""
+    if not path.exists():
+        return 0
+    with open_file(path) as file:
+        return sum(len(line) for line in file if line.endswith(b"\n"))

@@ -1,19 +1,24 @@
-"""The weights of a model folder, as its index and the headers of its safetensors files describe them. No torch."""
+"""The weights of a model folder: read from the headers of its safetensors files, without torch, and written."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import shlex
 import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
 from toolkit.files.reading import open_file
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -107,11 +112,46 @@ def no_safetensors(folder: Path) -> ToolkitError:
         return ToolkitError(
             f"{folder} has no {SINGLE_FILE}, {INDEX} or {ADAPTER_FILE}", hint="copy or download it again"
         )
-    script = (
-        "import sys; from transformers import AutoModelForCausalLM as A;"
-        " A.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
-    )
     return ToolkitError(
         f"{folder} has its weights in pickles ({_PICKLED}), expected safetensors: a pickle can run code",
-        hint=f"convert them, which needs memory for the model: `python -c '{script}' {shlex.quote(str(folder))}`",
+        hint="load it with transformers where you trust it, and `save_pretrained` it again",
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor to be written: `read` is called when its turn comes, and its result is cast to `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+def write_file(path: Path, tensors: Sequence[SavedTensor]) -> None:
+    """Write one safetensors file, one tensor at a time, while other threads run.
+
+    The library's own writer needs all tensors of a file in memory at once, and holds the GIL until they are written;
+    the format's header needs only names, dtypes and shapes (https://github.com/huggingface/safetensors#format).
+    """
+    import torch
+
+    codes = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    codes |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        span = [offset, offset := offset + tensor.bytes]
+        header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            values = tensor.read().to(tensor.dtype).contiguous()
+            assert tuple(values.shape) == tensor.shape, f"{tensor.name}: {tuple(values.shape)}, expected {tensor.shape}"
+            file.write(memoryview(values.view(-1).view(torch.uint8).numpy()))

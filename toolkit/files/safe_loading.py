@@ -27,33 +27,25 @@ DEEPSPEED_CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-ENGINE_CLASSES = frozenset(
-    {
-        *DEEPSPEED_CLASSES,
-        "torchao.optim.subclass_4bit.OptimState4bit",
-        "torchao.optim.subclass_8bit.OptimState8bit",
-        # The random states, which the Trainer loads with a list of its own.
-        *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
-    }
+ENGINE_CLASSES = (
+    *DEEPSPEED_CLASSES,
+    *("torchao.optim.subclass_4bit.OptimState4bit", "torchao.optim.subclass_8bit.OptimState8bit"),
+    # The random states, which the Trainer loads with a list of its own.
+    *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
 )
-_DCP = "torch.distributed.checkpoint"
 _DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "uint8")
-_DCP_KINDS = (
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-)
-DCP_CLASSES = frozenset(
-    {
-        *("pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout", f"{_DCP}.filesystem._StorageInfo"),
-        *(f"torch.{name}" for name in _DTYPES),
-        *(f"{_DCP}.metadata.{name}" for name in _DCP_KINDS),
-    }
+DCP_CLASSES = (
+    *("pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout", *(f"torch.{name}" for name in _DTYPES)),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *(f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")),
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    ),
 )
 DCP_METADATA = ".metadata"
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 NEVER_LOADED = ("training_args.bin",)
-# DeepSpeed loads the folder that such a file names.
-FOLDER_NAMES = ("latest", "latest_universal")
 MAX_METADATA_BYTES = 512 * 2**20
 # A tensor described as fp32 may be stored in 8 bits (torchao's optimizer states).
 EXPANSION = 4
@@ -65,7 +57,7 @@ def check_checkpoint(folder: Path) -> None:
     Raises ToolkitError with the file and the name. This is for the message: the loads themselves refuse it, too.
     """
     for path in sorted(folder.rglob("*")):
-        if path.name in FOLDER_NAMES:
+        if path.name in ("latest", "latest_universal"):  # DeepSpeed loads the folder that such a file names
             read_folder_name(path)
         elif path.name == DCP_METADATA:
             read_dcp_metadata(path.parent)

@@ -11,6 +11,7 @@ every user can, have `***`: `separate_secrets` and `restore_secrets`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -72,14 +73,10 @@ def _secrets_in(content: Any) -> Iterator[str]:
             yield from _secrets_in(value)
 
 
-def _json_mapping(text: str) -> dict[str, Any] | None:
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+def _json_mapping(text: str) -> Any:
+    """The object in a text that is JSON; None in any other."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text) if text.lstrip().startswith("{") else None
 
 
 def hide_secrets(value: Any, *, known: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Any:
@@ -132,11 +129,7 @@ def hide_words(words: Sequence[str]) -> list[str]:
 
 
 def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys and values with the secrets among them replaced, by their keys and by their shape, and remember them.
-
-    >>> hide_settings({"hub_token": "a-token", "logging": {"api_key": "a-key"}, "use_auth_token": True})
-    {'hub_token': '***', 'logging': {'api_key': '***'}, 'use_auth_token': True}
-    """
+    """Return keys and values with the secrets among them replaced, by their keys and shapes, and remember them."""
 
     def named(content: Any) -> Any:
         if isinstance(content, list):

@@ -1,19 +1,31 @@
-"""Limits on values that were read from JSON or YAML: how many, how deep, and which numbers."""
+"""Values that were read from JSON or YAML: how many, how deep, which numbers, and the words for one that is refused."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_SHOWN_PATH = 400
+MAX_LISTED = 20
 # Half of a UTF-16 pair, which `\ud800` in JSON makes; no text with one can be written to a file.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_EXPECTED = {
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "expected keys and values"),
+    **dict.fromkeys(("tuple_type", "list_type"), "expected a list"),
+    "too_long": "expected fewer",
+    "too_short": "expected more",
+}
+_BOUNDS = {"greater_than_equal": "at least", "greater_than": "more than", "less_than_equal": "at most"}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +55,7 @@ TOKENIZER = Limits(values=5_000_000, depth=64, integer_bits=128)
 
 
 def shown(value: Any, *, limit: int = MAX_SHOWN) -> str:
-    """Return a value for a message: escaped, and cut to 80 characters or another limit.
-
-    >>> shown("\x1b[31m"), len(shown("x" * 5000))
-    ("'\\\\x1b[31m'", 80)
-    """
+    """Return a value for a message: escaped, and cut to 80 characters or another limit."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -65,7 +73,7 @@ def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = F
     """Raise ToolkitError for values beyond the limits and for numbers and text that no file of ours holds.
 
     Those are integers of more bits than `limits` allows, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and
-    infinities. The message says where the value is.
+    infinities. The message says under which key or index the value is.
     """
     pending: list[tuple[Any, int]] = [([content], 0)]
     seen = 0
@@ -80,8 +88,9 @@ def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = F
             elif value is not None and kind is not bool:
                 problem = _problem(value, limits, allow_nan=allow_nan)
                 if problem is not None:
-                    error = OverLimit if isinstance(value, str) and len(value) > limits.characters else ToolkitError
-                    raise error(f"{_place(content, value, name)} {problem}")
+                    items = collection.items() if isinstance(collection, dict) else enumerate(collection)
+                    key = next((key for key, each in items if each is value), None)
+                    raise ToolkitError(f"{name}{'' if key is None or not depth else f': {_path((key,))}'} {problem}")
 
 
 def _problem(value: Any, limits: Limits, *, allow_nan: bool) -> str | None:
@@ -99,21 +108,50 @@ def _problem(value: Any, limits: Limits, *, allow_nan: bool) -> str | None:
     return None
 
 
-def _place(content: Any, wanted: object, name: str) -> str:
-    """Where a value is: `results.json: rows[0].losses[3]`."""
-    pending: list[tuple[str, Any]] = [("", content)]
-    while pending:
-        place, value = pending.pop()
-        if value is wanted:
-            return f"{name}: {place.lstrip('.')}" if place else name
-        if isinstance(value, dict):
-            pending += [(f"{place}.{shown_key(key)}", item) for key, item in value.items()]
-        elif isinstance(value, list):
-            pending += [(f"{place}[{index}]", item) for index, item in enumerate(value)]
-    return name  # a key
-
-
 def shown_key(key: object) -> str:
     """Return a key for a message: escaped and cut only if it has to be."""
     text = str(key)
     return text if len(text) <= MAX_SHOWN and text.isprintable() else shown(text)
+
+
+def validate(adapter: TypeAdapter[_T], content: Any, name: str) -> _T:
+    """Return `content` as the adapter's type.
+
+    Raises ToolkitError with the first value of another type, in a file that messages call `name`.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return adapter.validate_python(content)
+    except ValidationError as error:
+        raise ToolkitError(f"{name}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """Return the first place where a document does not match its type, with all keys that are missing there.
+
+    >>> from pydantic import ValidationError, create_model
+    >>> try:
+    ...     create_model("Trial", steps=list[int], name=str).model_validate({"steps": [1, "two"]})
+    ... except ValidationError as error:
+    ...     explain(error)
+    "steps[1] is 'two', expected a valid integer, unable to parse string as an integer"
+    """
+    errors = error.errors(include_url=False)
+    first, place = errors[0], errors[0]["loc"][:-1]
+    missing = [str(each["loc"][-1]) for each in errors if each["type"] == "missing" and each["loc"][:-1] == place]
+    if missing:
+        return f"{_path(place)} has no {', '.join(missing)}"
+    message, value = first["msg"][:200].removeprefix("Value error, "), first["input"]
+    if first["type"] == "value_error" and isinstance(value, dict):
+        return f"{_path(first['loc'])}: {message}" if first["loc"] else message
+    if first["type"] in _BOUNDS:
+        message = f"expected {_BOUNDS[first['type']]} {next(iter(first['ctx'].values())):g}"
+    expected = _EXPECTED.get(first["type"]) or message.replace("Input should be", "expected")
+    given = f"a list of {len(value):,} values" if isinstance(value, list) and len(value) > MAX_LISTED else shown(value)
+    return f"{_path(first['loc'])} is {given}, {expected}"
+
+
+def _path(place: tuple[int | str, ...]) -> str:
+    words = "".join(f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" for part in place)
+    return words.removeprefix(".") or "it"

@@ -43,10 +43,6 @@ def read_configuration(path: Path) -> dict[str, Any]:
 
 def parse_yaml(text: str, name: str, *, limits: Limits = CONFIGURATION) -> Any:
     """Return the value in a text that messages call `name`.
-
-    >>> parse_yaml("a: &a [1, 2]\\nb: *a", "mine.yaml")
-    {'a': [1, 2], 'b': [1, 2]}
-
     Raises ToolkitError for malformed YAML, with its line; for more or deeper values than `limits`, counting an alias as
     often as it is used; for tags that name objects; and for numbers that are not finite or beyond 64 bits.
     """
@@ -70,43 +66,36 @@ def check_yaml(text: str, name: str, limits: Limits) -> None:
 
     An alias counts as often as it is used: a few lines of them can stand for billions of values.
     """
-    # Anchor, values and depth of each collection that is not closed yet; the first stands for the whole text.
-    around: list[tuple[str | None, int, int]] = [(None, 0, 0)]
-    known: dict[str, tuple[int, int]] = {}
+    around: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values of each collection that is not closed yet
+    anchored: dict[str, int] = {}
     try:
         for event in yaml.parse(text, Loader=LOADER):
-            if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent):
-                _check_tag(event.tag, name)
+            tag = getattr(event, "tag", None)
+            if tag is not None and tag not in PLAIN_TAGS and tag != "!":
+                raise ToolkitError(
+                    f"{name} has a value with the tag {tag[:80]!r}, which names an object; nothing was executed",
+                    hint="use only plain keys, numbers and strings",
+                )
             if isinstance(event, yaml.CollectionStartEvent):
-                around.append((event.anchor, 1, 1))
-                limits.check(name, values=len(around), depth=len(around) - 1)
+                around.append((event.anchor, 1))
+                limits.check(name, values=0, depth=len(around) - 1)
                 continue
             if isinstance(event, yaml.CollectionEndEvent):
-                anchor, values, depth = around.pop()
+                anchor, values = around.pop()
             elif isinstance(event, yaml.ScalarEvent):
-                anchor, values, depth = event.anchor, 1, 1
+                anchor, values = event.anchor, 1
                 if len(event.value) > MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(event.value):
                     raise ToolkitError(f"{name} has a number of {len(event.value):,} characters")
             elif isinstance(event, yaml.AliasEvent):
                 alias = str(event.anchor)
-                if alias in [anchor for anchor, _, _ in around]:
+                if any(anchor == alias for anchor, _ in around):
                     raise ToolkitError(f"{name} has an alias *{alias[:40]} inside of what it stands for")
-                anchor, (values, depth) = None, known.get(alias, (1, 1))
+                anchor, values = None, anchored.get(alias, 1)
             else:
                 continue
             if anchor is not None:
-                known[anchor] = (values, depth)
-            parent, values_before, deepest = around[-1]
-            around[-1] = (parent, values_before + values, max(deepest, depth + 1))
-            total = sum(counted for _, counted, _ in around)
-            limits.check(name, values=total, depth=len(around) - 1 + depth)
+                anchored[anchor] = values
+            around[-1] = (around[-1][0], around[-1][1] + values)
+            limits.check(name, values=around[-1][1], depth=0)
     except (yaml.YAMLError, ValueError) as error:
         raise not_yaml(name, error) from None
-
-
-def _check_tag(tag: str | None, name: str) -> None:
-    if tag is not None and tag not in PLAIN_TAGS and tag != "!":
-        raise ToolkitError(
-            f"{name} has a value with the tag {tag[:80]!r}, which names an object; nothing was executed",
-            hint="use only plain keys, numbers and strings",
-        )

@@ -13,9 +13,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "afs"}
@@ -50,10 +51,7 @@ class DiskRates:
 
 
 def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
-    """Return the mount with the longest path above the folder; the later of two with the same path.
-
-    `mounts` is the text of /proc/mounts, which is read if it is not given.
-    """
+    """Return the mount of a folder, the last with the longest path above it; `mounts` is the text of /proc/mounts."""
     if mounts is None:
         mounts = Path("/proc/mounts").read_text("utf-8", errors="replace")
     target, found = folder.resolve(), None
@@ -76,6 +74,15 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def disk_facts(folder: Path) -> dict[str, Any]:
+    """Return file system, size and free space of the disk of an existing folder."""
+    usage, mount = shutil.disk_usage(folder), None
+    with suppress(OSError):
+        mount = mount_of(folder)
+    filesystem = None if mount is None else mount.filesystem
+    return {"filesystem": filesystem, "total_bytes": usage.total, "free_bytes": usage.free}
+
+
 def try_direct_io(folder: Path) -> None:
     """Write one aligned block with direct I/O. Raises OSError if the disk does not support it."""
     with _direct_file(folder) as descriptor, mmap.mmap(-1, BLOCK_BYTES) as block:
@@ -87,21 +94,17 @@ def measure_rates(folder: Path) -> DiskRates:
     """Measure rates with a temporary file of up to 256 MiB, written and read for about a second each."""
     with _direct_file(folder) as descriptor, mmap.mmap(-1, CHUNK_BYTES) as chunk:
         chunk[:] = os.urandom(CHUNK_BYTES)  # some disks do not store zeros
-        started = time.monotonic()
-        written = 0
+        started, written = time.monotonic(), 0
         while written < PROBE_BYTES and time.monotonic() - started < PROBE_SECONDS:
             written += os.write(descriptor, chunk)
         os.fdatasync(descriptor)
-        write_seconds = time.monotonic() - started
+        write_rate = written / (time.monotonic() - started)
         os.lseek(descriptor, 0, os.SEEK_SET)
-        started = time.monotonic()
-        read = 0
+        started, read = time.monotonic(), 0
         while read < written and time.monotonic() - started < PROBE_SECONDS:
             read += os.readv(descriptor, [chunk])
-        read_seconds = time.monotonic() - started
-    return DiskRates(
-        write_bytes_per_second=round(written / write_seconds), read_bytes_per_second=round(read / read_seconds)
-    )
+        read_rate = read / (time.monotonic() - started)
+    return DiskRates(write_bytes_per_second=round(write_rate), read_bytes_per_second=round(read_rate))
 
 
 @contextmanager

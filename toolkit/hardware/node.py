@@ -1,23 +1,26 @@
-"""This node as facts for run.json: processor, memory, disks, git commit, library versions.
+"""This node as facts for run.json, and the limits of its kernel on this process: of its cgroups and its own.
 
->>> sorted(library_versions())[0]
-'accelerate'
+>>> cpu_cores("150000 100000")
+1.5
+
+A limit is None where nothing is limited or nothing can be read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-import shutil
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
-from toolkit.hardware.disks import mount_of
 from toolkit.hardware.gpus import describe_gpus
 from toolkit.hardware.system_text import output_of, text_of
 from toolkit.versions import installed_version
 
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CAP_IPC_LOCK = 14  # linux/capability.h
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "finetune-toolkit")
 
 
@@ -28,8 +31,10 @@ def library_versions() -> dict[str, str | None]:
 
 def describe_node() -> dict[str, Any]:
     """Return processor, usable cores, host memory in bytes, operating system, and GPUs as the driver names them."""
+    lines = (text_of(Path("/proc/cpuinfo")) or "").splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": _cpu_name(),
+        "cpu": next(names, None) or platform.processor() or None,
         "cpu_count": len(os.sched_getaffinity(0)),
         "host_memory_bytes": host_memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
@@ -38,24 +43,9 @@ def describe_node() -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str | None:
-    lines = (text_of(Path("/proc/cpuinfo")) or "").splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, None) or platform.processor() or None
-
-
 def host_memory_bytes() -> int:
     """Return the memory of this node, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def disk_facts(folder: Path) -> dict[str, Any]:
-    """Return file system, size and free space of the disk of an existing folder."""
-    usage, mount = shutil.disk_usage(folder), None
-    with contextlib.suppress(OSError):
-        mount = mount_of(folder)
-    filesystem = None if mount is None else mount.filesystem
-    return {"filesystem": filesystem, "total_bytes": usage.total, "free_bytes": usage.free}
 
 
 def git_commit(folder: Path) -> str | None:
@@ -64,3 +54,81 @@ def git_commit(folder: Path) -> str | None:
     head = output_of(*git, "rev-parse", "--short=12", "HEAD")
     changed = output_of(*git, "status", "--porcelain", "--untracked-files=no")
     return None if head is None or changed is None else f"{head}+changes" if changed else head
+
+
+# -- Limits and counters of this process's cgroups, which a container sets, in both versions of the kernel's cgroups
+
+
+def memory_limit_bytes(root: Path = CGROUP_ROOT) -> int | None:
+    """Return the smallest cgroup limit on this process that is below the node's memory."""
+    installed = host_memory_bytes()
+    limits = [*_read(root, "", "memory.max"), *_read(root, "memory", "memory.limit_in_bytes")]
+    return min((int(text) for text in limits if text.isdigit() and int(text) < installed), default=None)
+
+
+def cpu_limit(root: Path = CGROUP_ROOT) -> float | None:
+    """Return the smallest cgroup limit on this process's processor time, in cores."""
+    limits = _read(root, "", "cpu.max")
+    quotas, periods = _read(root, "cpu", "cpu.cfs_quota_us"), _read(root, "cpu", "cpu.cfs_period_us")
+    limits += [f"{quota} {period}" for quota, period in zip(quotas, periods, strict=False)]
+    return min((cores for text in limits if (cores := cpu_cores(text)) is not None), default=None)
+
+
+def tasks_limit(root: Path = CGROUP_ROOT) -> int | None:
+    """Return the smallest cgroup limit on the number of processes and threads."""
+    limits = [*_read(root, "", "pids.max"), *_read(root, "pids", "pids.max")]
+    return min((int(text) for text in limits if text.isdigit()), default=None)
+
+
+def cpu_cores(text: str) -> float | None:
+    """Return the cores in a cgroup's `quota period`; None for `max` or -1."""
+    quota, _, period = text.partition(" ")
+    is_limited = quota.isdigit() and period.isdigit() and int(period) > 0
+    return int(quota) / int(period) if is_limited else None
+
+
+def count_oom_kills(root: Path = CGROUP_ROOT) -> int:
+    """Return how many processes were killed for lack of memory: in this cgroup, or on the node since boot."""
+    for controller, name in (("", "memory.events"), ("memory", "memory.oom_control")):
+        folders = cgroup_folders(root, controller)
+        if folders and (killed := _oom_kills(folders[0] / name)) is not None:
+            return killed
+    return _oom_kills(Path("/proc/vmstat")) or 0
+
+
+def _oom_kills(path: Path) -> int | None:
+    found = re.search(r"^oom_kill (\d+)$", text_of(path) or "", re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _read(root: Path, controller: str, name: str) -> list[str]:
+    """Contents of this file in each cgroup from this process's own up to the root."""
+    return [text for folder in cgroup_folders(root, controller) if (text := text_of(folder / name)) is not None]
+
+
+def cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """Return the folder of this process's own cgroup, then those above it; `controller` is empty for version 2."""
+    for line in (text_of(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controller in controllers.split(","):
+            top = root / controller
+            folder = top / own.lstrip("/")
+            return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
+    return []
+
+
+# -- Limits of the kernel on this process
+
+
+def locked_memory_limit_bytes() -> int | None:
+    """Return how much memory this process may lock; None without a limit, also by the capability that ignores it."""
+    # Root has the capability on a node, but not in a container by default.
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", text_of(Path("/proc/self/status")) or "", re.MULTILINE)
+    unlimited = capabilities is not None and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1
+    return None if unlimited else soft_limit(resource.RLIMIT_MEMLOCK)
+
+
+def soft_limit(kind: int) -> int | None:
+    """Return a limit of `resource.RLIMIT_...`; None without one."""
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import parse_json, read_json_object
 from toolkit.files.value_limits import CONFIGURATION
 from toolkit.versions import installed_version

@@ -1,13 +1,18 @@
-"""The command that starts a run: built once, then printed, executed and recorded as the same object.
+"""The command that starts a run, and its environment: built once, then printed, executed and recorded.
 
 >>> from toolkit.presets import load_preset
 >>> command = launch_command(load_preset("ddp"), num_processes=2, training_argv=["--max_steps", "8"], cpu=True)
 >>> command.argv[-4:]
 ['-m', 'toolkit.train', '--max_steps', '8']
+
+A run is started with `inherited_environment() | run_environment(...)`. `accelerate launch` then adds
+`launcher_environment` for every rank, and torchrun `rank_environment` for each. A rank that torchrun alone has started,
+as on several nodes, gives itself `strategy_environment`.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import uuid
@@ -15,11 +20,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.files.secrets import separate_secrets
-from toolkit.launch.environment import NVME_PATH_VARIABLE, RUN_ID_VARIABLE, accelerate_options, run_environment
+from toolkit.cache import check_extensions_folder, torch_extensions_folder
+from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
 from toolkit.presets import Preset
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
+# In the environment of every process of a run, so that all of them are found and ended.
+RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
+PRESET_VARIABLE = "TOOLKIT_PRESET"
+WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
+# The disk that ranks offload to, for presets that use NVMe.
+NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
+# The launcher has created the run folder and written run.json.
+PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
+# A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
+UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
+# accelerate's launcher functions also set where the ranks meet, which torchrun has told them.
+PLACE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+# A library may have put its strategy into this process's environment; a run gets its strategy from the preset.
+STRATEGY_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 RESUME_LATEST = ("--resume_from_checkpoint", "latest")
 
 
@@ -93,6 +112,104 @@ def launch_command(
         run_id=run_id,
         nvme_path=nvme_path,
     )
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment as a run inherits it: without another run's strategy and arguments."""
+    another_run = (*STRATEGY_VARIABLES, SECRETS_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in another_run}
+
+
+def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:
+    """Return the variables that the toolkit gives every process that it starts, on the CPU or the visible GPUs."""
+    environment = {RUN_ID_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", **UTF8_VARIABLES}
+    return environment | ({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if cpu else {})
+
+
+def run_environment(preset: Preset, *, world_size: int, cpu: bool, run_id: str) -> dict[str, str]:
+    """Return the variables that the toolkit gives the launcher of a run, which passes them to all ranks.
+
+    Raises ToolkitError for a folder of compiled ops that another user may write.
+    """
+    check_extensions_folder()
+    environment = process_environment(cpu=cpu, run_id=run_id) | {
+        PRESET_VARIABLE: str(preset.accelerate_config_path),
+        WORLD_SIZE_VARIABLE: str(world_size),
+        PREPARED_VARIABLE: "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(torch_extensions_folder())),
+    }
+    if cpu:
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(world_size)))
+    return environment
+
+
+def threads_per_rank(world_size: int) -> int:
+    """Return each rank's share of this node's cores, the same for every preset; launchers' defaults differ."""
+    return max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def accelerate_options(preset: Preset, *, world_size: int) -> list[str]:
+    """Return the options of `accelerate launch` that select the preset on one node of `world_size` ranks."""
+    options = ["--config_file", str(preset.accelerate_config_path)]
+    if preset.deepspeed_config_path is not None:
+        # accelerate resolves the YAML's path against the working directory; an absolute path works from anywhere
+        options += ["--deepspeed_config_file", str(preset.deepspeed_config_path)]
+    options += ["--num_processes", str(world_size)]
+    shard_size = preset.dp_shard_size(world_size)
+    if shard_size is not None:  # the file gives the number of replicas; the ranks per replica follow from world_size
+        options += ["--parallelism_config_dp_shard_size", str(shard_size)]
+    return options
+
+
+def launcher_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for its ranks, the same for all of them.
+
+    torchrun adds `rank_environment`. `OMP_NUM_THREADS` is left out: it depends on the node, not on the preset.
+    """
+    from accelerate.commands import launch
+
+    options = accelerate_options(preset, world_size=world_size)
+    options += ["--num_machines", "1", "--main_process_port", "0", "-m", "toolkit.train"]
+    arguments, defaults, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(options))
+    environment: dict[str, str]
+    if arguments.use_deepspeed:
+        # launch_command sets this field before it builds the environment
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        _, environment = launch.prepare_deepspeed_cmd_env(arguments)
+    elif preset.engine == "none":
+        _, environment = launch.prepare_simple_launcher_cmd_env(arguments)
+    else:
+        environment = launch.prepare_multi_gpu_env(arguments)
+    environment.pop("OMP_NUM_THREADS", None)
+    return environment
+
+
+def strategy_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
+    """Return the part of `launcher_environment` that says how to train, and not where the ranks meet."""
+    environment = launcher_environment(preset, world_size=world_size)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in PLACE_VARIABLES and os.environ.get(name) != value
+    }
+
+
+def rank_environment(
+    *, world_size: int, rank: int, local_rank: int, local_world_size: int, master_port: int
+) -> dict[str, str]:
+    """Return the variables with which torchrun tells one rank of a single node its place.
+
+    >>> rank_environment(world_size=8, rank=3, local_rank=3, local_world_size=8, master_port=29500)["RANK"]
+    '3'
+    """
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+    }
 
 
 def torchrun_words(*, nnodes: str, processes_per_node: int, attempt: str, endpoint: str) -> list[str]:

@@ -3,7 +3,7 @@
     prepared = prepare_run(options, on_message=print)     # every check that needs no rank
     result = train(prepared, plan=None, on_message=print)
 
-The failing rank writes failure.json itself; `toolkit.launch.exit_status` works out the rest.
+The failing rank writes failure.json itself; `toolkit.launch.process` works out the rest.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
-from toolkit.launch.exit_status import RunResult, record_result
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import CheckedJob, check_job, check_output, check_resume, reuse_folder
-from toolkit.launch.process import ProcessResult, run_command
+from toolkit.launch.preflight import check_job, check_output, check_resume, reuse_folder
+from toolkit.launch.process import ProcessResult, RunResult, record_result, run_command
 from toolkit.launch.resume_conversion import (
-    ConvertedCheckpoint,
     ResumingRun,
     checkpoint_to_convert,
     checkpoint_to_resume,
     convert_checkpoint,
+    remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.presets import Preset, load_preset
+from toolkit.presets import load_preset
 from toolkit.record import status
 from toolkit.record.attempts import restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete
@@ -50,13 +49,13 @@ class PreparedRun:
     """A run that passed every check that needs no torch, with the command that starts it."""
 
     options: TrainOptions
-    preset: Preset
     job: Job
     warnings: tuple[str, ...]
     """One line for each argument that has no effect, and for each package that the run needs on another node."""
     output_dir: Path
     nvme: NvmeDisk | None
-    converted: ConvertedCheckpoint
+    converted: Path | None
+    """The copy of the checkpoint that another preset or number of processes wrote."""
     command: LaunchCommand
 
 
@@ -72,49 +71,42 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     checked = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu, gpus=gpus)
     output_dir = check_output(checked.job, engine=preset.engine)
     nvme = check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=cpu)
-    converted = _resume(
-        preset, num_processes=num_processes, checked=checked, dry_run=options.dry_run, on_message=on_message
-    )
+    batch, job = checked.global_batch_size, checked.job
+    run = ResumingRun.of(job, preset, num_processes=num_processes, global_batch_size=batch)
+    checkpoint, converted = checkpoint_to_convert(checkpoint_to_resume(job), run), None
+    if checkpoint is None:
+        check_resume(preset, num_processes=num_processes, job=job)
+    elif options.dry_run:
+        on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
+    else:
+        converted = convert_checkpoint(checkpoint, run, on_message=on_message)
+        try:
+            resuming = job.with_values(resume_from_checkpoint=str(converted))
+            check_resume(preset, num_processes=num_processes, job=resuming)
+        except ToolkitError:
+            remove_converted(output_dir)
+            raise
     return PreparedRun(
         options=options,
-        preset=preset,
-        job=checked.job,
+        job=job,
         warnings=checked.warnings,
         output_dir=output_dir,
         nvme=nvme,
         converted=converted,
-        command=command_of(options, nvme=nvme, extra_arguments=converted.argv),
+        command=command_of(options, nvme=nvme, resume_from=converted),
     )
 
 
-def _resume(
-    preset: Preset, *, num_processes: int, checked: CheckedJob, dry_run: bool, on_message: Callable[[str], None]
-) -> ConvertedCheckpoint:
-    """Check the checkpoint that the run resumes from, and convert it where that is needed."""
-    batch, job = checked.global_batch_size, checked.job
-    run = ResumingRun.of(job, preset, num_processes=num_processes, global_batch_size=batch)
-    checkpoint = checkpoint_to_convert(checkpoint_to_resume(job), run)
-    if dry_run and checkpoint is not None:
-        on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
-        return ConvertedCheckpoint()
-    converted = convert_checkpoint(checkpoint, run, on_message=on_message)
-    try:
-        check_resume(preset, num_processes=num_processes, job=converted.resumed_by(job))
-    except ToolkitError:
-        converted.remove()
-        raise
-    return converted
-
-
 def command_of(
-    options: TrainOptions, *, nvme: NvmeDisk | None = None, extra_arguments: tuple[str, ...] = ()
+    options: TrainOptions, *, nvme: NvmeDisk | None = None, resume_from: Path | None = None
 ) -> LaunchCommand:
-    """Build the launch command of a run; `extra_arguments` follow the run's own training arguments."""
+    """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name."""
     preset = load_preset(options.preset)
+    resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
     return launch_command(
         preset,
         num_processes=options.world_size(preset),
-        training_argv=[*options.training_arguments, *extra_arguments],
+        training_argv=[*options.training_arguments, *resume],
         cpu=options.on_cpu,
         nvme_path=None if nvme is None else nvme.path,
         hang_timeout_minutes=options.hang_timeout_minutes,
@@ -135,7 +127,8 @@ def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Cal
             fork_server=os.environ.get(SERVER_VARIABLE),
         )
     finally:
-        prepared.converted.remove()
+        if prepared.converted is not None:  # the next resume starts from a checkpoint of the run again
+            remove_converted(prepared.output_dir)
 
 
 def run_training(
@@ -151,59 +144,44 @@ def run_training(
 ) -> RunResult:
     """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
 
-    `fork_server` is a server (`WarmStart.server`) to fork the ranks from, instead of a cold start.
+    `fork_server` is a server (`warm_start.fork_server`) to fork the ranks from, instead of a cold start.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """
     folder = RunFolder(output_dir)
-    lock = folder.hold()
-    timeout_seconds = None if options.timeout_minutes is None else options.timeout_minutes * 60
-    try:
+    with contextlib.ExitStack() as at_the_end:
+        if (lock := folder.hold()) is not None:
+            at_the_end.callback(os.close, lock)
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
         job = Job.from_argv(command.training_argv)
         start_attempt(folder, "overwrite" if overwrite else reuse_folder(job))
         _record_start(folder, command, nvme=nvme, plan=plan)
         attempt = command
         while True:
-            left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - started)
+            left = options.timeout_minutes and options.timeout_minutes * 60 - (time.monotonic() - started)
             result, process_result = _run_attempt(
-                folder,
-                attempt,
-                on_line,
-                fork_server=fork_server,
-                lock=lock,
-                timeout_seconds=left,
-                stop_minutes=options.stop_minutes,
+                folder, attempt, on_line, fork_server, lock, timeout_seconds=left, stop_minutes=options.stop_minutes
             )
             if not restarts.prepare_next(result, process_result):
-                add_moment(folder.timeline, ENDED)
-                _record_goodput(folder, result, on_line)
-                return result
-            add_moment(folder.timeline, RESTART, **restarts.losses())
+                break
             on_line(restarts.describe_last())
             # A checkpoint that the job names counts until the run has one of its own.
             starts_over = job.resumes and latest_complete(folder.path) is None
             attempt = command.repeated() if starts_over else command.resumed()
             folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str], None]) -> None:
-    """Write and print it for a run that did not complete: otherwise rank 0 has."""
-    goodput = None if result.status == status.COMPLETED else read_goodput(folder)
-    if goodput is not None:
-        with contextlib.suppress(OSError):  # a full disk has been reported
-            folder.update_run(goodput=goodput.model_dump())
-        on_line(goodput.describe())
+        add_moment(folder.timeline, ENDED)
+        goodput = None if result.status == status.COMPLETED else read_goodput(folder)  # otherwise rank 0 has printed it
+        if goodput is not None:
+            with contextlib.suppress(OSError):  # a full disk has been reported
+                folder.update_run(goodput=goodput.model_dump())
+            on_line(goodput.describe())
+        return result
 
 
 def _record_start(
     folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None
 ) -> None:
     add_moment(folder.timeline, LAUNCH)
-    facts: dict[str, Any] = {} if nvme is None else {"nvme": nvme.facts()}
     folder.update_run(
         status=status.RUNNING,
         exit_code=None,
@@ -215,7 +193,7 @@ def _record_start(
         training_arguments=command.training_argv,
         plan=plan,
         command=command.shown,
-        **facts,
+        **({} if nvme is None else {"nvme": nvme.facts()}),
     )
 
 
@@ -223,9 +201,9 @@ def _run_attempt(
     folder: RunFolder,
     command: LaunchCommand,
     on_line: Callable[[str], None],
-    *,
     fork_server: str | None,
     lock: int | None,
+    *,
     timeout_seconds: float | None,
     stop_minutes: float,
 ) -> tuple[RunResult, ProcessResult]:
@@ -291,11 +269,9 @@ class Restarts:
         self.folder.failure_json.unlink(missing_ok=True)
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
+        lost = {name: record[name] for name in ("lost_steps", "lost_seconds")}
+        add_moment(self.folder.timeline, RESTART, **lost)
         return True
-
-    def losses(self) -> dict[str, Any]:
-        """Return the steps that the last restart repeats, and what they had taken on rank 0."""
-        return {name: self.done[-1][name] for name in ("lost_steps", "lost_seconds")}
 
     def describe_last(self) -> str:
         """Return the lines that are printed at a restart."""

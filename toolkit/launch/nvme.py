@@ -19,9 +19,9 @@ from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_header
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
-from toolkit.hardware.process_limits import locked_memory_limit_bytes
+from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job
-from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.launch.command import NVME_PATH_VARIABLE
 from toolkit.presets import Preset
 from toolkit.units import gib
 
@@ -59,13 +59,8 @@ class NvmeDisk:
 
     def facts(self) -> dict[str, Any]:
         """Return the values under `nvme` in run.json."""
-        return {
-            "path": str(self.path),
-            "filesystem": self.filesystem,
-            **asdict(self.rates),
-            "free_bytes": self.free_bytes,
-            "needed_bytes": self.needed_bytes,
-        }
+        sizes = {"free_bytes": self.free_bytes, "needed_bytes": self.needed_bytes}
+        return {"path": str(self.path), "filesystem": self.filesystem, **asdict(self.rates), **sizes}
 
 
 def check_nvme(preset: Preset, *, nvme_path: str | None, job: Job, cpu: bool) -> NvmeDisk | None:
@@ -81,10 +76,14 @@ def check_nvme(preset: Preset, *, nvme_path: str | None, job: Job, cpu: bool) ->
     check_direct_io(path)
     needed = needed_bytes(preset, job, cpu=cpu)
     free = free_bytes(path)
-    check_free(path, free=free, needed=needed)
+    if needed is not None and free < needed:
+        raise ToolkitError(
+            f"--nvme-path {path} has {gib(free)} free, the swap files need about {gib(needed)}",
+            hint="name a folder on a larger disk, or train adapters: `--lora_r 16`",
+        )
     check_libaio()
-    if cpu:  # on a GPU DeepSpeed compiles it against CUDA, when it is first used
-        check_async_io()
+    if cpu and not are_compiled(ASYNC_IO_OPS):  # on a GPU DeepSpeed compiles it against CUDA, when it is first used
+        raise ToolkitError("DeepSpeed's async_io is not compiled; NVMe offload needs it", hint=COMPILE_ASYNC_IO)
     return NvmeDisk(
         path=path,
         filesystem=filesystem,
@@ -118,12 +117,6 @@ def check_libaio() -> None:
     """Check for the library that DeepSpeed reads and writes through."""
     if ctypes.util.find_library("aio") is None:
         raise ToolkitError("libaio is not installed; NVMe offload reads and writes through it", hint=INSTALL_LIBAIO)
-
-
-def check_async_io() -> None:
-    """Check that DeepSpeed's `async_io` op is compiled."""
-    if not are_compiled(ASYNC_IO_OPS):
-        raise ToolkitError("DeepSpeed's async_io is not compiled; NVMe offload needs it", hint=COMPILE_ASYNC_IO)
 
 
 def check_folder(path: Path) -> None:
@@ -160,35 +153,18 @@ def check_direct_io(path: Path) -> None:
         ) from None
 
 
-def check_free(path: Path, *, free: int, needed: int | None) -> None:
-    """Check for enough space for the swap files of all ranks."""
-    if needed is not None and free < needed:
-        raise ToolkitError(
-            f"--nvme-path {path} has {gib(free)} free, the swap files need about {gib(needed)}",
-            hint="name a folder on a larger disk, or train adapters: `--lora_r 16`",
-        )
-
-
 def needed_bytes(preset: Preset, job: Job, *, cpu: bool) -> int | None:
     """Return the size of all ranks' swap files, an upper bound: small tensors that stay in memory are counted too."""
-    params = num_params(Path(str(job.model_name_or_path)))
-    if params is None:
+    model = Path(str(job.model_name_or_path))
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    if not files:
         return None
+    params = sum(tensor.elements for file in files for tensor in read_header(file).values())
     blocks = nvme_blocks((preset.deepspeed_config() or {})["zero_optimization"])
     trained = 0 if job.is_lora else params  # adapters are small beside their base
     optimizer = trained * (OPTIMIZER_BYTES + GRADIENT_BYTES) if "offload_optimizer" in blocks else 0
     held = params * (PARAM_BYTES_CPU if cpu else PARAM_BYTES_GPU) if "offload_param" in blocks else 0
     return optimizer + held
-
-
-def num_params(model: Path) -> int | None:
-    """Return the number of parameters of a local model, from its safetensors headers; None if it has none.
-
-    Raises ToolkitError for a damaged file.
-    """
-    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
-    headers = [read_header(file) for file in files]
-    return sum(entry.elements for header in headers for entry in header.values()) if headers else None
 
 
 def locked_memory_warnings() -> tuple[str, ...]:

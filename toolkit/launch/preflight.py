@@ -12,8 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from toolkit.data import check_file, first_sample, is_hub_id, resolve_sources
-from toolkit.data.mixture import rows_per_epoch
+from toolkit.data.data_files import check_file, first_sample, is_hub_id, resolve_sources, rows_per_epoch
 from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import check_weights
@@ -92,7 +91,8 @@ def check_job(
     if job.val_size is not None and rows is not None and not job.dataset_weights:
         held_out = check_val_size(job.val_size, rows=rows)
         rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
-    check_eval_dataset(job)
+    if job.eval_dataset is not None:
+        _rows_of([job.eval_dataset], job.eval_dataset_config, "eval_dataset")
     check_chat_template(job)
     groups = data_parallel_size(preset, job, num_processes)
     job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=num_processes // groups)
@@ -163,12 +163,6 @@ def check_chat_template(job: Job) -> None:
         check_templates(templates_of(model), samples, name=f"the chat template of {model}")
 
 
-def check_eval_dataset(job: Job) -> None:
-    """Check each row of a local file of `--eval_dataset`."""
-    if job.eval_dataset is not None:
-        _rows_of([job.eval_dataset], job.eval_dataset_config, "eval_dataset")
-
-
 def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:
     """Rows of each data set, where they are known."""
     found: list[int | None] = []
@@ -207,7 +201,10 @@ def check_inputs_stay(folder: RunFolder, job: Job) -> None:
         )
     for name in INPUTS:
         for given in as_list(job.value(name)):
-            if os.path.exists(str(given)) and _would_be_replaced(Path(os.path.realpath(str(given))), path):  # noqa: PTH110
+            source = Path(os.path.realpath(str(given)))
+            inside = source.relative_to(path).parts if source.is_relative_to(path) else ()
+            replaced = source == path or (inside and any(fnmatch(inside[0], pattern) for pattern in WRITTEN))
+            if os.path.exists(str(given)) and replaced:  # noqa: PTH110
                 raise ToolkitError(
                     f"--{name} {given} is in output_dir {folder.path}, where the run would replace it",
                     hint="name another folder: `--output_dir DIR`",
@@ -217,14 +214,6 @@ def check_inputs_stay(folder: RunFolder, job: Job) -> None:
             f"output_dir {folder.path} holds a model that no run has written there (*.safetensors)",
             hint="name another folder, `--output_dir DIR`: the trained model would replace it",
         )
-
-
-def _would_be_replaced(source: Path, output_dir: Path) -> bool:
-    """True for the output folder itself, and for what a run writes in it or moves away."""
-    if source == output_dir:
-        return True
-    inside = source.relative_to(output_dir).parts if source.is_relative_to(output_dir) else ()
-    return bool(inside) and any(fnmatch(inside[0], pattern) for pattern in WRITTEN)
 
 
 def reuse_folder(job: Job) -> Reuse:
@@ -252,11 +241,10 @@ def check_resume(preset: Preset, *, num_processes: int, job: Job) -> None:
         return
     named = str(job.resume_from_checkpoint)
     if named.lower() not in LATEST_WORDS:
-        checkpoint: Checkpoint | None = read_complete_checkpoint(Path(named))
+        checkpoint: Checkpoint = read_complete_checkpoint(Path(named))
+    elif continues(job):
+        checkpoint = next(each for each in list_checkpoints(Path(str(job.output_dir))) if each.problem() is None)
     else:
-        checkpoints = list_checkpoints(Path(str(job.output_dir)))
-        checkpoint = next((found for found in checkpoints if found.problem() is None), None)
-    if checkpoint is None:
         return
     check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=job.degrees))
     groups = data_parallel_size(preset, job, num_processes)

@@ -1,4 +1,4 @@
-"""Run a command in its own session with both streams in a log, and leave no process behind.
+"""Run a command in its own session with both streams in a log, leave no process behind, and record how the run ended.
 
 torch's elastic agent starts ranks in sessions of their own, so a process group alone does not reach them: every process
 of a run has the run's id in its environment, and is found by it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import re
 import signal
 import subprocess
 import threading
@@ -16,18 +17,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 import psutil
 
+from toolkit.errors import EXIT_INVALID_INPUT, printed_errors
 from toolkit.files.secrets import hide_secrets
-from toolkit.launch.command import ProcessCommand
-from toolkit.launch.environment import RUN_ID_VARIABLE, inherited_environment
+from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand, inherited_environment
 from toolkit.launch.warm_start import ForkedProcess, RefusedError, fork_process
+from toolkit.record import status
+from toolkit.record.folder import RunFolder, read_json, write_json
+from toolkit.record.heartbeat import read_heartbeats
+from toolkit.record.measurements import last_step
+from toolkit.record.resource_exhaustion import describe_host_oom, describe_latest_checkpoint, is_out_of_memory
 
 GRACE_SECONDS = 15.0
 STOP_SECONDS = 300.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOG_LINES_IN_A_MESSAGE = 3
+RESUME_HINT = "`--resume_from_checkpoint latest` resumes from the last checkpoint; `--max-restarts N` does so by itself"
+# What a rank reports whose peer is gone: a broken connection, or the launcher's SIGTERM.
+CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
+# The root cause as torch's elastic agent prints it (torch/distributed/elastic/multiprocessing/errors, torch 2.13).
+ROOT_CAUSE = "Root Cause (first observed failure)"
+_EXITED_BY_SIGNAL = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
+_REFUSED = re.compile(r"exitcode\s+: 2 ")
+# The agent itself ends the other ranks with these.
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +74,15 @@ def run_command(
     At the first signal `ask_to_stop` asks the ranks to save and exit, and returns False where there are none; they have
     `stop_seconds` for it. A second signal ends them at once. `inherit` are descriptors that the command keeps open.
 
-    `fork_server` is a server (`WarmStart.server`) to fork the process from. What is refused is started cold, and
+    `fork_server` is a server (`warm_start.fork_server`) to fork the process from. What is refused is started cold, and
     `on_line` gets the reason.
     """
     started = time.monotonic()
     timed_out = interrupted = interrupted_twice = False
     with log.open("a", encoding="utf-8", errors="replace") as file, terminate_as_interrupt():
         process = start_process(command, inherit, fork_server, on_line)
-        lines = _lines_of(process)
+        lines: queue.Queue[str | None] = queue.Queue()  # None at the end
+        threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
             timed_out = not _follow(
                 process, lines, file, on_line, deadline=timeout_seconds and started + timeout_seconds
@@ -92,7 +109,7 @@ def run_command(
 
 def start_process(
     command: ProcessCommand, inherit: Sequence[int], fork_server: str | None, on_line: Callable[[str], None]
-) -> subprocess.Popen[str] | ForkedProcess:
+) -> subprocess.Popen[str]:
     """Start the process of one attempt in a session of its own, forked from a server or cold."""
     environment = inherited_environment() | command.environment
     if fork_server is not None:
@@ -120,16 +137,8 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _lines_of(process: subprocess.Popen[str] | ForkedProcess) -> queue.Queue[str | None]:
-    """The process's output line by line; None at its end."""
-    assert process.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-    return lines
-
-
 def _follow(
-    process: subprocess.Popen[str] | ForkedProcess,
+    process: subprocess.Popen[str],
     lines: queue.Queue[str | None],
     file: IO[str],
     on_line: Callable[[str], None],
@@ -164,7 +173,7 @@ def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def _stop(process: subprocess.Popen[str] | ForkedProcess, run_id: str, *, graceful: bool) -> None:
+def _stop(process: subprocess.Popen[str], run_id: str, *, graceful: bool) -> None:
     """Send SIGTERM to the launcher, which ends its ranks, and SIGKILL to the processes that are left."""
     if graceful and process.poll() is None:
         process.terminate()
@@ -206,3 +215,126 @@ def terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# -- how the run ended: from the rank that reported a failure, otherwise from how its processes ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """The final status of a run."""
+
+    folder: RunFolder
+    status: str
+    exit_code: int
+    """The toolkit's exit code: 0 done, 1 the run failed, 2 invalid input, 3 out of memory."""
+    seconds: float
+    """Wall time of the launch, including imports and loading."""
+    failure: dict[str, Any] | None
+
+
+def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log_start: int = 0) -> RunResult:
+    """Determine how the run ended, and write it to run.json and failure.json.
+
+    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in
+    train.log at which this attempt's begins.
+    """
+    text = folder.log.read_bytes()[log_start:].decode(errors="replace") if folder.log.exists() else ""
+    failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
+    final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
+    if final_status != status.COMPLETED and failure is None:
+        failure = _unreported_failure(folder, final_status, ended, text)
+    code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
+    with contextlib.suppress(OSError):  # a full disk: the caller prints the failure
+        if failure is not None:
+            write_json(folder.failure_json, failure)
+        folder.update_run(
+            status=final_status,
+            exit_code=code,
+            wall_seconds=round(ended.seconds, 3),
+            warm_start=ended.warm_start,
+            launcher_pid=None,
+        )
+    return RunResult(folder=folder, status=final_status, exit_code=code, seconds=ended.seconds, failure=failure)
+
+
+def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_killed: bool) -> dict[str, Any] | None:
+    """Return failure.json, or a failure made from the log where a signal ended a rank.
+
+    A signal is the cause, and what the other ranks then report is a consequence. A rank that reported a specific cause
+    (not merely that it failed, or that the launcher ended it) is believed: the others were ended after it.
+    """
+    failure = read_json(folder.failure_json)
+    killed = find_killed_rank(log)
+    has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("invalid_input")))
+    if killed is None or ended.interrupted or ended.timed_out or has_cause:
+        return failure
+    aborted_for_memory = killed.signal == "SIGABRT" and is_out_of_memory(log)
+    heartbeat = next((each for each in read_heartbeats(folder.path / "ranks") if each.rank == killed.rank), None)
+    phase, peak = (None, None) if heartbeat is None else (heartbeat.phase, heartbeat.peak_host_bytes)
+    step = last_step(folder.rank_rows(killed.rank))
+    where = f"in step {step + 1}" + (f", phase {phase}" if phase else "")
+    if oom_killed or aborted_for_memory:
+        cause = "" if aborted_for_memory else "the kernel killed it"
+        message, hint = describe_host_oom(f"rank {killed.rank}", phase, step, cause)
+        found = _failure(status.HOST_OUT_OF_MEMORY, message, hint)
+    else:
+        message = f"rank {killed.rank} exited {where}: killed by {killed.signal}"
+        found = _failure(status.FAILED, message, RESUME_HINT)
+    position = {"rank": killed.rank, "step": step, "phase": phase, "peak_bytes": peak}
+    return found | position | {"seen_by_peer": failure}
+
+
+def _final_status(
+    folder: RunFolder, ended: ProcessResult, failure: dict[str, Any] | None, log: str, *, oom_killed: bool
+) -> str:
+    run = folder.read_run() or {}
+    if ended.exit_code == 0 and run.get("status") == status.COMPLETED:
+        return status.COMPLETED
+    if ended.interrupted:
+        return status.INTERRUPTED
+    if failure is not None:
+        return str(failure["kind"])
+    if ended.timed_out:
+        return status.TIMED_OUT
+    return status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(log) else status.FAILED
+
+
+def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
+    """No rank could report: say what is known, and where to look."""
+    refused = ended.exit_code == EXIT_INVALID_INPUT or _REFUSED.search(log.rpartition(ROOT_CAUSE)[2])
+    printed = printed_errors(log) if refused and final_status == status.FAILED else []
+    if printed:  # by a rank that refused its input before it had a run folder
+        return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"invalid_input": True}
+    checkpoint = describe_latest_checkpoint(folder.path)
+    causes = {
+        status.INTERRUPTED: f"ended by a signal, without a checkpoint of its last step; {checkpoint}",
+        status.TIMED_OUT: f"still running after {ended.seconds:.0f} s",
+        status.HOST_OUT_OF_MEMORY: "a process was killed by the kernel because host memory ran out",
+    }
+    lines = [line.strip() for line in log.splitlines() if line.strip(" =-\n")]
+    last = " | ".join(lines[-LOG_LINES_IN_A_MESSAGE:]) or "no output"
+    message = causes.get(final_status) or f"the launcher ended with code {ended.exit_code}: {last}"
+    return _failure(final_status, message, f"see {folder.log}")
+
+
+def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:
+    position = dict.fromkeys(("phase", "rank", "peak_bytes"))
+    return {"kind": kind, "message": message, "hint": hint, "invalid_input": False, **position}
+
+
+class KilledRank(NamedTuple):
+    """A rank, and the signal that ended it."""
+
+    rank: int
+    signal: str
+
+
+def find_killed_rank(log: str) -> KilledRank | None:
+    """Return the rank that failed first, if a signal ended it; signals of the elastic agent itself do not count."""
+    found = [
+        (int(match["rank"]), int(match["number"]))
+        for match in _EXITED_BY_SIGNAL.finditer(log.rpartition(ROOT_CAUSE)[2])
+        if int(match["number"]) not in _AGENT_SIGNALS
+    ]
+    return KilledRank(found[-1][0], signal.Signals(found[-1][1]).name) if found else None

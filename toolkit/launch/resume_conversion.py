@@ -2,8 +2,7 @@
 
 resumed = ResumingRun.of(job, load_preset("zero3"), num_processes=4, global_batch_size=8)
 checkpoint = checkpoint_to_convert(checkpoint_to_resume(job), resumed)
-converted = convert_checkpoint(checkpoint, resumed, on_message=print)
-converted.argv                # ('--resume_from_checkpoint', 'out/.resume/checkpoint-8')
+copy = convert_checkpoint(checkpoint, resumed, on_message=print)         # out/.resume/checkpoint-8
 
 `toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ from typing import Self
 
 from toolkit.errors import ToolkitError, printed_errors
 from toolkit.job.job import Job
-from toolkit.launch.warm_start import run_python
 from toolkit.presets import Preset
 from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
 from toolkit.record.resume_checks import TargetLayout, check_same_batch
@@ -60,28 +59,6 @@ class ResumingRun:
         return TargetLayout.of(self.preset, num_processes=self.num_processes, degrees=self.degrees)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertedCheckpoint:
-    """The converted copy of a checkpoint, for one run."""
-
-    path: Path | None = None
-    """None where the run loads the checkpoint as it is, or does not resume."""
-
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """Arguments that follow the training arguments: the last value of a flag wins."""
-        return () if self.path is None else ("--resume_from_checkpoint", str(self.path))
-
-    def resumed_by(self, job: Job) -> Job:
-        """Return the job, resuming from the copy if there is one."""
-        return job if self.path is None else job.with_values(resume_from_checkpoint=str(self.path))
-
-    def remove(self) -> None:
-        """Remove the copy after the run: the next resume starts from a checkpoint of the run again."""
-        if self.path is not None:
-            remove_converted(self.path.parent.parent)
-
-
 def remove_converted(output_dir: Path) -> None:
     """Remove the converted copy that a run has loaded, if there is one."""
     shutil.rmtree(output_dir / RESUME_FOLDER, ignore_errors=True)
@@ -108,39 +85,34 @@ def checkpoint_to_convert(checkpoint: Checkpoint | None, run: ResumingRun) -> Ch
     return checkpoint
 
 
-def convert_checkpoint(
-    checkpoint: Checkpoint | None, run: ResumingRun, *, on_message: Callable[[str], None]
-) -> ConvertedCheckpoint:
-    """Convert what `checkpoint_to_convert` returned. Raises ToolkitError for a conversion that is not supported."""
-    if checkpoint is None:
-        return ConvertedCheckpoint()
+def convert_checkpoint(checkpoint: Checkpoint, run: ResumingRun, *, on_message: Callable[[str], None]) -> Path:
+    """Convert what `checkpoint_to_convert` returned, and return the copy; the last value of a flag wins.
+
+    `toolkit checkpoint convert` runs as a child process: the launcher does not import torch, and a rank has its own.
+    Raises ToolkitError for a conversion that is not supported.
+    """
     manifest = checkpoint.manifest
     assert manifest is not None, "a checkpoint without one is not converted"
     remove_converted(run.output_dir)
-    converted = ConvertedCheckpoint(path=run.output_dir / RESUME_FOLDER / f"checkpoint-{checkpoint.step}")
-    assert converted.path is not None
+    out = run.output_dir / RESUME_FOLDER / f"checkpoint-{checkpoint.step}"
     on_message(
         f"{checkpoint.path} was written by {manifest.preset} on {manifest.world_size} processes:"
         f" converting it for {run.preset.name} on {run.num_processes}"
     )
-    try:
-        _run_conversion(checkpoint.path, converted.path, run)
-    except BaseException:
-        converted.remove()
-        raise
-    return converted
-
-
-def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
-    """Run `toolkit checkpoint convert` as a child process: the launcher does not import torch, a rank has its own."""
     out.parent.mkdir(parents=True, exist_ok=True)
     options = ["--preset", str(run.preset.accelerate_config_path), "--num-processes", str(run.num_processes)]
     options += [f"--{name.replace('_', '-')}={degree}" for name, degree in run.degrees.items()]
     options += ["--trust-pickle"] if run.trust_pickle else []
-    command = [sys.executable, "-P", "-m", "toolkit", "checkpoint", "convert", str(checkpoint), str(out), *options]
+    words = [sys.executable, "-P", "-m", "toolkit", "checkpoint", "convert", str(checkpoint.path), str(out), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # as it would set itself; a fork server on the CPU has it too
-    code, errors = run_python(command, environment)
-    if code != 0:
-        reason = (printed_errors(errors) or [ToolkitError(f"the conversion ended with code {code}")])[-1]
-        raise ToolkitError(f"{checkpoint} cannot be resumed here: {reason.message}", hint=reason.hint)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        ended = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+        if ended.returncode != 0:
+            unexplained = ToolkitError(f"the conversion ended with code {ended.returncode}")
+            reason = (printed_errors(ended.stderr.decode(errors="replace")) or [unexplained])[-1]
+            raise ToolkitError(f"{checkpoint.path} cannot be resumed here: {reason.message}", hint=reason.hint)
+    except BaseException:
+        remove_converted(run.output_dir)
+        raise
+    return out

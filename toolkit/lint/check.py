@@ -25,7 +25,6 @@ from toolkit.lint.document import (
     with_deepspeed_json,
 )
 from toolkit.lint.findings import Finding, LintRule, Match
-from toolkit.lint.positions import KeyPosition
 from toolkit.lint.rules import RULES
 from toolkit.versions import installed_version, version_numbers
 
@@ -51,9 +50,24 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
     unreadable: list[ToolkitError] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
-        for document in _load_folder(path, unreadable) if is_folder else [_load_configuration(path)]:
+        for file in _candidates(path) if is_folder else [path]:
+            try:
+                document = load_document(file)
+            except ToolkitError as error:
+                if not is_folder:
+                    raise
+                if not isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
+                    unreadable.append(error)
+                continue
+            if document.kind is None and not is_folder:
+                raise ToolkitError(
+                    f"{file} is neither an accelerate configuration nor a DeepSpeed one, Trainer arguments or a job"
+                    " script",
+                    hint="name a file that contains `distributed_type`, `zero_optimization`, training arguments or"
+                    " `torchrun`",
+                )
             for each in (document, document.deepspeed_json):
-                if each is not None:
+                if document.kind is not None and each is not None:
                     documents.setdefault(Path(each.path).resolve(), each)
     if not documents and not unreadable:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
@@ -61,43 +75,16 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
     return LintResult(findings=findings, files=[each.path for each in documents.values()], unreadable=unreadable)
 
 
-def _load_configuration(file: Path) -> Document:
-    document = load_document(file)
-    if document.kind is None:
-        raise ToolkitError(
-            f"{file} is neither an accelerate configuration nor a DeepSpeed one, Trainer arguments or a job script",
-            hint="name a file that contains `distributed_type`, `zero_optimization`, training arguments or `torchrun`",
-        )
-    return document
-
-
-def _load_folder(folder: Path, unreadable: list[ToolkitError]) -> list[Document]:
-    """Load the configurations in a folder, skip data and other programs' files, and note broken ones."""
-    documents = []
-    for path in _candidates(folder):
-        try:
-            documents.append(load_document(path))
-        except (NotAConfiguration, OverLimit):
-            continue
-        except ToolkitError as error:
-            unreadable.append(error)
-    return [document for document in documents if document.kind is not None]
-
-
 def _candidates(folder: Path) -> list[Path]:
     """Return a folder's YAML and JSON files and shell scripts, without hidden ones; links to folders are not followed.
 
     Raises ToolkitError for more files than a repository of configurations has.
     """
-    found, pending = [], [folder]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                visible = [entry for entry in entries if not entry.name.startswith(".")]
-        except OSError:  # it may not be read, or is gone: nothing in it is a configuration of this user's
-            continue
-        pending += [Path(entry.path) for entry in visible if entry.is_dir(follow_symlinks=False)]
-        found += [Path(entry.path) for entry in visible if may_be_linted(entry.name) and is_file(Path(entry.path))]
+    found: list[Path] = []
+    for root, folders, names in os.walk(folder):  # which passes over what may not be read
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(root, name) for name in names if not name.startswith(".") and may_be_linted(name)]
+        found += filter(is_file, paths)
         if len(found) > MAX_FILES:
             raise ToolkitError(
                 f"{folder} has more than {MAX_FILES:,} YAML, JSON and shell files",
@@ -139,9 +126,6 @@ def _matches(document: Document) -> Iterator[tuple[LintRule, Match]]:
 # A fix may uncover another: the value of a misspelt key is checked only once the key is renamed.
 MAX_ROUNDS = 5
 
-Replacement = tuple[int, int, str]
-"""Start and end offset of the text to replace, and the new text."""
-
 
 def fixed_text(path: Path) -> str:
     """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
@@ -172,34 +156,24 @@ def apply_fixes(document: Document, matches: Sequence[Match]) -> str:
     return text
 
 
-def _replacement(document: Document, match: Match) -> Replacement:
-    position = document.positions[match.key]
+def _replacement(document: Document, match: Match) -> tuple[int, int, str]:
+    """Start and end offset of the text to replace, and the new text."""
+    text, position = document.text, document.positions[match.key]
+    (start, key_end), (value_start, value_end) = position.key_span, position.value_span
     if match.rename is not None:
-        quoted = document.text[position.key_span[0]] == '"'
-        return (*position.key_span, json.dumps(match.rename) if quoted else match.rename)
+        return start, key_end, json.dumps(match.rename) if text[start] == '"' else match.rename
     if match.value is not None:
-        return (*position.value_span, _literal(match.value, is_json=document.is_json or position.in_braces))
-    return (_remove_from_braces if position.in_braces else _remove_lines)(document.text, position)
-
-
-def _literal(value: str | bool, *, is_json: bool) -> str:
-    if isinstance(value, bool) or value.isdigit():
-        return str(value).lower()
-    return json.dumps(value) if is_json or not re.fullmatch(r"[\w./-]+", value) or value == "no" else value
-
-
-def _remove_lines(text: str, position: KeyPosition) -> Replacement:
-    """Remove complete lines, including the comment after the value."""
-    start = text.rfind("\n", 0, position.key_span[0]) + 1
-    stop = text.find("\n", max(position.value_span[1], position.key_span[1]))
-    return start, len(text) if stop < 0 else stop + 1, ""
-
-
-def _remove_from_braces(text: str, position: KeyPosition) -> Replacement:
-    """Remove a key with the comma after it, or for the last key with the comma before it."""
-    start, stop = position.key_span[0], position.value_span[1]
-    comma_after = re.compile(r"\s*,\s*").match(text, stop)
+        value = str(match.value)
+        if isinstance(match.value, bool) or value.isdigit():
+            return value_start, value_end, value.lower()
+        is_plain = re.fullmatch(r"[\w./-]+", value) and value != "no"
+        quoted = document.is_json or position.in_braces or not is_plain
+        return value_start, value_end, json.dumps(value) if quoted else value
+    if not position.in_braces:  # complete lines, including the comment after the value
+        stop = text.find("\n", max(value_end, key_end))
+        return text.rfind("\n", 0, start) + 1, len(text) if stop < 0 else stop + 1, ""
+    comma_after = re.compile(r"\s*,\s*").match(text, value_end)
     if comma_after:
         return start, comma_after.end(), ""
-    comma_before = re.compile(r",?\s*$").search(text, 0, start)
-    return comma_before.start() if comma_before else start, stop, ""
+    comma_before = re.compile(r",?\s*$").search(text, 0, start)  # of the last key
+    return comma_before.start() if comma_before else start, value_end, ""

@@ -7,20 +7,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Generator, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files import reading
+from toolkit.files import json_files, reading
 from toolkit.files.reading import is_file
-from toolkit.files.yaml_files import MAX_YAML_BYTES
+from toolkit.files.value_limits import CONFIGURATION, check_values
+from toolkit.files.yaml_files import LOADER, MAX_YAML_BYTES, YAML_TAG, check_yaml, not_yaml
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
-from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
-from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
+from toolkit.presets.known_keys import ACCELERATE_TYPES, DEEPSPEED_TYPES
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
@@ -32,6 +37,22 @@ _ABSENT = object()
 
 class NotAConfiguration(ToolkitError):
     """A file that no library would read as a configuration: a list, a single value, or nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyPosition:
+    """Where a key and its value are in a text; spans are character offsets, end exclusive."""
+
+    key: str
+    """Dotted, as `zero_optimization.stage`; an item of a list has its index as a key."""
+    line: int
+    """1-based."""
+    key_span: tuple[int, int]
+    value_span: tuple[int, int]
+    in_braces: bool
+    """Inside YAML flow braces or JSON, where entries are separated by commas."""
+    repeated: bool = False
+    """An entry before it in the same block has the same key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +137,16 @@ def read_text(text: str, path: str) -> Document:
         kind = SBATCH if script.directives else SHELL if script.launches else None
         return Document(path=path, text=text, kind=kind, script=script)
     is_json = path.endswith(".json")
-    data, positions, repeated = (parse_json if is_json else parse_yaml)(text, path)
+    data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
-    kind = detect_kind(data)
+    kind, positions = detect_kind(data), {position.key: position for position in found}
     return Document(
         path=path,
         text=text,
         data=data,
         positions=positions,
-        repeated=repeated,
+        repeated=tuple(position for position in found if position.repeated),
         is_json=is_json,
         kind=kind,
         script=_task_script(text, data, positions) if kind == SKYPILOT else EMPTY_SCRIPT,
@@ -138,6 +159,114 @@ def _task_script(text: str, data: dict[str, Any], positions: dict[str, KeyPositi
     line = text.count("\n", 0, start) + (2 if text[start] in "|>" else 1)
     nodes = data.get("num_nodes")
     return read_script(data["run"], first_line=line, nodes=nodes if isinstance(nodes, int) else 1)
+
+
+# -- the position of each key
+
+
+def _parse_yaml(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
+    """Parse YAML without executing anything. A date stays text, every key is text, and an infinity is a value."""
+    check_yaml(text, path, CONFIGURATION)
+    try:
+        root = yaml.compose(text, Loader=LOADER)
+        found = [] if root is None else list(_yaml_positions(root, "", path))
+        data = None if root is None else yaml.SafeLoader("").construct_document(root)
+    except ToolkitError:
+        raise
+    except Exception as error:  # PyYAML raises KeyError, TypeError and more for scalars like `!!int ''`
+        raise not_yaml(path, error) from None
+    check_values(data, path, CONFIGURATION, allow_nan=True)
+    return data, found
+
+
+def _parse_json(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
+    data = json_files.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
+    try:
+        return data, list(_json_positions(text))
+    except RecursionError:  # in a value that a repeated key replaces, which is not among those that were checked
+        CONFIGURATION.check(path, values=0, depth=CONFIGURATION.depth + 1)
+        raise
+
+
+def _yaml_positions(node: yaml.Node, key: str, path: str) -> Iterator[KeyPosition]:
+    """Yield the position of each key below a node, and mark keys and dates as text."""
+    prefix = f"{key}." if key else ""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _yaml_positions(item, f"{prefix}{index}", path)
+    elif isinstance(node, yaml.ScalarNode) and node.tag == YAML_TAG + "timestamp":
+        node.tag = YAML_TAG + "str"
+    elif isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                line = key_node.start_mark.line + 1
+                raise ToolkitError(f"{path} has a key that is not a string, on line {line}")
+            if key_node.tag == YAML_TAG + "merge":  # a block's keys are merged into this one
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    yield from _yaml_positions(source, key, path)
+                continue
+            key_node.tag = YAML_TAG + "str"
+            yield KeyPosition(
+                key=prefix + key_node.value,
+                line=key_node.start_mark.line + 1,
+                key_span=(key_node.start_mark.index, key_node.end_mark.index),
+                value_span=(value_node.start_mark.index, _yaml_end(value_node)),
+                in_braces=bool(node.flow_style),
+                repeated=key_node.value in names,
+            )
+            names.add(key_node.value)
+            yield from _yaml_positions(value_node, prefix + key_node.value, path)
+
+
+def _yaml_end(node: yaml.Node) -> int:
+    """Return where a value's text ends; the end mark of a block is after the comments that follow it."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return int(node.end_mark.index)
+
+
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
+
+
+def _json_positions(text: str) -> Iterator[KeyPosition]:
+    """Yield the position of each key of a text that the decoder has accepted, so that every brace has its partner."""
+    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+    seen: set[str] = set()
+
+    def after_space(at: int) -> int:
+        found = _SPACE.match(text, at)
+        return found.end() if found else at
+
+    def value(start: int, key: str) -> Generator[KeyPosition, None, int]:
+        """Yield the positions in the value that begins at an offset, and return where it ends."""
+        if text[start] not in "{[":
+            return _DECODER.raw_decode(text, start)[1]
+        prefix, index, at = f"{key}." if key else "", 0, after_space(start + 1)
+        while text[at] not in "}]":
+            if text[start] == "[":
+                end = yield from value(at, f"{prefix}{index}")
+            else:
+                name, key_end = _DECODER.raw_decode(text, at)
+                colon = after_space(key_end)
+                value_start = after_space(colon + 1)
+                end = yield from value(value_start, prefix + name)
+                yield KeyPosition(
+                    key=prefix + name,
+                    line=bisect_right(line_starts, at),
+                    key_span=(at, key_end),
+                    value_span=(value_start, end),
+                    in_braces=True,
+                    repeated=prefix + name in seen,
+                )
+                seen.add(prefix + name)
+            index, at = index + 1, after_space(end)
+            at = after_space(at + 1) if text[at] == "," else at
+        return at + 1
+
+    yield from value(after_space(0), "")
 
 
 # -- the DeepSpeed JSON that a YAML names
@@ -196,8 +325,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         if keys & decisive:
             return kind
     known_keys: dict[str, Set[str]] = {
-        ACCELERATE: ACCELERATE_KEYS,
-        DEEPSPEED: DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED),
+        ACCELERATE: ACCELERATE_TYPES.keys(),
+        DEEPSPEED: DEEPSPEED_TYPES.keys() | set(DEEPSPEED_REMOVED),
         TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED),
     }
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}

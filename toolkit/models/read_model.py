@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import parse_json, read_json
 from toolkit.files.reading import user_path
 from toolkit.files.value_limits import MAX_SHOWN_PATH, shown

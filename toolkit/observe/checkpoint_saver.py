@@ -2,27 +2,38 @@
 
 The Trainer writes into `.saving-checkpoint-STEP`; every rank then hashes its share of the files, rank 0 writes the
 manifest, and the folder is renamed. A save that is killed leaves nothing that looks like a checkpoint.
+
+With `--async_save` training stands still only while what is to be written is copied to host memory, and a thread does
+the rest. The copy, torch's staging buffer, is allocated by the first save and used again by each later one, so a second
+save first waits for the one before. The thread's collectives have a process group of their own: on the training group
+they would mix with those of the steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import modeling_utils
+from transformers.trainer_utils import rotate_checkpoints
 
+from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.models.nf4 import as_in_training
-from toolkit.observe.attest.readings import RankReading
-from toolkit.observe.background_save import BackgroundSaver, SavedFolder, barrier
-from toolkit.observe.compiler_events import uncompiled_forward
+from toolkit.observe.attest.differences import Values
 from toolkit.observe.failure_report import Diverged
+from toolkit.observe.observed_run import barrier
 from toolkit.observe.parts import ObserverParts
-from toolkit.record.checkpoints import checkpoint_files, saving_folder
+from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.record.run_files import SaveRecord
 
 FINGERPRINT_TOKENS = 16
@@ -33,12 +44,7 @@ class CheckpointSaver:
     """Saves what one rank has of each checkpoint. `reading` returns what the rank read back after its first step."""
 
     def __init__(
-        self,
-        trainer: Any,
-        parts: ObserverParts,
-        *,
-        reading: Callable[[], RankReading | None],
-        in_background: bool = False,
+        self, trainer: Any, parts: ObserverParts, *, reading: Callable[[], Values | None], in_background: bool = False
     ) -> None:
         self.trainer, self.parts, self.reading = trainer, parts, reading
         self.staging: Path | None = None
@@ -54,28 +60,75 @@ class CheckpointSaver:
         Raises Diverged where the weights are lost: those are not written.
         """
         waited = 0.0 if self.background is None else self.background.wait()
-        preset, reading, step = self.parts.expected.preset, self.reading(), self.trainer.state.global_step
+        reading, trainer = self.reading(), self.trainer
         assert reading is not None
-        name = None if preset is None else preset.name
-        facts = manifest_facts(self.trainer, reading, preset=name, more=self.parts.manifest())
+        facts = self._manifest_facts(reading)
+        step = trainer.state.global_step
         record = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited)
-        began, wrapped = time.monotonic(), self.trainer.model_wrapped
+        began, wrapped = time.monotonic(), trainer.model_wrapped
         if hasattr(wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(wrapped):
             leave_out_tied_weights(wrapped)
-        self.staging = saving_folder(Path(self.trainer.args.output_dir), step)
+        self.staging = saving_folder(Path(trainer.args.output_dir), step)
+        folder = self.staging / f"checkpoint-{step}"
         with contextlib.nullcontext() if self.background is None else self.background.deferred_writes():
             write()
-        self.parts.save_states(self.staging / f"checkpoint-{step}")
-        staging, self.staging = self.staging, None
-        saved = describe_checkpoint(self.trainer, staging, facts)
-        if self.background is not None:
-            self.background.start(saved, record, began=began)
+        self.parts.save_states(folder)
+        self.staging = None
+        self._describe(folder)
+        best = trainer.state.best_model_checkpoint
+
+        def complete(group: Any, writing_began: float) -> None:
+            checkpoint = self._complete(folder, facts, best, group)
+            if trainer.args.process_index == 0:
+                record.complete(checkpoint_files(checkpoint), began=began, writing_began=writing_began)
+
+        if self.background is None:
+            complete(None, began)
         else:
-            saved.complete()
-            if self.trainer.args.process_index == 0:
-                record.complete(checkpoint_files(saved.checkpoint), began=began, writing_began=began)
+            self.background.start(complete)
         self.saves.append(record)
         record.stall_seconds += time.monotonic() - entered
+
+    def _describe(self, folder: Path) -> None:
+        """Write the small files that the Trainer leaves out. Collective."""
+        trainer, writes = self.trainer, self.trainer.args.process_index == 0
+        barrier()  # every rank has made the folder
+        if writes and trainer.is_fsdp_enabled:  # an export needs them, and every other engine saves them
+            plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+            adapters = getattr(plain, "peft_config", {}).values()
+            for part in (*(adapters or (plain.config, plain.generation_config)), trainer.processing_class):
+                if part is not None:
+                    part.save_pretrained(folder)
+        if writes:
+            (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
+        if trainer.state.best_global_step:
+            # the Trainer looked for it in the temporary folder; every rank loads its part of a sharded one
+            best = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.best_global_step}"
+            trainer.state.best_model_checkpoint = str(best)
+            if writes:
+                trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> Path:
+        """Return the folder as `checkpoint-STEP`, once all ranks have written theirs. Collective in the process group.
+
+        The checksums are of what is read back from the disk, each rank its share of the bytes.
+        """
+        args = self.trainer.args
+        checkpoint = Path(args.output_dir) / folder.name
+        barrier(group)
+        paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
+        entries: list[Any] = [file_entries(folder, paths[args.process_index :: args.world_size])]
+        if dist.is_initialized():
+            own, entries = entries[0], [None] * args.world_size
+            dist.all_gather_object(entries, own, group=group)
+        if args.process_index == 0:
+            files = sorted((entry for rank in entries for entry in rank), key=lambda entry: str(entry["path"]))
+            commit_checkpoint(folder, checkpoint, {**facts, "files": files})
+            folder.parent.rmdir()
+            limit = args.save_total_limit
+            rotate_checkpoints(args.output_dir, save_total_limit=limit, best_model_checkpoint=best_checkpoint)
+        barrier(group)
+        return checkpoint
 
     def finish(self) -> None:
         """Wait for a save in the background: the best checkpoint may be loaded next, and older ones removed."""
@@ -90,50 +143,53 @@ class CheckpointSaver:
         record.complete(files, began=began, writing_began=began)
         self.saves.append(record)
 
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return the live model's logits for fixed tokens. Collective; raises Diverged where they are not finite."""
-        return fingerprint(self.trainer, self.reading())
+    def _manifest_facts(self, reading: Values) -> Values:
+        """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint."""
+        trainer, training, preset = self.trainer, self.trainer.args, self.parts.expected.preset
+        batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+        read = ("engine", "sharding", "world_size", "compute_dtype", "layout", "num_params", "num_trainable_params")
+        return {
+            "step": trainer.state.global_step,
+            "preset": None if preset is None else preset.name,
+            **{name: reading[name] for name in read},
+            "pipeline_chunks": None,
+            "data_parallel_size": reading["world_size"],
+            "sharded_at_load": trainer.is_distributed_loading_by_transformers,
+            "adapter": hasattr(plain, "peft_config"),
+            "model_name_or_path": plain.config._name_or_path,
+            "per_device_train_batch_size": training.per_device_train_batch_size,
+            "gradient_accumulation_steps": training.gradient_accumulation_steps,
+            "global_batch_size": batch * reading["world_size"],
+            "optim": str(getattr(training.optim, "value", training.optim)),
+            "seed": training.seed,
+            "streaming_buffer_size": 0,
+            "dataset_weights": [],
+            **self.parts.manifest(),
+            "fingerprint": self.fingerprint(),
+        }
 
+    def fingerprint(self) -> Values | None:
+        """Return `input_ids` and `logits` of the live model for fixed tokens, and how it computes. Collective.
 
-def describe_checkpoint(trainer: Any, staging: Path, facts: dict[str, Any]) -> SavedFolder:
-    """Write the small files that the Trainer leaves out, and return what completes the checkpoint. Collective.
-
-    `staging` is where the Trainer wrote the checkpoint's folder; `facts` is the manifest without its files.
-    """
-    name = f"checkpoint-{trainer.state.global_step}"
-    written = staging / name
-    barrier()  # every rank has made the folder
-    if trainer.args.process_index == 0:
-        describe_shards(trainer, written)
-        (written / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
-    if trainer.state.best_global_step:
-        # The Trainer looked for it in the temporary folder of this save. Every rank loads its part of a sharded one.
-        best = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.best_global_step}"
-        trainer.state.best_model_checkpoint = str(best)
-        if trainer.args.process_index == 0:
-            trainer.state.save_to_json(str(written / "trainer_state.json"))
-    return SavedFolder(
-        folder=written,
-        checkpoint=Path(trainer.args.output_dir) / name,
-        facts=facts,
-        rank=trainer.args.process_index,
-        world_size=trainer.args.world_size,
-        save_total_limit=trainer.args.save_total_limit,
-        best_checkpoint=trainer.state.best_model_checkpoint,
-    )
-
-
-def describe_shards(trainer: Any, folder: Path) -> None:
-    """Save configuration and tokenizer next to FSDP's shards, as every other engine does: an export needs them."""
-    if not trainer.is_fsdp_enabled:
-        return
-    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    parts = [plain.config, plain.generation_config, trainer.processing_class]
-    if hasattr(plain, "peft_config"):
-        parts = [*plain.peft_config.values(), trainer.processing_class]
-    for part in parts:
-        if part is not None:
-            part.save_pretrained(folder)
+        None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite:
+        the update of a step can ruin the weights while its loss, computed before it, is still finite.
+        """
+        reading, trainer = self.reading(), self.trainer
+        if reading is None or reading["offload_param"] == "nvme":
+            return None
+        plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+        with as_in_training(plain) as four_bit_matmul:
+            input_ids, logits = fixed_token_logits(plain)
+        bad = sum(not math.isfinite(logit) for logit in logits)
+        if bad:
+            raise Diverged(
+                f"the weights after step {trainer.state.global_step} are lost, and not saved: of their {len(logits)}"
+                f" logits for fixed tokens {bad} are NaN or infinite",
+                hint="lower `--learning_rate`",
+            )
+        how = {name: reading[name] for name in ("compute_dtype", "load_in_4bit")}
+        return {"input_ids": input_ids, "logits": logits, **how, "four_bit_matmul": four_bit_matmul}
 
 
 def leave_out_tied_weights(engine: Any) -> None:
@@ -154,73 +210,11 @@ def leave_out_tied_weights(engine: Any) -> None:
     engine.module_state_dict = module_state_dict
 
 
-def manifest_facts(
-    trainer: Any, reading: RankReading, *, preset: str | None, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint.
-
-    `reading` is what this rank read back after its first step; `more` replaces what follows from it.
-    """
-    training, values = trainer.args, dict(reading)
-    ranks = values["world_size"]
-    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    return {
-        "step": trainer.state.global_step,
-        "preset": preset,
-        **{name: values[name] for name in ("engine", "sharding", "world_size", "compute_dtype")},
-        "layout": values["layout"],
-        "pipeline_chunks": None,
-        "data_parallel_size": ranks,
-        "sharded_at_load": trainer.is_distributed_loading_by_transformers,
-        **{name: values[name] for name in ("num_params", "num_trainable_params")},
-        "adapter": hasattr(plain, "peft_config"),
-        "model_name_or_path": plain.config._name_or_path,
-        "per_device_train_batch_size": training.per_device_train_batch_size,
-        "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "global_batch_size": training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks,
-        "optim": str(getattr(training.optim, "value", training.optim)),
-        "seed": training.seed,
-        "streaming_buffer_size": 0,
-        "dataset_weights": [],
-        **more,
-        "fingerprint": fingerprint(trainer, reading),
-    }
-
-
-def fingerprint(trainer: Any, reading: RankReading | None) -> dict[str, Any] | None:
-    """Return `input_ids` and `logits` of the live model for fixed tokens, and how it computes. Collective.
-
-    None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite, so
-    that such weights never replace good ones on the disk.
-    """
-    if reading is None or reading["offload_param"] == "nvme":
-        return None
-    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    with as_in_training(plain) as four_bit_matmul:
-        input_ids, logits = fixed_token_logits(plain)
-    check_finite(logits, step=trainer.state.global_step)
-    how = {name: reading[name] for name in ("compute_dtype", "load_in_4bit")} | {"four_bit_matmul": four_bit_matmul}
-    return {"input_ids": input_ids, "logits": logits, **how}
-
-
-def check_finite(logits: list[float], *, step: int) -> None:
-    """Raise Diverged where a logit is not finite.
-
-    The update of a step can ruin the weights while its loss, which was computed before the update, is still finite.
-    """
-    bad = sum(not math.isfinite(logit) for logit in logits)
-    if bad:
-        raise Diverged(
-            f"the weights after step {step} are lost, and not saved: of their {len(logits)} logits for fixed tokens"
-            f" {bad} are NaN or infinite",
-            hint="lower `--learning_rate`",
-        )
-
-
 def fixed_token_logits(plain: Any) -> tuple[list[int], list[float]]:
     """Return fixed tokens and the model's logits for them: the first 64 of the last position.
 
-    Collective under a sharded model. No random number is drawn, so that training continues as it would without.
+    Collective under a sharded model. No random number is drawn, so that training continues as it would without; layers
+    run uncompiled, since the shapes are not those of a batch.
     """
     vocabulary = plain.config.get_text_config().vocab_size
     input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]
@@ -228,7 +222,94 @@ def fixed_token_logits(plain: Any) -> tuple[list[int], list[float]]:
     plain.eval()
     # where the model computes; offloaded parameters are elsewhere
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else plain.device
-    with torch.no_grad(), uncompiled_forward():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits = plain(input_ids=torch.tensor([input_ids], device=device)).logits[0, -1, :FINGERPRINT_LOGITS]
     plain.train(was_training)
     return input_ids, logits.float().tolist()
+
+
+class BackgroundSaver:
+    """Writes one rank's checkpoints in a thread, one at a time. Made by every rank at the same place. Collective."""
+
+    def __init__(self, model: torch.nn.Module, *, timeout: timedelta) -> None:
+        """`timeout` is how long a rank waits for the others to finish writing."""
+        self.model = model
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        on_gpu = torch.cuda.is_available()
+        options = StagingOptions(  # shared memory is for another process
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
+        self.stager = DefaultStager(options)
+        self.writes: list[Callable[[Any], None]] = []
+        """Each writes one file or folder, given the process group of the thread."""
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    @contextlib.contextmanager
+    def deferred_writes(self) -> Iterator[None]:
+        """Copy what the libraries would write to distributed checkpoints and safetensors files, and write it later.
+
+        They are given the same values as without; only the two functions that write are replaced meanwhile. What the
+        ranks hold in full is not gathered but passed on, and copied, since the model trains on.
+        """
+        held = (getattr(tensor, "_local_tensor", tensor) for tensor in self.model.state_dict().values())
+        live = {tensor.untyped_storage().data_ptr() for tensor in held}
+
+        def save(state_dict: dict[str, Any], **how: Any) -> None:
+            staged = self.stager.stage(state_dict)
+            self.writes.append(lambda group: dcp_save(staged, process_group=group, **how))
+
+        def save_file(tensors: dict[str, torch.Tensor], filename: str, **_: Any) -> None:
+            saved = []
+            for name, tensor in tensors.items():
+                own = tensor.detach()
+                own = own.clone() if tensor.untyped_storage().data_ptr() in live else own
+                saved.append(SavedTensor(name=name, shape=tuple(own.shape), dtype=own.dtype, read=own.cpu))
+            self.writes.append(lambda _group: write_file(Path(filename), saved))
+
+        dcp_save, save_at_once = dcp.save, modeling_utils.safe_save_file
+        dcp.save, modeling_utils.safe_save_file = save, save_file
+        try:
+            yield
+        finally:
+            dcp.save, modeling_utils.safe_save_file = dcp_save, save_at_once
+
+    def start(self, complete: Callable[[Any, float], None]) -> None:
+        """Begin to write what was deferred, and then to complete the checkpoint.
+
+        `complete` is called with the thread's process group and the time at which writing began.
+        """
+        assert self.thread is None
+        writes, self.writes = self.writes, []
+
+        def write_all() -> None:
+            began = time.monotonic()
+            try:
+                for write in writes:
+                    write(self.group)
+                complete(self.group, began)
+            except BaseException as error:  # torch's `CheckpointException` is no Exception
+                self.error = error
+
+        self.thread = threading.Thread(target=write_all, name="checkpoint-writer", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> float:
+        """Wait until no checkpoint is being written, and return the seconds that took. Raises what the thread did."""
+        began = time.monotonic()
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.raise_if_failed()
+        return time.monotonic() - began
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong in the thread, such as a full disk; training must not continue unsaved."""
+        if self.error is not None:
+            raise self.error
+
+    def finish_after_failure(self) -> None:
+        """Let the checkpoint be completed that is being written while training failed: it is good, and the newest."""
+        if self.thread is not None and self.thread.is_alive():
+            print("training failed while a checkpoint was being written: completing it first", flush=True)
+            self.thread.join()

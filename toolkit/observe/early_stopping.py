@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -58,7 +59,9 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         step = state.global_step
         decides, reads = step % DECIDE_EVERY_STEPS == 0, step % DECIDE_EVERY_STEPS == READ_AFTER_STEPS
         if decides and self.timer.rank == 0:
-            self._publish(step, self._decide())
+            self.decisions[step] = self._decide()
+            if self.store is not None:
+                self.store.set(f"early_stopping/{step}", self.decisions[step])
         decided_at = step - READ_AFTER_STEPS
         if reads and decided_at > self.timer.resumed_step and (decision := self._read(decided_at)) != CONTINUE:
             control.should_training_stop, control.should_evaluate = True, self.evaluates
@@ -76,11 +79,6 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
             return f"median step known to {self.within:.1%}"
         return CONTINUE
 
-    def _publish(self, step: int, decision: str) -> None:
-        self.decisions[step] = decision
-        if self.store is not None:
-            self.store.set(f"early_stopping/{step}", decision)
-
     def _read(self, step: int) -> str:
         if self.store is None or step in self.decisions:
             return self.decisions[step]
@@ -95,8 +93,11 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """
     if not values:
         return None
-    ordered, tail = sorted(values), (1 - confidence) / 2
-    return ordered[_quantile_index(len(ordered), tail)], ordered[_quantile_index(len(ordered), 1 - tail)]
+    ordered, tail, ranks = sorted(values), (1 - confidence) / 2, range(1, len(values) + 1)
+    low, high = (
+        bisect_left(ranks, share, key=lambda k: _median_at_or_below(k, len(values))) for share in (tail, 1 - tail)
+    )
+    return ordered[low], ordered[high]
 
 
 def is_median_within(values: Sequence[float], fraction: float) -> bool:
@@ -108,22 +109,12 @@ def is_median_within(values: Sequence[float], fraction: float) -> bool:
     return max(interval[1] - median, median - interval[0]) <= fraction * median
 
 
-def _quantile_index(n: int, probability: float) -> int:
-    """Return the smallest k whose value the resampled median is at or below with at least this probability."""
-    low, high = 0, n - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _median_at_or_below(middle + 1, n) >= probability else (middle + 1, high)
-    return low
-
-
 def _median_at_or_below(k: int, n: int) -> float:
-    """Return P(at least half of n draws are among the k smallest of n values)."""
+    """Return P(at least half of n draws are among the k smallest of n values): a binomial sum, by its logarithms."""
     if k == n:
         return 1.0
-    return math.fsum(math.exp(_log_binomial(n, drawn, k / n)) for drawn in range((n + 1) // 2, n + 1))
-
-
-def _log_binomial(n: int, k: int, probability: float) -> float:
-    log_combinations = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return log_combinations + k * math.log(probability) + (n - k) * math.log1p(-probability)
+    inside, outside = math.log(k / n), math.log1p(-k / n)
+    return math.fsum(
+        math.exp(math.lgamma(n + 1) - math.lgamma(m + 1) - math.lgamma(n - m + 1) + m * inside + (n - m) * outside)
+        for m in range((n + 1) // 2, n + 1)
+    )

@@ -6,7 +6,6 @@ file or compiling may take long, and is no hang.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -66,7 +65,6 @@ class Watchdog:
         self.last_position: tuple[Any, ...] = ()
         self.cpu_seconds = 0.0
         self.progress_unix = time.time()
-        self.writing = threading.Lock()
 
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
@@ -74,26 +72,19 @@ class Watchdog:
         self.stacks = stacks_path(self.ranks, self.rank).open("w", encoding="utf-8")
         write_stacks_on_signal(self.stacks)
         self.beat()
-        # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
-        atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            if is_superseded(self.ranks, self.progress.attempt_id):
-                self._leave()
-            with contextlib.suppress(OSError), self.writing:  # a full disk is reported by the main thread
+            if is_superseded(self.ranks, self.progress.attempt_id):  # the run folder is its successor's
+                node, pid, why = os.uname().nodename, os.getpid(), "the run was restarted without it"
+                print(f"rank {self.rank} on {node} (process {pid}) ends: {why}", file=sys.stderr, flush=True)
+                os._exit(EXIT_RUN_FAILED)
+            with contextlib.suppress(OSError):  # a full disk is reported by the main thread
                 self.beat()
             if self.limit_seconds and time.time() - self.progress_unix > self.limit_seconds:
                 self._end_if_all_ranks_hang()
-
-    def _leave(self) -> NoReturn:
-        """End this rank of an attempt that was restarted without it, and leave the run folder to its successor."""
-        node, pid = os.uname().nodename, os.getpid()
-        print(f"rank {self.rank} on {node} (process {pid}) ends: the run was restarted without it", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(EXIT_RUN_FAILED)
 
     def beat(self) -> None:
         """Note whether the rank has made progress, and write its heartbeat."""
@@ -128,9 +119,18 @@ class Watchdog:
         return True
 
     def _end_if_all_ranks_hang(self) -> None:
-        """End the run if no other rank has made progress within the limit either. One rank reports."""
-        if stalled_seconds(read_heartbeats(self.ranks), now=time.time()) <= self.limit_seconds or not self._claim():
+        """End the run if no other rank has made progress within the limit either.
+
+        The first rank that claims it reports; a later one does if the first has not ended the run.
+        """
+        if stalled_seconds(read_heartbeats(self.ranks), now=time.time()) <= self.limit_seconds:
             return
+        claim = self.ranks / HANG_CLAIM
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            if time.time() - claim.stat().st_mtime <= CLAIM_SECONDS:
+                return
         report_hang(hang_failure(self.ranks, limit_seconds=self.limit_seconds), self.progress)
         for heartbeat in read_heartbeats(self.ranks):
             if heartbeat.rank != self.rank and heartbeat.process is not None:
@@ -138,12 +138,3 @@ class Watchdog:
                     os.kill(heartbeat.pid, signal.SIGKILL)  # it may not be able to end by itself
         sys.stderr.flush()
         os._exit(EXIT_RUN_FAILED)
-
-    def _claim(self) -> bool:
-        """Return True for the first rank that asks, and for a later one if the first has not ended the run."""
-        claim = self.ranks / HANG_CLAIM
-        try:
-            claim.touch(exist_ok=False)
-        except FileExistsError:
-            return time.time() - claim.stat().st_mtime > CLAIM_SECONDS
-        return True

@@ -1,11 +1,5 @@
 """The run folder of the run in progress, as one rank sees it: claimed, opened, and completed.
 
-    progress.attempt_id, nodes = claim_folder(Path("out"), writes=True, gather=gather_from_ranks)
-    run = ObservedRun(folder=RunFolder(Path("out")), progress=progress, rank=0, world_size=2)
-    run.open(preset="zero2", nodes=nodes)
-    ...
-    run.complete(untimed_steps=2)
-
 One attempt owns the folder, and every node sees it: found out before a model is loaded. Rank 0 writes the attempt's id
 to `ranks/attempt.id`, and the other ranks look for it. The id also separates this attempt's heartbeats and keys in the
 process group's store from those of an attempt that a restart has replaced.
@@ -22,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,7 +29,7 @@ from toolkit.record.attempts import Reuse, check_start, start_attempt
 from toolkit.record.checkpoints import remove_unfinished
 from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
-from toolkit.record.measurements import Measurements, drop_rows_after, measure, read_steps
+from toolkit.record.measurements import drop_rows_after, measure, read_steps
 from toolkit.record.run_files import SaveRecord
 from toolkit.record.timeline import Moment, measure_goodput, read_timeline
 from toolkit.units import number
@@ -66,12 +60,7 @@ class ObservedRun:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, on every rank. Collective."""
-        return gather_from_ranks(value, single_process=self.single_process)
+        barrier()
 
     def open(self, *, prepared: bool = False, reuse: Reuse = "never", **facts: Any) -> None:
         """Let one rank write run.json with `facts`, and begin the timeline. Collective.
@@ -88,24 +77,22 @@ class ObservedRun:
         self.barrier()
         if self.writes:
             started = {} if prepared else start_facts() | {"plan": None}
-            self.folder.update_run(**started, **self._facts(), **facts)
+            self.folder.update_run(
+                **started,
+                status=status.RUNNING,
+                exit_code=None,
+                world_size=self.world_size,
+                argv=hide_words(sys.argv),
+                versions=library_versions(),
+                hardware=describe_node(),
+                git_commit=git_commit(Path(__file__).parent),
+                measurement_version=MEASUREMENT_VERSION,
+                **facts,
+            )
         self.progress.step, self.progress.output_dir = self.resumed_step, self.folder.path
         if self.writes and not self.single_process:
-            self.progress.open_timeline(
-                self.folder.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-            )
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "status": status.RUNNING,
-            "exit_code": None,
-            "world_size": self.world_size,
-            "argv": hide_words(sys.argv),
-            "versions": library_versions(),
-            "hardware": describe_node(),
-            "git_commit": git_commit(Path(__file__).parent),
-            "measurement_version": MEASUREMENT_VERSION,
-        }
+            restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+            self.progress.open_timeline(self.folder.timeline, restarted=restarted)
 
     def begin_training(self) -> None:
         """Remove what an earlier attempt left unfinished, now that this one has trained a step. Collective."""
@@ -132,10 +119,15 @@ class ObservedRun:
         steps = read_steps(self.folder)
         measured = measure(steps, untimed_steps=untimed_steps)
         goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
-        facts = {"goodput": goodput.model_dump(), "saves": [save.model_dump() for save in saves]}
-        self.write_completion(measured=measured.summary(), **facts)
+        self.write_completion(
+            measured=measured.summary(), goodput=goodput.model_dump(), saves=[save.model_dump() for save in saves]
+        )
+        loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
+        speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
+        if measured.tokens_per_second is None:
+            speed = f"none timed: untimed_steps is {untimed_steps}"
         print(goodput.describe(), flush=True)
-        print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
+        print(f"done: {len(measured.step_seconds)} steps, {loss}{speed}; {self.folder.path}", flush=True)
 
     def write_completion(self, **facts: Any) -> None:
         """Write run.json's status, times and `facts`."""
@@ -149,6 +141,12 @@ class ObservedRun:
         )
 
 
+def barrier(group: Any = None) -> None:
+    """Wait for all ranks of the group."""
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
 def gather_from_ranks(value: Any, *, single_process: bool = False) -> list[Any]:
     """Return every rank's value, on every rank. Collective."""
     if single_process or not dist.is_initialized():
@@ -156,14 +154,6 @@ def gather_from_ranks(value: Any, *, single_process: bool = False) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _last_line(measured: Measurements, *, untimed_steps: int, folder: Path) -> str:
-    speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
-    if measured.tokens_per_second is None:
-        speed = f"none timed: untimed_steps is {untimed_steps}"
-    loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
-    return f"done: {len(measured.step_seconds)} steps, {loss}{speed}; {folder}"
 
 
 def copy_output_to(log: Path) -> None:
@@ -186,27 +176,18 @@ def copy_output_to(log: Path) -> None:
 # -- whose folder it is
 
 
-class Claim(NamedTuple):
-    """What all ranks know of their attempt."""
-
-    attempt_id: str
-    nodes: tuple[str, ...]
-    """Host names, each once, in the order of their ranks."""
-
-
-def claim_folder(output_dir: Path, *, writes: bool, gather: Callable[[Any], list[Any]]) -> Claim:
+def claim_folder(output_dir: Path, *, writes: bool, gather: Callable[[Any], list[Any]]) -> tuple[str, tuple[str, ...]]:
     """Make this attempt the owner of the run folder, and return its id and nodes, the same on all ranks. Collective.
 
-    `gather` returns every rank's value. Raises ToolkitError on every rank where the node of one does not see what
-    rank 0 has written.
+    Nodes are host names, each once, in the order of their ranks; `gather` returns every rank's value. Raises
+    ToolkitError on every rank where the node of one does not see what rank 0 has written.
     """
     ranks = output_dir / "ranks"
     attempt_id = str(gather(uuid.uuid4().hex if writes else None)[0])
     if writes:
         ranks.mkdir(parents=True, exist_ok=True)
         write_attempt_id(ranks, attempt_id)
-    nodes = _check_seen(output_dir, lambda: read_attempt_id(ranks) == attempt_id, gather)
-    return Claim(attempt_id, nodes)
+    return attempt_id, _check_seen(output_dir, lambda: read_attempt_id(ranks) == attempt_id, gather)
 
 
 def check_visible(folder: Path, *, gather: Callable[[Any], list[Any]]) -> None:
@@ -219,27 +200,11 @@ def _check_seen(folder: Path, is_seen: Callable[[], bool], gather: Callable[[Any
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not (seen := is_seen()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = gather((os.uname().nodename, [] if seen else [str(folder.absolute())]))
-    check_shared(found)
+    found = gather((os.uname().nodename, seen))
+    if blind := sorted({node for node, sees in found if not sees}):
+        see = "does" if len(blind) == 1 else "do"
+        raise ToolkitError(
+            f"{folder.absolute()} is not shared: {', '.join(blind)} {see} not see what {found[0][0]} has written there",
+            hint="name a folder on a file system that all nodes mount: `--output_dir DIR`",
+        )
     return tuple(dict.fromkeys(node for node, _ in found))
-
-
-def check_shared(found: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Raise ToolkitError where a node does not see a folder; `found` is each rank's node and what it does not see.
-
-    >>> check_shared([("node1", []), ("node2", ["/tmp/out"])])
-    Traceback (most recent call last):
-    toolkit.errors.ToolkitError: /tmp/out is not shared: node2 does not see what node1 has written there
-      hint: name a folder on a file system that all nodes mount: `--output_dir DIR`
-    """
-    blind = {
-        folder: sorted({node for node, unseen in found if folder in unseen}) for _, seen in found for folder in seen
-    }
-    if not blind:
-        return
-    folder, nodes = next(iter(blind.items()))
-    see = "does" if len(nodes) == 1 else "do"
-    raise ToolkitError(
-        f"{folder} is not shared: {', '.join(nodes)} {see} not see what {found[0][0]} has written there",
-        hint="name a folder on a file system that all nodes mount: `--output_dir DIR`",
-    )

@@ -12,13 +12,13 @@ each step and rank, and what was really in effect.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import ObservedCollator, take_facts
@@ -91,7 +91,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         progress.phase = "step"
-        observer.timer.record_memory("backward")
+        progress.record_memory("backward")
         observer.timer.add_loss(loss)
         return loss
 
@@ -109,7 +109,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         grad_norm = super()._get_grad_norm(*args, **kwargs)
-        self.observer.timer.add_grad_norm(grad_norm)
+        self.observer.timer.step.grad_norm = grad_norm
         self.observer.attestation.norms.add_grad_norm(grad_norm)
         return grad_norm
 
@@ -169,56 +169,39 @@ def observe(
     Trainer's checkpoints complete or absent. `parts` is what the script knows of its run. Raises ToolkitError for a
     folder that holds a finished or a running run.
     """
-    args, strict = trainer.args, require is not None or record is not None
+    args, own = trainer.args, type(trainer)
     if parts is None:
         world_size = None if require is None else args.world_size
         shards = None if require is None else require.dp_shard_size(args.world_size)
         parts = ObserverParts(expected=ExpectedRun(preset=require, world_size=world_size, dp_shard_size=shards))
-    opened = record or open_record(Path(folder or args.output_dir), args, require)
+    run = record or open_record(Path(folder or args.output_dir), args, require)
     step_timer = timer(
-        opened.folder.rank_rows(opened.rank),
-        rank=opened.rank,
-        device=args.device,
-        progress=opened.progress,
-        untimed_steps=untimed_steps,
-        resumed_step=opened.resumed_step,
-        begin_training=opened.begin_rows,
-        compiles=parts.compiles,
-        counts_tokens=parts.counts_tokens,
-        world_size=None if opened.single_process else args.world_size,
-        stops_if_diverged=record is not None,
+        run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
     )
     verification = attestation(
-        opened.folder.attestation_json,
+        run.folder.attestation_json,
         trainer=trainer,
-        progress=opened.progress,
+        progress=run.progress,
         parts=parts,
         first_batches=step_timer.first_batches,
-        strict=strict,
+        strict=require is not None or record is not None,
         on_done=step_timer.restart_clock,  # reading back is no part of a step
     )
-    observer = Observer(opened, step_timer, verification)
+    trainer.observer = observer = Observer(run, step_timer, verification)
     if complete_saves:
         observer.saver = CheckpointSaver(
             trainer, parts, reading=lambda: verification.reading, in_background=saves_in_background
         )
     if record is None:
         saves = [] if observer.saver is None else observer.saver.saves
-        observer.completes = lambda: opened.complete(untimed_steps=untimed_steps, saves=saves)
-    attach(trainer, observer, parts, [step_timer, verification])
-    return observer
-
-
-def attach(trainer: Any, observer: Observer, parts: ObserverParts, callbacks: Sequence[TrainerCallback]) -> None:
-    """Put the observer before the Trainer's own class, around its collator and among its callbacks."""
-    own = type(trainer)
-    trainer.observer = observer
+        observer.completes = lambda: run.complete(untimed_steps=untimed_steps, saves=saves)
     trainer.__class__ = type(f"Observed{own.__name__}", (ObservedTrainer, own), {})
     # accelerate may send the batches of an iterable data set to other ranks, and sends tensors only
     if not isinstance(trainer.train_dataset, IterableDataset) or parts.collates_on_each_rank:
         trainer.data_collator = ObservedCollator(trainer.data_collator, parts.batch_facts)
-    for callback in callbacks:
+    for callback in (step_timer, verification):
         trainer.add_callback(callback)
+    return observer
 
 
 def open_record(path: Path, args: Any, preset: Preset | None) -> ObservedRun:
@@ -230,8 +213,8 @@ def open_record(path: Path, args: Any, preset: Preset | None) -> ObservedRun:
     if writes:
         folder.hold()
     progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)
-    record = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
+    run = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
     name, files = (None, {}) if preset is None else (preset.name, preset.texts())
-    record.open(preset=name, preset_files=files, seed=args.seed, nodes=nodes)
-    Watchdog(progress, ranks=folder.rank_rows(record.rank).parent, rank=record.rank).start()
-    return record
+    run.open(preset=name, preset_files=files, seed=args.seed, nodes=nodes)
+    Watchdog(progress, ranks=folder.path / "ranks", rank=run.rank).start()
+    return run

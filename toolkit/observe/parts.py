@@ -10,14 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.observe.attest.readings import Values
+from toolkit.observe.attest.differences import Values
 from toolkit.observe.batches import CountBatch, tensor_facts
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
-
-
-def _nothing(*_: Any) -> Values:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +39,7 @@ class ObserverParts:
     expected: ExpectedRun = ExpectedRun()
     read: Sequence[Callable[[Any, Any], Values]] = ()
     """Readers after the first step, called with `trainer` and `plain`."""
-    read_before_training: Callable[[Any], Values] = _nothing
+    read_before_training: Callable[[Any], Values] = lambda _: {}
     """A reader that needs forwards of its own, called with `trainer`; it may raise AttestationFailed."""
     reduce_dtype: Callable[[Any], str | None] = lambda _: None
     """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""
@@ -54,7 +50,7 @@ class ObserverParts:
     """True if layers are compiled: rows count what the compiler does."""
     collates_on_each_rank: bool = False
     """True if each rank makes its own batches of an iterable data set."""
-    manifest: Callable[[], Values] = _nothing
+    manifest: Callable[[], Values] = dict
     """More entries of a checkpoint's manifest."""
     save_states: Callable[[Path], None] = lambda _: None
     """Writes this rank's further states into the folder of a checkpoint."""

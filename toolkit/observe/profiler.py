@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.timer import StepTimer
 
 Interval = tuple[float, float]
@@ -65,7 +65,7 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.running is not None:
             self._stop()
-        ranks = self.run.gather(self.breakdown)
+        ranks = gather_from_ranks(self.breakdown, single_process=self.run.single_process)
         rows = [{"rank": rank, **own} for rank, breakdown in enumerate(ranks) for own in breakdown["steps"]]
         timelines = [{"rank": rank, **own["timeline"]} for rank, own in enumerate(ranks) if own["timeline"]]
         if self.run.writes:
@@ -98,9 +98,9 @@ def table_lines(rows: list[dict[str, float]]) -> list[str]:
     columns = ("step", *(part.replace("exposed_communication", "exposed") for part in PARTS))
     lines = ["profile (ms):  step  rank" + "".join(column.rjust(20) for column in columns)]
     for row in rows:
-        step_seconds = row["step_seconds"]
-        parts = [f"{1000 * row[f'{part}_seconds']:.1f} ({row[f'{part}_seconds'] / step_seconds:.0%})" for part in PARTS]
-        fields = "".join(field.rjust(20) for field in (f"{1000 * step_seconds:.1f}", *parts))
+        whole = row["step_seconds"]
+        parts = [f"{1000 * row[f'{part}_seconds']:.1f} ({row[f'{part}_seconds'] / whole:.0%})" for part in PARTS]
+        fields = "".join(field.rjust(20) for field in (f"{1000 * whole:.1f}", *parts))
         lines.append(f"               {row['step']:4.0f}  {row['rank']:4.0f}{fields}")
     return lines
 
@@ -136,31 +136,28 @@ class TraceIntervals(NamedTuple):
         """Read the complete events of a Chrome trace."""
         complete = [event for event in events if event.get("ph") == "X" and event.get("dur")]
         host = [event for event in complete if event.get("cat") != "gpu_user_annotation"]
-        waits = [event for event in host if event["name"] == DATA_WAIT_EVENT]
+        waits = [(event["tid"], _interval(event)) for event in host if event["name"] == DATA_WAIT_EVENT]
         steps = sorted({_interval(event) for event in host if event["name"].startswith(STEP_EVENT_PREFIX)})
-        return cls(steps, *_compute_and_communication(complete, waits), [_interval(event) for event in waits])
+        kernels = [event for event in complete if event.get("cat") in GPU_CATEGORIES]
+        if kernels:
+            communication = [event for event in kernels if "nccl" in event["name"].lower()]
+            compute = [event for event in kernels if "nccl" not in event["name"].lower()]
+        else:
+            communication = [event for event in complete if event["name"].startswith(COLLECTIVE_PREFIXES)]
+            operators = [each for each in complete if each.get("cat") == "cpu_op" and each["name"].startswith("aten::")]
+            # collating a batch uses operators too, and is part of the wait for it
+            compute = [
+                each
+                for each in operators
+                if not any(tid == each["tid"] and start <= each["ts"] < end for tid, (start, end) in waits)
+            ]
+        return cls(
+            steps, list(map(_interval, compute)), list(map(_interval, communication)), [wait for _, wait in waits]
+        )
 
     def lanes(self) -> dict[str, list[Interval]]:
         """Return what a step is made of, by name."""
         return {name: getattr(self, name) for name in ("compute", "communication", "data_wait")}
-
-
-def _compute_and_communication(
-    events: list[dict[str, Any]], waits: list[dict[str, Any]]
-) -> tuple[list[Interval], list[Interval]]:
-    kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES]
-    if kernels:
-        nccl = [event for event in kernels if "nccl" in event["name"].lower()]
-        return [_interval(event) for event in kernels if event not in nccl], [_interval(event) for event in nccl]
-    operators = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith("aten::")]
-    loading_threads = {event["tid"] for event in waits}
-    # Collating a batch uses operators too, and is part of the wait for it.
-    other_threads = [_interval(event) for event in operators if event["tid"] not in loading_threads]
-    same_threads = subtract(
-        (_interval(event) for event in operators if event["tid"] in loading_threads), map(_interval, waits)
-    )
-    collectives = [_interval(event) for event in events if event["name"].startswith(COLLECTIVE_PREFIXES)]
-    return [*other_threads, *same_threads], collectives
 
 
 def _interval(event: dict[str, Any]) -> Interval:
@@ -187,92 +184,55 @@ def step_parts(
     >>> parts["communication"], parts["exposed_communication"], parts["idle"]
     (3, 2, 3)
     """
-    computing, communicating, waiting = (clip(part, step) for part in (compute, communication, data_wait))
-    exposed = subtract(communicating, computing)
-    only_waiting = subtract(waiting, [*computing, *communicating])
+
+    def covered(*lanes: Iterable[Interval]) -> float:
+        return sum(end - start for start, end in clip((each for lane in lanes for each in lane), step))
+
+    compute, communication, whole = list(compute), list(communication), step[1] - step[0]
+    working, busy = covered(compute, communication), covered(compute, communication, data_wait)
     return {
-        "step": step[1] - step[0],
-        "compute": total_length(computing),
-        "communication": total_length(communicating),
-        "exposed_communication": total_length(exposed),
-        "data_wait": total_length(only_waiting),
-        "idle": step[1] - step[0] - total_length([*computing, *communicating, *only_waiting]),
+        "step": whole,
+        "compute": covered(compute),
+        "communication": covered(communication),
+        "exposed_communication": working - covered(compute),
+        "data_wait": busy - working,
+        "idle": whole - busy,
     }
 
 
 def step_timeline(trace: TraceIntervals, *, index: int, epoch_seconds: float) -> dict[str, Any] | None:
     """Return one profiled step, counted from 0, for a report to draw; None where the trace has no such step.
 
-    `start_unix` is the start of the step, `seconds` its length, and `lanes` has intervals in seconds from its start.
-    `epoch_seconds` is the Unix time of the trace's zero.
+    `start_unix` is the start of the step, `seconds` its length, and `lanes` has intervals in seconds from its start, at
+    the resolution of a drawing. `epoch_seconds` is the Unix time of the trace's zero.
     """
     if len(trace.steps) <= index:  # the profiler opens one step more than it was asked for: the last one is empty
         return None
     step = trace.steps[index]
-    lanes = {
-        name: [(start - step[0], end - step[0]) for start, end in coarsen(intervals, step)]
-        for name, intervals in trace.lanes().items()
-    }
+    finest = (step[1] - step[0]) * TIMELINE_RESOLUTION
+
+    def drawn(intervals: Iterable[Interval]) -> list[list[float]]:
+        joined = clip(intervals, step, gap=finest)
+        return [[round((at - step[0]) / 1e6, 7) for at in pair] for pair in joined if pair[1] - pair[0] >= finest]
+
     return {
         "start_unix": epoch_seconds + step[0] / 1e6,
         "seconds": (step[1] - step[0]) / 1e6,
-        "lanes": {name: [[round(at / 1e6, 7) for at in pair] for pair in pairs] for name, pairs in lanes.items()},
+        "lanes": {name: drawn(intervals) for name, intervals in trace.lanes().items()},
     }
 
 
-def coarsen(intervals: Iterable[Interval], step: Interval) -> list[Interval]:
-    """Return the intervals within the step at the resolution of a drawing.
+def clip(intervals: Iterable[Interval], window: Interval, *, gap: float = 0.0) -> list[Interval]:
+    """Return the time of the intervals within a window, in order and without overlaps; those closer than `gap` joined.
 
-    >>> coarsen([(0.0, 1.0), (1.001, 2.0), (5.0, 5.0001)], (0.0, 10.0))
-    [(0.0, 2.0)]
+    >>> clip([(3, 4), (0, 2), (1, 3), (6, 9)], (1, 8)), clip([(0, 1), (2, 3)], (0, 8), gap=2)
+    ([(1, 4), (6, 8)], [(0, 3)])
     """
-    finest = (step[1] - step[0]) * TIMELINE_RESOLUTION
     joined: list[Interval] = []
-    for start, end in clip(intervals, step):
-        if joined and start - joined[-1][1] < finest:
-            joined[-1] = (joined[-1][0], end)
+    clipped = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
+    for start, end in sorted(pair for pair in clipped if pair[1] > pair[0]):
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
             joined.append((start, end))
-    return [(start, end) for start, end in joined if end - start >= finest]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same time in order and without overlaps."""
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        elif end > start:
-            joined.append((start, end))
     return joined
-
-
-def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """Return the time of the first that is not in the second.
-
-    >>> subtract([(0, 10)], [(2, 3), (9, 12)])
-    [(0, 2), (3, 9)]
-    """
-    left: list[Interval] = []
-    holes = union(removed)
-    for start, end in union(intervals):
-        for hole_start, hole_end in holes:
-            if hole_end <= start or hole_start >= end:
-                continue
-            if hole_start > start:
-                left.append((start, hole_start))
-            start = max(start, hole_end)
-        if end > start:
-            left.append((start, end))
-    return left
-
-
-def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """Return the parts of the intervals within a window."""
-    clipped = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
-    return union((start, end) for start, end in clipped if end > start)
-
-
-def total_length(intervals: Iterable[Interval]) -> float:
-    """Return the time covered, counting overlaps once."""
-    return sum(end - start for start, end in union(intervals))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,42 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.record.measurements import MEMORY_PHASES
+from toolkit.record.measurements import MemoryByPhase
 from toolkit.record.timeline import add_moment
 
 STEP_PHASES = ("train", "forward", "backward", "step")
-STATM = Path("/proc/self/statm")
-
-
-class PhaseMemoryRecorder:
-    """Bytes in use after loading, the first forward, the first backward and the first optimizer step.
-
-    Recorded once each in the first step, which is not timed: allocated bytes on a GPU, resident bytes on a CPU.
-
-    >>> memory = PhaseMemoryRecorder(on_gpu=False)
-    >>> memory.record("load")
-    >>> memory.facts()["bytes_of"], memory.facts()["forward"]
-    ('rss', None)
-    """
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self.bytes: dict[str, int] = {}
-
-    def record(self, phase: str) -> None:
-        """Record the bytes in use now, the first time a phase ends."""
-        if phase not in self.bytes:
-            self.bytes[phase] = torch.cuda.memory_allocated() if self.on_gpu else resident_bytes()
-
-    def facts(self) -> dict[str, Any]:
-        """Return `bytes_of` (`allocated` or `rss`) and the bytes of each phase; None for one not reached."""
-        phases = {phase: self.bytes.get(phase) for phase in MEMORY_PHASES}
-        return {"bytes_of": "allocated" if self.on_gpu else "rss", **phases}
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory (the second number of /proc/self/statm, in pages)."""
-    return int(STATM.read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -72,11 +39,10 @@ class Progress:
     """Returns facts for failure.json about the rows, counted from 0, of a step that diverged."""
     swap_folder: Path | None = None
     """This run's own folder on an NVMe disk, removed at the end of the run."""
-    memory_by_phase: PhaseMemoryRecorder | None = None
+    memory_by_phase: MemoryByPhase | None = None
     """Bytes after each phase of the first step; None before training begins."""
     timeline: Path | None = None
-    """Returns the file to which the run's phases are written; None before the run folder is open, and on other ranks
-    than 0."""
+    """The file to which the run's phases are written; None before the run folder is open, and on other ranks than 0."""
     phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
     """Each phase of the run and the Unix time when it began; `start` is the start of this process."""
 
@@ -96,3 +62,11 @@ class Progress:
         self.timeline = timeline
         for phase, unix in self.phases:
             self.note(phase, unix=unix, restarted=restarted and phase == "start")
+
+    def record_memory(self, phase: str) -> None:
+        """Record the bytes in use now, the first time a phase ends: in the first step, which is not timed."""
+        memory = self.memory_by_phase
+        if memory is not None and getattr(memory, phase) is None:
+            on_gpu = memory.bytes_of == "allocated"
+            used = torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss
+            self.memory_by_phase = memory.updated(**{phase: used})

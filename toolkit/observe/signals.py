@@ -1,11 +1,5 @@
 """Stop all ranks after the same step, with a checkpoint, on SIGTERM or Ctrl-C.
 
-    stop_on_signal = StopOnSignal(progress, rank=0, world_size=2)
-    stop_on_signal.listen()                 # early, in the main thread
-    trainer.add_callback(stop_on_signal)
-    trainer.train()
-    stop_on_signal.raise_if_stopped()       # Interrupted
-
 No step has a collective for it. A signal wakes a thread of the rank (the main thread may be waiting in a collective,
 where no Python handler runs), which publishes the step in progress in the process group's store. At its next step end
 the main thread waits for what all ranks have published: they stop after the highest of those steps. No rank goes past
@@ -47,14 +41,11 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, progress: Progress, *, rank: int, world_size: int) -> None:
         self.progress, self.rank, self.world_size = progress, rank, world_size
-        self.lock = threading.Lock()
-        self.agreed = threading.Event()
+        self.lock, self.agreed = threading.Lock(), threading.Event()
         self.signal: signal.Signals | None = None
-        self.finished_step = BEFORE_TRAINING
+        self.finished_step, self.max_steps = BEFORE_TRAINING, 0
         self.stop_step: int | None = None
-        self.max_steps = 0
-        self.saves = True
-        self.stopped = False
+        self.saves, self.stopped = True, False
         self.store: Any = None
 
     def listen(self) -> None:
@@ -92,14 +83,15 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         """Publish this rank's step and return all ranks' steps. Before the first step nobody is waited for."""
         if self.world_size == 1:
             return [step]
-        self.store = join_store(timedelta(seconds=ANSWER_SECONDS), self.progress)
         assert self.signal is not None
+        self.store = join_store(timedelta(seconds=ANSWER_SECONDS), self.progress)
         self.store.set(REQUESTED, str(int(self.signal)))
         self.store.set(f"stop/{self.rank}", str(step))
         if step == BEFORE_TRAINING:
             return [step]
-        self.store.wait([f"stop/{rank}" for rank in range(self.world_size)])
-        return [int(self.store.get(f"stop/{rank}")) for rank in range(self.world_size)]
+        keys = [f"stop/{rank}" for rank in range(self.world_size)]
+        self.store.wait(keys)
+        return [int(self.store.get(key)) for key in keys]
 
     def _silent_ranks(self) -> str:
         """Name the ranks that have published no step, with their nodes where they have written a heartbeat."""
@@ -130,9 +122,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         del args
         with self.lock:
             self.finished_step = state.global_step
-            signalled = self.signal is not None
-        if not signalled:
-            return
+            if self.signal is None:
+                return
         if not self.agreed.wait(2 * ANSWER_SECONDS):
             self._exit("no checkpoint was saved: the ranks did not agree on a step")
         if self.stop_step == state.global_step < self.max_steps:

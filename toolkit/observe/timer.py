@@ -10,25 +10,66 @@ import json
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from toolkit.hardware.nvml import Nvml
+from toolkit.hardware.gpus import Nvml
 from toolkit.observe.batches import BatchFacts
-from toolkit.observe.compiler_events import CompilerEvents
 from toolkit.observe.failure_report import Diverged
-from toolkit.observe.progress import PhaseMemoryRecorder, Progress
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.parts import ObserverParts
 from toolkit.record.heartbeat import peak_resident_bytes
-from toolkit.record.measurements import drop_rows_after
+from toolkit.record.measurements import MemoryByPhase, drop_rows_after
 
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompilerEvents:
+    """What torch's compiler has done in this process so far, or between two readings."""
+
+    graphs: int
+    """Graphs that were compiled; those of later readings are recompilations."""
+    graph_breaks: Counter[str]
+    """Places where a graph ends in the middle of a layer, by the first line of torch's reason."""
+    guard_failures: Counter[str]
+    """Why a graph that was compiled earlier did not fit."""
+
+    @classmethod
+    def read(cls) -> CompilerEvents:
+        """Read torch's own counters."""
+        from torch._dynamo.utils import counters, guard_failures
+
+        return cls(
+            graphs=counters["stats"]["unique_graphs"],
+            graph_breaks=Counter({_first_line(why): number for why, number in counters["graph_break"].items()}),
+            guard_failures=Counter(_first_line(why) for reasons in guard_failures.values() for why in reasons),
+        )
+
+    def since(self, earlier: CompilerEvents) -> CompilerEvents:
+        """Return what happened after an earlier reading."""
+        return CompilerEvents(
+            graphs=self.graphs - earlier.graphs,
+            graph_breaks=self.graph_breaks - earlier.graph_breaks,
+            guard_failures=self.guard_failures - earlier.guard_failures,
+        )
+
+    def warning(self, *, step: int, rank: int) -> str | None:
+        """Return the line to print if any of this happened in a timed step, with the reason; None if nothing did."""
+        happened = [f"{self.graphs} graphs compiled"] * bool(self.graphs)
+        happened += [f"{self.graph_breaks.total()} graph breaks"] * bool(self.graph_breaks)
+        why = "".join(f": {reason}" for reason in [*self.graph_breaks, *self.guard_failures][:1])
+        where = f"in step {step} on rank {rank}, which is timed{why}"
+        return f"warning: {' and '.join(happened)} {where}" if happened else None
+
+
+def _first_line(reason: str) -> str:
+    return str(reason).strip().partition("\n")[0].strip()
 
 
 class DeviceReadings:
@@ -42,7 +83,11 @@ class DeviceReadings:
 
     def read(self) -> dict[str, Any]:
         """Return the memory columns: peaks since the process began, in bytes."""
-        gpu_reading = self._query_nvml()
+        gpu_reading, now = None, time.monotonic()
+        if self.nvml is not None and now - self.queried_at >= SECONDS_BETWEEN_NVML_QUERIES:
+            self.queried_at, self.driver_bytes = now, self.nvml.process_bytes(os.getpid())
+            energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
+            gpu_reading = {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
         return {
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
@@ -52,15 +97,6 @@ class DeviceReadings:
             "peak_host_bytes": peak_resident_bytes(),
         }
 
-    def _query_nvml(self) -> dict[str, Any] | None:
-        now = time.monotonic()
-        if self.nvml is None or now - self.queried_at < SECONDS_BETWEEN_NVML_QUERIES:
-            return None
-        self.queried_at = now
-        self.driver_bytes = self.nvml.process_bytes(os.getpid())
-        energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
-        return {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
-
 
 @dataclass(slots=True)
 class _Step:
@@ -69,6 +105,7 @@ class _Step:
     batches: list[BatchFacts] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     grad_norm: Any = None
+    """Before clipping, over all ranks."""
     memory: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     start: Any = None
@@ -86,32 +123,22 @@ class _Step:
 class StepTimer(TrainerCallback):  # type: ignore[misc]
     """Writes one row per step to `ranks/rankR.jsonl`, and prints progress on rank 0.
 
-    The Trainer reports batches, losses and waits to it; everything else comes from the Trainer's callback events.
-    `resumed_step` is the step of the checkpoint that the run resumes from: rows after it are dropped. `begin_training`
-    is called once the first step is trained, before its row is written.
+    The Trainer reports batches, losses and waits to it; everything else comes from the Trainer's callback events. If
+    `stops_if_diverged`, a loss or a gradient norm that is not finite ends the run.
     """
 
     def __init__(
         self,
-        path: Path,
+        run: ObservedRun,
+        parts: ObserverParts,
         *,
-        rank: int,
         device: torch.device,
-        progress: Progress,
         untimed_steps: int = 0,
-        resumed_step: int = 0,
-        begin_training: Callable[[], None] | None = None,
-        compiles: bool = False,
-        counts_tokens: bool = True,
-        world_size: int | None = None,
         stops_if_diverged: bool = True,
     ) -> None:
-        self.path, self.rank, self.progress = path, rank, progress
-        self.counts_tokens = counts_tokens
-        """False on a rank that trains on the rows of another one: their tokens are counted there."""
-        self.world_size = world_size
-        """Ranks that write a row for each step; None where not all of them have a process."""
-        self.untimed_steps, self.resumed_step = untimed_steps, resumed_step
+        self.run, self.parts, self.progress = run, parts, run.progress
+        self.path, self.rank, self.resumed_step = run.folder.rank_rows(run.rank), run.rank, run.resumed_step
+        self.untimed_steps, self.stops_if_diverged = untimed_steps, stops_if_diverged
         self.max_steps = 0
         self.timed_seconds: list[float] = []
         """Seconds of this rank's timed steps, as far as the device has finished them."""
@@ -125,11 +152,10 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.unwritten: deque[tuple[int, _Step]] = deque()
         """Finished steps, by number, whose device work may still be running."""
         self.printed_at = 0.0
-        self.begin_training, self.compiles = begin_training, compiles
-        self.stops_if_diverged = stops_if_diverged
-        """True if a loss or a gradient norm that is not finite ends the run."""
         self.first_batches: list[str] = []
         """Digests of the batches of this rank's first optimizer step."""
+
+    # -- what the Trainer reports within a step
 
     def add_batch(self, facts: BatchFacts | None) -> None:
         """Add the batch of one accumulation step, as the collator counted it."""
@@ -142,15 +168,6 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         """Add the loss of one accumulation step; it stays on its device."""
         self.step.losses.append(loss)
 
-    def record_memory(self, phase: str) -> None:
-        """Record the memory in use at the end of a phase of the first step."""
-        if self.progress.memory_by_phase is not None:
-            self.progress.memory_by_phase.record(phase)
-
-    def add_grad_norm(self, grad_norm: Any) -> None:
-        """Set the gradient norm before clipping, over all ranks."""
-        self.step.grad_norm = grad_norm
-
     def begin_data(self) -> None:
         """Note that this rank asks for the batches of the step."""
         self.step.data_waits.append((self._now(), None))
@@ -162,7 +179,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def enter_backward(self) -> None:
         """Note that backward begins: from here on ranks wait for each other's gradients."""
-        self.record_memory("forward")
+        self.progress.record_memory("forward")
         self.begin_wait()
         self.step.in_backward = True
 
@@ -180,13 +197,15 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         """Start the step in progress now; what came before is not part of its time."""
         self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
         self.step.own_work = [self.step.start]
-        self.step.compiler = CompilerEvents.read() if self.compiles else None
+        self.step.compiler = CompilerEvents.read() if self.parts.compiles else None
+
+    # -- the Trainer's events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
         self.resumed_step = self.progress.step = state.global_step
-        self.progress.memory_by_phase = PhaseMemoryRecorder(on_gpu=self.cuda)
-        self.progress.memory_by_phase.record("load")
+        self.progress.memory_by_phase = MemoryByPhase(bytes_of="allocated" if self.cuda else "rss")
+        self.progress.record_memory("load")
         self.restart_clock()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -203,10 +222,10 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
         if self.step.compiler is not None and finished.compiler is not None:
             finished.compiler = self.step.compiler.since(finished.compiler)
-        if state.global_step == self.resumed_step + 1 and self.progress.memory_by_phase is not None:
-            self.progress.memory_by_phase.record("step")
-            finished.memory["memory_by_phase"] = self.progress.memory_by_phase.facts()
         if state.global_step == self.resumed_step + 1:
+            self.progress.record_memory("step")
+            if self.progress.memory_by_phase is not None:
+                finished.memory["memory_by_phase"] = self.progress.memory_by_phase.model_dump()
             self._begin_rows()
         self.progress.step = state.global_step
         self.unwritten.append((state.global_step, finished))
@@ -214,8 +233,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def _begin_rows(self) -> None:
         """Take over the folder, and drop the rows of steps that were trained again. Collective."""
-        if self.begin_training is not None:
-            self.begin_training()
+        self.run.begin_rows()
         dropped = drop_rows_after(self.path, self.resumed_step)
         if dropped:
             seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
@@ -233,11 +251,12 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
     def on_save(self, *_: Any, **__: Any) -> None:
         self.restart_clock()
 
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self.restart_clock()
+    on_evaluate = on_save
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.flush(wait=True)
+
+    # -- rows
 
     def flush(self, *, wait: bool) -> None:
         """Write the rows of the steps that the device has finished; with `wait`, of all finished steps.
@@ -249,37 +268,37 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             row = self._row(number, step)
             if row["step_of_process"] > self.untimed_steps and not step.profiled:
                 self.timed_seconds.append(row["seconds"])
-                warning = step.compiler and step.compiler.warning(step=number, rank=self.rank)
-                if warning:
+                if step.compiler and (warning := step.compiler.warning(step=number, rank=self.rank)):
                     print(warning, flush=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self._print(row)
-            self._check_finite(row, step)
+            if self.stops_if_diverged:
+                self._check_finite(row, step)
 
     def _check_finite(self, row: dict[str, Any], step: _Step) -> None:
         """End the run on a loss or gradient norm that is not finite: the weights are lost from here on."""
-        if not self.stops_if_diverged:
-            return
         norms = {} if self.scales_loss else {"gradient norm": row["grad_norm"] or row["local_grad_norm"]}
         for name, value in ({"loss": row["loss"]} | norms).items():
             if value is not None and not math.isfinite(value):
                 rows = tuple(number for facts in step.batches for number in facts.rows)
-                raise Diverged(
-                    f"the {name} is {value} at step {row['step']}", hint="lower `--learning_rate`", rows=rows
-                )
+                message = f"the {name} is {value} at step {row['step']}"
+                raise Diverged(message, hint="lower `--learning_rate`", rows=rows)
 
     def _read_memory(self) -> dict[str, Any]:
         return self.device_readings.read()
 
     def _row(self, number: int, step: _Step) -> dict[str, Any]:
+        compiler = step.compiler
+        turns = [*step.own_work, step.end]
+        own_seconds = math.fsum(map(self._seconds, turns[::2], turns[1::2]))
         return {
             "step": number,
             "step_of_process": number - self.resumed_step,
             "rank": self.rank,
-            "world_size": self.world_size,
+            "world_size": None if self.run.single_process else self.run.world_size,
             "seconds": self._seconds(step.start, step.end),
-            "own_seconds": self._own_seconds(step),
+            "own_seconds": own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported
             "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
             "cpu_seconds": step.cpu_seconds,
             **{name: self._sum(step, name) for name in ("tokens", "non_padding_tokens", "supervised_tokens")},
@@ -288,18 +307,14 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),
             **step.memory,
             **({"profiled": True} if step.profiled else {}),
-            **(step.compiler.counts() if step.compiler is not None else {}),
+            **({} if compiler is None else {"compiled_graphs": compiler.graphs}),
+            **({} if compiler is None else {"graph_breaks": compiler.graph_breaks.total()}),
         }
 
     def _sum(self, step: _Step, name: str) -> int | None:
         """A count over the batches of a step; None where one does not show it."""
-        counts = [getattr(facts, name) for facts in step.batches if self.counts_tokens]
+        counts = [getattr(facts, name) for facts in step.batches if self.parts.counts_tokens]
         return None if None in counts or not step.batches else sum(counts)
-
-    def _own_seconds(self, step: _Step) -> float | None:
-        """Return the time this rank worked on its own; None for a step whose backward was never reported."""
-        turns = [*step.own_work, step.end]
-        return math.fsum(map(self._seconds, turns[::2], turns[1::2])) if len(turns) > 2 else None
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -322,11 +337,8 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.printed_at = now
         norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
         speed = "" if row["tokens"] is None else f"  {row['tokens'] / row['seconds']:,.0f} tokens/s"
-        print(
-            f"step {row['step']}/{self.max_steps}{norm}  on rank 0: loss {row['loss']:.4f}"
-            f"  {row['seconds']:.2f} s{speed}",
-            flush=True,
-        )
+        loss = f"on rank 0: loss {row['loss']:.4f}  {row['seconds']:.2f} s"
+        print(f"step {row['step']}/{self.max_steps}{norm}  {loss}{speed}", flush=True)
 
 
 def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
@@ -345,7 +357,7 @@ def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
     def end_wait(*_: Any) -> None:
         timer.end_wait()
 
-    if timer.compiles:  # the compiler would trace a hook of a compiled layer, and break its graph at the clock
+    if timer.parts.compiles:  # the compiler would trace a hook of a compiled layer, and break its graph at the clock
         begin_wait, end_wait = torch.compiler.disable(begin_wait), torch.compiler.disable(end_wait)
     for before, after in waits:
         before.register_forward_pre_hook(begin_wait, prepend=True)
@@ -362,8 +374,7 @@ def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
         return facts
     if hasattr(grad_norm, "to_local"):
         shared_by = [grad_norm.device_mesh.size(dim) for dim, p in enumerate(grad_norm.placements) if p.is_partial()]
-        if shared_by:
-            own = float(grad_norm.to_local().item())
-            return facts | {"local_grad_norm": own, "grad_norm_ranks": math.prod(shared_by)}
         grad_norm = grad_norm.to_local()
+        if shared_by:
+            return facts | {"local_grad_norm": float(grad_norm.item()), "grad_norm_ranks": math.prod(shared_by)}
     return facts | {"grad_norm": float(grad_norm.item() if hasattr(grad_norm, "item") else grad_norm)}

@@ -62,8 +62,7 @@ def _reduce_replicated_gradients_once() -> None:
     import torch.distributed as dist
     from transformers.distributed import tensor_parallel
 
-    def install_forward(self: Any, module: Any, mesh: Any) -> Any:
-        del self
+    def install_forward(_self: Any, module: Any, mesh: Any) -> Any:
         original = module.forward
         hooked: dict[str, Any] = {}
 

@@ -64,11 +64,15 @@ class RecommendRequest:
         )
 
     @property
+    def sequences_per_group(self) -> int:
+        """Sequences of a step for a GPU, or for the group of GPUs that train on the same rows."""
+        return self.global_batch_size // (self.data_parallel_size or self.world_size)
+
+    @property
     def micro_batches(self) -> list[int]:
-        """Divisors of a GPU's share of the global batch, or of a group's, ascending; those that fill a pipeline."""
-        share = self.global_batch_size // (self.data_parallel_size or self.world_size)
+        """Divisors of a group's sequences, ascending; those that fill a pipeline."""
+        share, pipeline = self.sequences_per_group, self.job.pipeline
         sizes = [size for size in range(1, share + 1) if share % size == 0]
-        pipeline = self.job.pipeline
         return [size for size in sizes if pipeline is None or not pipeline.problem(micro_batches=share // size)]
 
     def job_with(self, *, micro_batch: int, checkpointing: bool) -> PlannedJob:
@@ -76,9 +80,7 @@ class RecommendRequest:
         return replace(
             self.job,
             per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=(
-                self.global_batch_size // (self.data_parallel_size or self.world_size) // micro_batch
-            ),
+            gradient_accumulation_steps=self.sequences_per_group // micro_batch,
             activation_checkpointing=checkpointing,
         )
 
@@ -133,12 +135,11 @@ def best_candidates(
 
     A preset with degrees of parallelism has its best ones.
     """
-    return [found for preset in presets if (found := _best_layout(request, preset, purpose)) is not None]
-
-
-def _best_layout(request: RecommendRequest, preset: Preset, purpose: Purpose) -> Candidate | None:
-    layouts = [divided for divided in divided_requests(request, preset) if not refusal(divided, preset, purpose)]
-    return _better([_best(divided, preset) for divided in layouts]) if layouts else None
+    best = []
+    for preset in presets:
+        layouts = [divided for divided in divided_requests(request, preset) if not refusal(divided, preset, purpose)]
+        best += [_better([_best(divided, preset) for divided in layouts])] if layouts else []
+    return best
 
 
 def divided_requests(request: RecommendRequest, preset: Preset) -> list[RecommendRequest]:
@@ -156,9 +157,8 @@ def divided_requests(request: RecommendRequest, preset: Preset) -> list[Recommen
         chosen = dict(zip(preset.degrees, degrees, strict=True))
         if {"dp_replicate", "dp_shard"} <= set(preset.parallel):
             chosen["dp_replicate"] = max(DEFAULT_REPLICAS, request.interconnect.num_nodes)
-        found = divided_request(request, preset, chosen)
-        if found.data_parallel_size:
-            requests.append(found)
+        divided = divided_request(request, preset, chosen)
+        requests += [divided] if divided.data_parallel_size else []
     return requests
 
 
@@ -190,18 +190,13 @@ def _best(request: RecommendRequest, preset: Preset) -> Candidate:
 
     Those are summed in bf16, and shards in fp32, so a difference within a plan's precision is no reason.
     """
-    best = _best_checkpointing(request, preset)
+    best = _better([largest_candidate(request, preset, checkpointing=on) for on in (False, True)])
     if preset.engine != "fsdp2" or request.job.accumulate is not None or not best.fits:
         return best
-    whole = _best_checkpointing(replace(request, job=replace(request.job, accumulate=WHOLE)), preset)
+    kept = replace(request, job=replace(request.job, accumulate=WHOLE))
+    whole = _better([largest_candidate(kept, preset, checkpointing=on) for on in (False, True)])
     is_faster = whole.fits and whole.job.keeps_whole_gradients and min(best.time_ratios(whole)) > EQUAL_WITHIN
     return whole if is_faster else best
-
-
-def _best_checkpointing(request: RecommendRequest, preset: Preset) -> Candidate:
-    """The faster of with and without activation checkpointing; the smaller one if neither fits."""
-    both = [largest_candidate(request, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
-    return _better(both)
 
 
 def _better(candidates: Sequence[Candidate]) -> Candidate:
@@ -221,8 +216,7 @@ def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointin
         planned[size] = _candidate(request, preset, request.job_with(micro_batch=size, checkpointing=checkpointing))
         return not planned[size].fits
 
-    first_that_does_not = bisect.bisect_left(sizes, True, key=does_not_fit)
-    size = sizes[max(first_that_does_not - 1, 0)]
+    size = sizes[max(bisect.bisect_left(sizes, True, key=does_not_fit) - 1, 0)]
     if size not in planned:
         does_not_fit(size)
     return planned[size]

@@ -61,19 +61,15 @@ class FailingJob:
     def effective_time_ratio(self) -> float:
         """Share of the time, with all nodes there, in which training makes progress that is not lost again.
 
-        First order in the failure rate: each failure costs detection, restart, and half an interval on average; saving
-        costs the rest (https://arxiv.org/abs/2410.21680, section on the expected training time ratio). 0 where that
-        leaves nothing.
+        First order in the failure rate (https://arxiv.org/abs/2410.21680): each failure costs detection, restart, and
+        half an interval on average; saving costs the rest. 0 where that leaves nothing.
         """
         lost = self.detection_seconds + self.restart_seconds + self.interval / 2
         return max(0.0, 1 - lost / self.mean_seconds_between_failures) / (1 + self.checkpoint_fraction)
 
     @property
     def exact_time_ratio(self) -> float:
-        """The same without the approximation for rare failures: progress over the expected time of one interval.
-
-        Daly 2006, equation 20, with a time for detection in which no further failure is counted.
-        """
+        """The same also for frequent failures: Daly 2006, equation 20; none is counted in the time of detection."""
         mean = self.mean_seconds_between_failures
         exponents = self.restart_seconds / mean, (self.interval + self.checkpoint_seconds) / mean
         if sum(exponents) > LARGEST_EXPONENT:
@@ -83,10 +79,10 @@ class FailingJob:
 
     @property
     def availability(self) -> float:
-        """Share of the time in which the job has all of its nodes.
+        """Share of the time in which the job has all of its nodes, for repair times of any distribution.
 
         Erlang's loss formula: nodes in repair are the busy lines, and there is one more line than spares, since the job
-        stops, and so fails no more, when one node is missing. It holds for repair times of any distribution.
+        stops, and so fails no more, when one node is missing.
         """
         if self.spare_nodes is None:
             return 1.0
@@ -104,9 +100,7 @@ class FailingJob:
 
 
 def young_interval(checkpoint_seconds: float, mean_seconds_between_failures: float) -> float:
-    """Return the best training time between two saves to first order, √(2·C·M).
-
-    J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
+    """Return the best training time between two saves to first order, √(2·C·M) (J. W. Young, CACM 17(9), 1974).
 
     >>> young_interval(50, 10_000)
     1000.0
@@ -117,8 +111,7 @@ def young_interval(checkpoint_seconds: float, mean_seconds_between_failures: flo
 def daly_interval(checkpoint_seconds: float, mean_seconds_between_failures: float) -> float:
     """Return the best training time between two saves to higher order; M itself where saving takes 2·M or longer.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
-    Systems 22(3), 2006, equation 37.
+    J. T. Daly, Future Generation Computer Systems 22(3), 2006, equation 37.
 
     >>> round(daly_interval(50, 10_000), 1)
     966.9

@@ -23,43 +23,46 @@ GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090
 GpuMemory = Annotated[float | None, Option(help="memory of one GPU, if the table does not have it")]
 GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if the table does not have it")]
 SeqLength = Annotated[int, Option(help="tokens per sequence")]
-LoraRank = Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")]
-Quantized = Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")]
 GpusPerNode = Annotated[int, Option(help="GPUs per node")]
-LoraTargets = Annotated[
-    tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
-]
-EqualLengths = Annotated[
-    bool,
-    Option("--equal-lengths", help="all rows have the full length: micro-batches above one need no attention mask"),
-]
-OptimizerName = Annotated[str, Option(help="optimizer, by its name in the training arguments")]
-Accumulate = Annotated[
-    str | None,
-    Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards them"),
-]
-HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to check offload against")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class JobAndGpuOptions:
+    """Options of both commands, by the names of their flags."""
+
+    gpu: GpuName = None
+    gpu_memory_gib: GpuMemory = None
+    gpu_tflops: GpuTflops = None
+    gpus_per_node: GpusPerNode = 8
+    host_memory_gib: Annotated[float | None, Option(help="host memory of a node, to check offload against")] = None
+    max_seq_length: SeqLength = MAX_SEQ_LENGTH
+    lora_r: Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")] = None
+    load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")] = False
+    optim: Annotated[str, Option(help="optimizer, by its name in the training arguments")] = DEFAULT_OPTIMIZER
+    equal_lengths: Annotated[
+        bool,
+        Option("--equal-lengths", help="all rows have the full length: micro-batches above one need no attention mask"),
+    ] = False
+    accumulate: Annotated[
+        str | None,
+        Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(JobAndGpuOptions):
     """Options of `toolkit plan`, by the names of their flags."""
 
     num_processes: Annotated[tuple[int, ...], Option(help=f"number of GPUs; repeatable; {DEFAULT_GPUS_HELP}")] = ()
     preset: Annotated[
         tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
     ] = ()
-    gpu: GpuName = None
-    gpu_memory_gib: GpuMemory = None
-    gpu_tflops: GpuTflops = None
     per_device_train_batch_size: Annotated[int, Option(help="sequences per GPU and accumulation step")] = (
         PER_DEVICE_TRAIN_BATCH_SIZE
     )
-    max_seq_length: SeqLength = MAX_SEQ_LENGTH
     gradient_accumulation_steps: Annotated[int, Option(help="accumulation steps per optimizer step")] = (
         GRADIENT_ACCUMULATION_STEPS
     )
-    accumulate: Accumulate = None
     activation_checkpointing: Annotated[
         bool,
         Option(
@@ -68,10 +71,9 @@ class PlanOptions:
             show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
         ),
     ] = False
-    lora_r: LoraRank = None
-    lora_target_modules: LoraTargets = ()
-    load_in_4bit: Quantized = False
-    equal_lengths: EqualLengths = False
+    lora_target_modules: Annotated[
+        tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
+    ] = ()
     packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
     async_save: Annotated[
         bool,
@@ -82,7 +84,6 @@ class PlanOptions:
         Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
     ] = None
     loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
-    optim: OptimizerName = DEFAULT_OPTIMIZER
     pp: Annotated[int | None, Option(help="pipeline parallelism: GPUs that hold different layers")] = None
     pipeline_schedule: Annotated[
         str | None, Option(help=f"order of the stages: {', '.join(SCHEDULES)}; default: {DEFAULT_SCHEDULE}")
@@ -93,43 +94,30 @@ class PlanOptions:
     sp: Annotated[int | None, Option(help="sequence parallelism (Ulysses): GPUs that share a sequence")] = None
     ep: Annotated[int | None, Option(help="expert parallelism: GPUs that share the experts")] = None
     dp_replicate: Annotated[int | None, Option(help="replicas of the sharded model in a hybrid mesh")] = None
-    gpus_per_node: GpusPerNode = 8
-    host_memory_gib: HostMemoryGib = None
     verify: Annotated[
         bool, Option("--verify", help="rehearse rank 0 of each plan, and compare the two part by part")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendOptions:
+class RecommendOptions(JobAndGpuOptions):
     """Options of `toolkit recommend`, by the names of their flags."""
 
     num_processes: Annotated[int | None, Option(help=f"number of GPUs; {DEFAULT_GPUS_HELP}")] = None
-    gpu: GpuName = None
-    max_seq_length: SeqLength = MAX_SEQ_LENGTH
+    preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
     global_batch_size: Annotated[
         int | None, Option(help="sequences per optimizer step; by default 32, rounded up to a multiple of the GPUs")
     ] = None
-    lora_r: LoraRank = None
-    load_in_4bit: Quantized = False
-    optim: OptimizerName = DEFAULT_OPTIMIZER
-    equal_lengths: EqualLengths = False
-    accumulate: Accumulate = None
     objective: Annotated[str, Option(help="fastest, or least-memory")] = "fastest"
-    preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
     price_per_gpu_hour: Annotated[
         float | None, Option(help="price of one GPU per hour, in dollars", min=0, max=1_000_000)
     ] = None
-    gpus_per_node: GpusPerNode = 8
-    host_memory_gib: HostMemoryGib = None
     network_gb_per_second: Annotated[
         float | None, Option(help="network bandwidth of a node, all cards, one direction")
     ] = None
     nvme_gb_per_second: Annotated[float | None, Option(help="bandwidth of a node's local NVMe disk, if it has one")] = (
         None
     )
-    gpu_memory_gib: GpuMemory = None
-    gpu_tflops: GpuTflops = None
     gpu_link_gb_per_second: Annotated[
         float | None, Option(help="GPU-to-GPU bandwidth, one direction, if the table does not have it")
     ] = None

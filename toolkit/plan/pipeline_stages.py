@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 from toolkit.models.shape import Layer, ModelShape, Tensor
@@ -62,12 +62,10 @@ def model_part(shape: ModelShape, stages: int, own: tuple[int, ...]) -> ModelSha
 
 def stage_load(settings: PipelineSettings, rank: int, *, micro_batches: int) -> StageLoad:
     """Return what one rank of a pipeline holds beside its model states."""
-    received = settings.chunks - (1 if rank == 0 else 0)
-    returned = settings.chunks - (1 if rank == settings.ranks - 1 else 0)
-    is_last = rank == settings.ranks - 1
+    is_first, is_last = rank == 0, rank == settings.ranks - 1
     return StageLoad(
         micro_batches_in_flight=settings.in_flight(rank, micro_batches) / settings.chunks,
-        buffered_activations=(received + returned) * micro_batches,
+        buffered_activations=(2 * settings.chunks - is_first - is_last) * micro_batches,
         logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
     )
 
@@ -76,28 +74,18 @@ def pipeline_collectives(
     shape: ModelShape, settings: PipelineSettings, layout: ParallelLayout, *, tokens: int, micro_batches: int
 ) -> Iterator[Collective]:
     """Yield what a rank between two others sends in a step, and the reductions of gradients after it."""
-    activation = ACTIVATION_BYTES * tokens * shape.hidden_size
     calls = 2 * micro_batches * settings.chunks
-    yield Collective(
+    stages = partial(Collective, group="pp")
+    yield stages(
         name="permute",
         purpose="activations to the next stage, and their gradients back",
-        payload_bytes=activation * calls,
+        payload_bytes=ACTIVATION_BYTES * tokens * shape.hidden_size * calls,
         group_size=layout.pp,
-        group="pp",
         calls=calls,
     )
     if shape.tied_embeddings:
         payload = 4 * shape.vocab_size * shape.hidden_size
-        yield Collective(
-            name="all_reduce", purpose="gradient of a tied embedding", payload_bytes=payload, group_size=2, group="pp"
-        )
-    if layout.dp_replicate > 1:
-        own = max(stage_shape(shape, settings, rank).num_params for rank in range(layout.pp))
-        yield Collective(
-            name="all_reduce",
-            purpose="gradients between pipelines",
-            payload_bytes=4 * own,
-            group_size=layout.dp_replicate,
-            group="replicas",
-            stride=layout.pp,
-        )
+        yield stages(name="all_reduce", purpose="gradient of a tied embedding", payload_bytes=payload, group_size=2)
+    largest = max(stage_shape(shape, settings, rank).num_params for rank in range(layout.pp))
+    replicas = partial(Collective, group="replicas", group_size=layout.dp_replicate, stride=layout.pp)
+    yield replicas(name="all_reduce", purpose="gradients between pipelines", payload_bytes=4 * largest)

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import LARGEST_WORLD_SIZE, Plan, PlanRequest
 from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
 
 TABLE_COLUMNS = 100
+# Two lines of heading for each column.
 COLUMNS = (
-    ("preset", ""),
-    ("GPUs", ""),
-    ("verdict", ""),
-    ("peak", "GiB"),
-    ("model", "states"),
-    ("activ-", "ations"),
-    ("logits", ""),
-    ("other", ""),
-    ("left", "GiB"),
-    ("host", "GiB"),
-    ("max.", "batch"),
-    ("min.", "GPUs"),
-    ("tokens/s", "per GPU"),
+    *("preset\n", "GPUs\n", "verdict\n", "peak\nGiB", "model\nstates", "activ-\nations", "logits\n", "other\n"),
+    *("left\nGiB", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
 )
-"""Two lines of heading for each column."""
 LEGEND = (
     "GiB (2**30) of GPU memory on rank 0, which has the largest share, at its peak: model states,",
     "activations, logits and other (buffers, gathered layers, CUDA, the allocator); left: the rest of",
@@ -54,30 +42,28 @@ def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
     console.print(_heading(request), markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in COLUMNS:
-        justify: JustifyMethod = "left" if heading[0] in ("preset", "verdict") else "right"
-        table.add_column("\n".join(heading), justify=justify, no_wrap=True)
+        table.add_column(heading, justify="left" if heading in ("preset\n", "verdict\n") else "right", no_wrap=True)
     for plan in plans:
         table.add_row(*_cells(plan))
     console.print(table, soft_wrap=False)
-    for line in _layout_lines(plans):
+    for line in (*_layout_lines(plans), *_footer(plans, request)):
         console.print(line, markup=False)
-    console.print(_footer(plans, request), markup=False)
 
 
 def _heading(request: PlanRequest) -> str:
-    shape, job = request.shape, request.job
-    steps, counted = job.gradient_accumulation_steps, shape.counted_on != "arithmetic"
+    shape, job, steps = request.shape, request.job, request.job.gradient_accumulation_steps
+    batch_group = "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
-        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per {_batch_group(job)}",
+        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per {batch_group}",
         "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
         ", ".join(f"{name} {degree}" for name, degree in job.degrees.items()),
         "activation checkpointing" if job.activation_checkpointing else "",
         f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",
-        f"counted on the {shape.counted_on}" if counted else "",
+        f"counted on the {shape.counted_on}" if shape.counted_on != "arithmetic" else "",
     ]
     if shape.activations_from == "llama":
         parts.append(f"activations estimated as Llama's, because they cannot be counted ({shape.why_not_counted})")
@@ -88,34 +74,26 @@ def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
     sizes = [memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes, peak.logits_bytes]
     sizes += [peak.buffer_bytes + memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes]
+    counts = (plan.largest_micro_batch, plan.smallest_world_size)
     return [
-        plan.preset,
-        str(plan.world_size),
-        plan.verdict.replace("_", " "),
+        *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
         *map(_gib, sizes),
-        "none" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
-        "none" if plan.smallest_world_size is None else str(plan.smallest_world_size),
+        *("none" if count is None else str(count) for count in counts),
         _tokens_per_second(plan),
     ]
 
 
-def _batch_group(job: PlannedJob) -> str:
-    return "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
-
-
-def _layout_lines(plans: Sequence[Plan]) -> list[str]:
+def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """How each plan divides its ranks, and what a GPU sends in a step along each dimension."""
-    lines = []
     for plan in plans:
         if plan.layout is None:
             continue
-        lines.append(f"{plan.preset}, {plan.world_size} GPUs: {plan.layout}; each GPU sends per step, without overlap:")
+        yield f"{plan.preset}, {plan.world_size} GPUs: {plan.layout}; each GPU sends per step, without overlap:"
         for traffic in plan.traffic:
             fast, slow = traffic.seconds
             where = "between nodes" if traffic.crosses_nodes else "within a node"
             sent = f"{traffic.sent_bytes / GIGA:,.2f} GB {where}"
-            lines.append(f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}")
-    return lines
+            yield f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}"
 
 
 def _gib(size: int) -> str:
@@ -137,14 +115,14 @@ def are_states_checked(request: PlanRequest) -> bool:
     return is_checked(request.shape.model_type, in_4bit=request.job.load_in_4bit)
 
 
-def _states_text(request: PlanRequest) -> str:
+def _footer(plans: Sequence[Plan], request: PlanRequest) -> Iterator[str]:
+    yield from LEGEND
     job = f"{request.shape.model_type}, {request.job.method_text}"
     if are_states_checked(request):
-        return f"Model states are exact (tests compare {job}, with the libraries)."
-    return f"Model states are counted from config.json, and not checked for {job}."
-
-
-def _footer(plans: Sequence[Plan], request: PlanRequest) -> str:
+        yield f"Model states are exact (tests compare {job}, with the libraries)."
+    else:
+        yield f"Model states are counted from config.json, and not checked for {job}."
+    yield "No figure has been checked against a GPU."
     disk = max(plan.memory.host.disk_bytes for plan in plans)
-    lines = [*LEGEND, _states_text(request), "No figure has been checked against a GPU."]
-    return "\n".join([*lines, f"on disk, per node: up to {gib(disk)}"] if disk else lines)
+    if disk:
+        yield f"on disk, per node: up to {gib(disk)}"

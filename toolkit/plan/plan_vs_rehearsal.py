@@ -11,13 +11,13 @@ precision, which gives the model states.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.cgroups import memory_limit_bytes
-from toolkit.hardware.node import host_memory_bytes
+from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planned_job import PlannedJob
@@ -82,21 +82,16 @@ class PlanVerification:
         head = f"{self.preset}, {self.world_size} processes, rank 0"
         if self.why_not is not None:
             return [f"{head}: not rehearsed: {self.why_not}"]
-        return [f"{head}, rehearsed on {self.rehearsed_on}:", *_table(self.parts)]
-
-
-def _table(parts: Sequence[PartDifference]) -> list[str]:
-    rows = [("", "planned", "rehearsed", "difference"), *((part.part, *_cells(part)) for part in parts)]
-    left, *widths = (max(len(row[column]) for row in rows) for column in range(4))
-    return [
-        f"  {label:<{left}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for label, *cells in rows
-    ]
-
-
-def _cells(part: PartDifference) -> tuple[str, str, str]:
-    share = NOT_AVAILABLE if part.relative is None else f"{part.relative:+.1%}"
-    return gib(part.planned_bytes), gib(part.rehearsed_bytes), share
+        rows = [("", "planned", "rehearsed", "difference")]
+        for part in self.parts:
+            share = NOT_AVAILABLE if part.relative is None else f"{part.relative:+.1%}"
+            rows.append((part.part, gib(part.planned_bytes), gib(part.rehearsed_bytes), share))
+        left, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        table = [
+            f"  {label:<{left}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            for label, *cells in rows
+        ]
+        return [f"{head}, rehearsed on {self.rehearsed_on}:", *table]
 
 
 def compare_parts(plan: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> list[PartDifference]:
@@ -104,38 +99,28 @@ def compare_parts(plan: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> list
 
     `plan` is a row of `toolkit plan --json`, `rehearsal` the facts of `toolkit rehearse --json`.
     """
-    states = [
-        PartDifference(part=part, planned_bytes=plan[f"{part}_bytes"], rehearsed_bytes=rehearsal[f"{part}_bytes"])
-        for part in STATES
-        if f"{part}_bytes" in plan and f"{part}_bytes" in rehearsal
+
+    def difference(part: str, planned_bytes: int, rehearsed_bytes: int) -> PartDifference:
+        return PartDifference(part=part, planned_bytes=planned_bytes, rehearsed_bytes=rehearsed_bytes)
+
+    keys = {part: f"{part}_bytes" for part in STATES}
+    found = [
+        difference(part, plan[key], rehearsal[key]) for part, key in keys.items() if key in plan and key in rehearsal
     ]
-    return [*states, *_compare_phases(plan.get("phases") or {}, rehearsal)]
-
-
-def _compare_phases(planned: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> Iterator[PartDifference]:
-    for phase, found in (rehearsal.get("peaks") or {}).items():  # on fake tensors
+    planned = plan.get("phases") or {}
+    for phase, peak in (rehearsal.get("peaks") or {}).items():  # on fake tensors
         if phase in planned:
-            yield from _compare_traced(phase, planned[phase], found)
-    for phase, found in (rehearsal.get("phase_peaks") or {}).items():  # on a GPU
+            traced = Counter[str]()
+            for tag, size in peak["parts"].items():
+                traced[PLANNED_PART[tag]] += size
+            for part in dict.fromkeys(PLANNED_PART.values()):
+                found.append(difference(f"{phase}: {part}", planned[phase][f"{part}_bytes"], traced[part]))
+            found.append(difference(f"{phase}: allocated", planned[phase]["allocated_bytes"], peak["total_bytes"]))
+    for phase, peak in (rehearsal.get("phase_peaks") or {}).items():  # on a GPU
         if phase in planned:
-            yield PartDifference(
-                part=f"{phase}: allocated",
-                planned_bytes=planned[phase]["allocated_bytes"],
-                rehearsed_bytes=found["peak_allocated_bytes"],
-            )
-
-
-def _compare_traced(phase: str, planned: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[PartDifference]:
-    traced: dict[str, int] = {}
-    for tag, size in found["parts"].items():
-        traced[PLANNED_PART[tag]] = traced.get(PLANNED_PART[tag], 0) + size
-    for part in dict.fromkeys(PLANNED_PART.values()):
-        yield PartDifference(
-            part=f"{phase}: {part}", planned_bytes=planned[f"{part}_bytes"], rehearsed_bytes=traced.get(part, 0)
-        )
-    yield PartDifference(
-        part=f"{phase}: allocated", planned_bytes=planned["allocated_bytes"], rehearsed_bytes=found["total_bytes"]
-    )
+            allocated = planned[phase]["allocated_bytes"]
+            found.append(difference(f"{phase}: allocated", allocated, peak["peak_allocated_bytes"]))
+    return found
 
 
 def verify_plans(
@@ -173,29 +158,19 @@ def rehearsal_of_plan(model: str, plan: Plan, job: PlannedJob, *, cpu: bool) -> 
         preset, world_size=plan.world_size, rank=0, training_argv=argv, cpu=cpu, fake_tensors=fake_tensors
     )
     if cpu and not fake_tensors:
-        check_host_memory(plan, job)
+        states, peak, ranks = plan.memory.states, plan.memory.peak, min(plan.world_size, job.gpus_per_node)
+        needed = states.total_bytes + peak.activation_bytes + peak.logits_bytes + plan.memory.host.peak_bytes // ranks
+        needed += LOADING_BYTES_PER_PARAMETER * plan.num_params
+        available = memory_limit_bytes() or host_memory_bytes()
+        if needed > available:
+            raise ToolkitError(f"it needs about {gib(needed)} of host memory, and this node has {gib(available)}")
     return rehearsal
 
 
 def training_argv(model: str, job: PlannedJob, *, cpu: bool) -> list[str]:
     """Return the job as training arguments; on a CPU in bf16, as planned, where the default would be fp32."""
-    names = ("per_device_train_batch_size", "max_seq_length", "gradient_accumulation_steps", "activation_checkpointing")
-    values = {name: job.value(name) for name in (*names, "optim")}
-    values |= {name: job.value(name) for name in ("lora_r", "load_in_4bit", "accumulate") if job.value(name)}
-    values |= {"bf16": True} if cpu else {}
-    values |= job.degrees
+    values = {"model_name_or_path": model, **job.argument_values} | ({"bf16": True} if cpu else {})
     loss = "full" if job.loss == "chunked" and job.gpus_per_batch > 1 else job.loss  # as planned
     values |= {"use_liger_kernel": True} if loss == "fused" else {"loss": loss}
     values |= {"lora_target_modules": job.lora_target_modules} if job.is_lora else {}
-    return Job.from_values({"model_name_or_path": model, **values}).to_argv()
-
-
-def check_host_memory(plan: Plan, job: PlannedJob) -> None:
-    """Raise ToolkitError if this node's memory cannot hold a real rehearsal of the plan on the CPU."""
-    states, peak = plan.memory.states, plan.memory.peak
-    offloaded = plan.memory.host.peak_bytes // min(plan.world_size, job.gpus_per_node)
-    needed = states.total_bytes + peak.activation_bytes + peak.logits_bytes + offloaded
-    needed += LOADING_BYTES_PER_PARAMETER * plan.num_params
-    available = memory_limit_bytes() or host_memory_bytes()
-    if needed > available:
-        raise ToolkitError(f"it needs about {gib(needed)} of host memory, and this node has {gib(available)}")
+    return Job.from_values(values).to_argv()

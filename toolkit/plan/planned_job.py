@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.job.accumulation import ACCUMULATE, WHOLE
@@ -25,6 +26,7 @@ from toolkit.models.attention import (
 )
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.nf4 import packed_layer
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.models.split import part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, ParallelLayout
@@ -135,6 +137,15 @@ class PlannedJob(Job):
         if any(tensor.is_expert for layer in adapters for tensor in layer):
             not_planned["lora"] = "it adapts experts, of which no run has shown who holds the adapters"
         return ModelLimits(split=replace(read_split(fields), not_planned=not_planned))
+
+    @property
+    def argument_values(self) -> dict[str, Any]:
+        """Length, batch, degrees, and what is not the default, as training arguments."""
+        always = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps")
+        values = {name: self.value(name) for name in always} | self.degrees
+        chosen = ("accumulate", "activation_checkpointing", "lora_r", "load_in_4bit")
+        values |= {name: self.value(name) for name in chosen if self.value(name)}
+        return values | ({} if self.optim == DEFAULT_OPTIMIZER else {"optim": self.optim})
 
     @property
     def method_text(self) -> str:

@@ -18,7 +18,6 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
-from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import NAMES
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
@@ -33,12 +32,12 @@ from toolkit.plan.candidates import (
 from toolkit.plan.memory import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size
+from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset import Preset
 from toolkit.units import GIB, gib
 
 OBJECTIVES = ("fastest", "least-memory")
-LARGEST_WORLD_SIZE = 1024
 DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to a multiple of the GPUs
 LARGEST_GLOBAL_BATCH = 2**20
 NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
@@ -70,12 +69,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
             hint=did_you_mean(options.objective, OBJECTIVES),
         )
     check_unquantized(model)
-    return request_for_shape(read_model(model), options)
-
-
-def request_for_shape(shape: ModelShape, options: RecommendOptions) -> RecommendRequest:
-    """Return the request for a model that has been read. Raises ToolkitError for values out of range."""
-    job = PlannedJob.from_options(options, full_length=options.equal_lengths)
+    shape, job = read_model(model), PlannedJob.from_options(options, full_length=options.equal_lengths)
     check_planned_job(job, shape)
     world_size = visible_world_size() if options.num_processes is None else options.num_processes
     check_world_size(world_size)
@@ -116,12 +110,11 @@ def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise _nothing_fits(request, presets, candidates)
-    ordered = _best_first(fitting, objective)
-    choice, others = ordered[0], tuple(ordered[1:3])
+    choice, *others = _best_first(fitting, objective)
     rule_of_thumb = min(fitting, key=_sharding)
     return Recommendation(
         choice=choice,
-        others=others,
+        others=tuple(others[:2]),
         reasons=tuple(_reasons(request, choice, fitting, rule_of_thumb)),
         why_not=_reasons_against(request, presets, candidates, choice),
         rule_of_thumb=rule_of_thumb.preset.name,
@@ -134,13 +127,9 @@ def _candidates(request: RecommendRequest, presets: Sequence[Preset]) -> list[Ca
     Data parallelism is simpler, and split layers and sequences cost communication in every layer.
     """
     simple = best_candidates(request, [preset for preset in presets if not preset.degrees])
-    if any(candidate.fits and not _offloads(candidate.preset) for candidate in simple):
+    if any(each.fits and not (each.preset.offload_optimizer or each.preset.offload_param) for each in simple):
         return simple
     return simple + best_candidates(request, [preset for preset in presets if preset.degrees])
-
-
-def _offloads(preset: Preset) -> bool:
-    return preset.offload_optimizer is not None or preset.offload_param is not None
 
 
 def _best_first(fitting: list[Candidate], objective: str) -> list[Candidate]:
@@ -173,27 +162,24 @@ def _sharding(candidate: Candidate) -> tuple[int, int, int, bool, float, str]:
 def _reasons(
     request: RecommendRequest, choice: Candidate, fitting: list[Candidate], rule_of_thumb: Candidate
 ) -> list[str]:
-    peak, gpu = gib(choice.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
+    preset, peak, gpu = choice.preset, gib(choice.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
     reasons = [f"planned peak {peak} of {gpu} per GPU, in the {choice.memory.peak.phase}"]
     fastest = min(fitting, key=lambda candidate: candidate.seconds)
     if fastest is not choice and choice.speed is not None:
-        reasons.append(f"{choice.preset.name} takes {ratios_text(choice, fastest)} as long as {fastest.preset.name}")
-    if request.host_memory_bytes is None and (choice.preset.offload_optimizer or choice.preset.offload_param):
+        reasons.append(f"{preset.name} takes {ratios_text(choice, fastest)} as long as {fastest.preset.name}")
+    if request.host_memory_bytes is None and (preset.offload_optimizer or preset.offload_param):
         host = gib(choice.memory.host.peak_bytes)
         reasons.append(f"each node is assumed to have {host} of host memory (`--host-memory-gib` sets what it has)")
     if choice.job.activation_checkpointing:
-        divided = divided_request(request, choice.preset, choice.job.degrees)
-        without = largest_candidate(divided, choice.preset, checkpointing=False)
+        divided = divided_request(request, preset, choice.job.degrees)
+        without = largest_candidate(divided, preset, checkpointing=False)
+        against = memory_refusal(request, without)
         if without.fits:
             against = f"({without.settings}) it takes {ratios_text(without, choice)} as long"
-        else:
-            against = memory_refusal(request, without)
         reasons.append(f"without activation checkpointing {against}")
-    if rule_of_thumb.preset.name != choice.preset.name:
-        reasons.append(
-            "the rule of thumb, the least sharding that fits, is "
-            f"{rule_of_thumb.preset.name}: {_compared(rule_of_thumb, choice)}"
-        )
+    if rule_of_thumb.preset.name != preset.name:
+        compared = f"{rule_of_thumb.preset.name}: {_compared(rule_of_thumb, choice)}"
+        reasons.append(f"the rule of thumb, the least sharding that fits, is {compared}")
     return reasons
 
 
@@ -249,28 +235,19 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
 
 
 def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> NothingFits:
+    """The smallest candidate, and the next doubling of the GPUs on which something fits, or other ways to save."""
     hardware = f"{request.world_size} × {request.gpu.name}"
     if not candidates:
         reasons = "; ".join(f"{preset.name} {why_refused(request, preset)}" for preset in presets)
         return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
-    smallest = min(
-        candidates,
-        key=lambda candidate: (candidate.host_refusal is not None, candidate.memory.planned_peak_bytes),
-    )
+    smallest = min(candidates, key=lambda each: (each.host_refusal is not None, each.memory.planned_peak_bytes))
     reason = memory_refusal(request, smallest).removeprefix("it ")
-    return NothingFits(
-        f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=_way_out(request, presets)
-    )
-
-
-def _way_out(request: RecommendRequest, presets: Sequence[Preset]) -> str:
-    """The next doubling of the GPUs on which something fits, or other ways to save memory."""
-    size = 2 * request.world_size
-    while size <= LARGEST_WORLD_SIZE:
-        batch = -(-request.global_batch_size // size) * size
-        larger = replace(request, world_size=size, global_batch_size=batch)
-        if any(candidate.fits for candidate in _candidates(larger, presets)):
-            return f"`--num-processes {size}` fits"
-        size *= 2
     adapters = "" if request.job.lora_r else "`--lora-r 16`, "
-    return f"{adapters}a shorter `--max-seq-length`, or a larger GPU"
+    hint, size = f"{adapters}a shorter `--max-seq-length`, or a larger GPU", 2 * request.world_size
+    while size <= LARGEST_WORLD_SIZE:
+        larger = replace(request, world_size=size, global_batch_size=-(-request.global_batch_size // size) * size)
+        if any(candidate.fits for candidate in _candidates(larger, presets)):
+            hint = f"`--num-processes {size}` fits"
+            break
+        size *= 2
+    return NothingFits(f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=hint)

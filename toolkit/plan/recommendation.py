@@ -1,23 +1,80 @@
-"""A recommendation as people and programs read it, with the commands that run and compare it."""
+"""A recommendation as people and programs read it, its scaling curve, and the commands that run and compare it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.models.optimizers import DEFAULT_OPTIMIZER
+from toolkit.job.job import Job
 from toolkit.plan.candidates import Candidate, RecommendRequest
+from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, accumulate_in_effect
+from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.scaling import ScalingPoint, doublings, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
+# Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
+# table 5): one per 50,700 GPU-hours.
+GPU_HOURS_TO_FAILURE = 54 * 24 * 16_384 / 419
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingPoint:
+    """One world size of a weak-scaling curve, on which the micro-batch stays and the global batch grows."""
+
+    world_size: int
+    tokens_per_second: Range
+    scaling_efficiency: Range
+    """Tokens per second and GPU over those of the smallest world size, at the same end of the range."""
+    failure_loss: float
+    """Share of the time lost to failures, at the best interval between checkpoints."""
+
+
+def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[ScalingPoint]:
+    """Return the curve from the request's GPUs, doubled up to 1,024; empty if the GPU's peak is unknown."""
+    points: list[ScalingPoint] = []
+    smallest: Range | None = None
+    size, preset, per_node = request.world_size, candidate.preset, request.job.gpus_per_node
+    while size <= max(request.world_size, min(LARGEST_WORLD_SIZE, preset.max_world_size or LARGEST_WORLD_SIZE)):
+        if size <= per_node or size % per_node == 0:
+            setup = TrainingSetup(shape=request.shape, preset=preset, world_size=size, job=candidate.job)
+            interconnect = replace(request.interconnect, world_size=size)
+            speed = step_time(setup, interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
+            if speed is None:
+                return []
+            low, high = speed.tokens_per_second_per_gpu
+            smallest = smallest or (low, high)
+            points.append(
+                ScalingPoint(
+                    world_size=size,
+                    tokens_per_second=(low * size, high * size),
+                    scaling_efficiency=(low / smallest[0], high / smallest[1]),
+                    failure_loss=failure_loss(size),
+                )
+            )
+        size *= 2
+    return points
+
+
+def failure_loss(world_size: int, *, save_seconds: float = 60.0, restart_seconds: float = 600.0) -> float:
+    """Return the share of the time spent on saving, on repeated work and on restarts, at Young's interval.
+
+    >>> round(failure_loss(1024), 3)
+    0.029
+    """
+    job = FailingJob(
+        nodes=world_size,  # a GPU stands for a node: only their product with the rate counts
+        failures_per_1000_node_days=1000 * 24 / GPU_HOURS_TO_FAILURE,
+        checkpoint_seconds=save_seconds,
+        restart_seconds=restart_seconds,
+    )
+    return 1 - job.exact_time_ratio
 
 
 def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Range | None:
@@ -44,7 +101,7 @@ def recommendation_json(
         "others": [_row(other, request, price) | {"why_not": why_not[other.preset.name]} for other in others],
         "why_not": why_not,
         "rule_of_thumb": recommendation.rule_of_thumb,
-        "scaling": [asdict(point) for point in scaling_of(choice, request)],
+        "scaling": [asdict(point) for point in scaling_curve(choice, request)],
         "command": train_command(choice, request, model),
         "compare_command": compare_command([choice, *others], request, model),
     }
@@ -98,7 +155,7 @@ def recommendation_lines(
     ]
     shown = {choice.preset.name, *(other.preset.name for other in others)}
     lines += [f"  not       {name}: {reason}" for name, reason in why_not.items() if name not in shown]
-    lines += ["", *_scaling_lines(scaling_of(choice, request))] if scaling else []
+    lines += ["", *_scaling_lines(scaling_curve(choice, request))] if scaling else []
     lines += ["", "run it:", f"  {train_command(choice, request, model)}"]
     compare = compare_command([choice, *others], request, model)
     if compare is None:
@@ -159,21 +216,6 @@ def _scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
     return lines
 
 
-def scaling_of(candidate: Candidate, request: RecommendRequest) -> list[ScalingPoint]:
-    """Return the curve from the request's GPUs to 1,024 with the same micro-batch; empty if the peak is unknown."""
-
-    def step_time_at(world_size: int) -> StepTime | None:
-        if (candidate.preset.max_world_size or world_size) < world_size:
-            return None
-        setup = TrainingSetup(shape=request.shape, preset=candidate.preset, world_size=world_size, job=candidate.job)
-        interconnect = replace(request.interconnect, world_size=world_size)
-        return step_time(setup, interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
-
-    per_node = request.job.gpus_per_node
-    fills_nodes = [size for size in doublings(request.world_size) if size <= per_node or size % per_node == 0]
-    return scaling_curve(step_time_at, fills_nodes)
-
-
 def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
     """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
     words = _training_words(candidate.job, model, output="OUTPUT_DIR")
@@ -220,14 +262,5 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
 
 def _training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     folder = str(Path(model).parent) if model.endswith("config.json") else model
-    words = ["--model_name_or_path", folder, "--dataset", "DATASET", "--max_seq_length", str(job.max_seq_length)]
-    words += ["--per_device_train_batch_size", str(job.per_device_train_batch_size)]
-    words += ["--gradient_accumulation_steps", str(job.gradient_accumulation_steps)]
-    words += [word for name, degree in job.degrees.items() for word in (f"--{name}", str(degree))]
-    words += [] if job.accumulate is None else ["--accumulate", job.accumulate]
-    words += ["--activation_checkpointing", "true"] if job.activation_checkpointing else []
-    words += ["--lora_r", str(job.lora_r)] if job.lora_r is not None else []
-    words += ["--load_in_4bit", "true"] if job.load_in_4bit else []
-    words += ["--optim", job.optim] if job.optim != DEFAULT_OPTIMIZER else []
-    words += ["--output_dir", output] if output is not None else []
-    return shlex.join(words)
+    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())

@@ -1,4 +1,4 @@
-"""The cost and the requirements of a preset: bytes per parameter, communication volume, needs, limitations.
+"""The cost and the requirements of a preset: bytes of model states, communication volume, needs, limitations.
 
 >>> from toolkit.presets import load_preset
 >>> characteristics(load_preset("zero2")).optimizer.formula
@@ -7,10 +7,18 @@
 All of it follows from the preset's engine, sharding, offload and parallelism; nothing here names a preset. Bytes are
 those of a full fine-tune with AdamW in bf16, per parameter and rank, between steps: what the run-time verification
 counts.
+
+Each engine pads shards differently (deepspeed 0.19.8, torch 2.13), with N ranks:
+
+- ZeRO-1 and ZeRO-2 flatten each parameter group and pad it to a multiple of 2·N elements.
+- ZeRO-3 pads every parameter to a multiple of N, and keeps small ones gathered beside their shards.
+- FSDP2 cuts the first dimension into N parts, so the first ranks hold ceil(d/N) of its d rows.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +33,11 @@ PARTS = ("parameter", "gradient", "optimizer")
 # With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
 # an fp32 copy of it (deepspeed 0.19.8, `stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
 OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
+
+ADAM_STATES = 2  # momentum and variance
+# ZeRO-3 keeps parameters below its persistence threshold gathered; a larger fraction is not full sharding.
+MAX_GATHERED_FRACTION = 0.05
+PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 
 # Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's factor
 # (N-1)/N: as the installed engines communicate, which docs/concepts/communication.md checks against counted runs;
@@ -127,13 +140,19 @@ class Characteristics:
 
 def characteristics(preset: PresetSpec) -> Characteristics:
     """Derive the characteristics of a preset, shipped or a user's own."""
-    fsdp1_name, other_name = _other_names(preset)
+    volume = COMMUNICATION[preset.engine, preset.sharding]
+    if "tp" in preset.parallel:  # gathered are the parameters of one rank of T, or of E
+        volume = volume.replace("3 P", "3 P/T")
+    if "ep" in preset.parallel:
+        volume = volume.replace(" per", " without experts, 3 P/E of experts, per")
+    names = (None, OTHER_DIMENSION.get(preset.degrees[0])) if preset.degrees else None
+    fsdp1_name, other_name = names or OTHER_NAMES[preset.engine, preset.sharding]
     parameter, gradient, optimizer = (_state_bytes(preset, part) for part in PARTS)
     return Characteristics(
         parameter=parameter,
         gradient=gradient,
         optimizer=optimizer,
-        communication=_communication(preset),
+        communication="; ".join([volume, *(ACTIVATION_COMMUNICATION[name] for name in preset.degrees)]),
         needs=_needs(preset),
         not_with=limitations(preset),
         fsdp1_name=fsdp1_name,
@@ -141,36 +160,12 @@ def characteristics(preset: PresetSpec) -> Characteristics:
     )
 
 
-def _communication(preset: PresetSpec) -> str:
-    volume = COMMUNICATION[preset.engine, preset.sharding]
-    if "tp" in preset.parallel:  # gathered are the parameters of one rank of T, or of E
-        volume = volume.replace("3 P", "3 P/T")
-    if "ep" in preset.parallel:
-        volume = volume.replace(" per", " without experts, 3 P/E of experts, per")
-    return "; ".join([volume, *(ACTIVATION_COMMUNICATION[name] for name in preset.degrees)])
-
-
-def _other_names(preset: PresetSpec) -> tuple[str | None, str | None]:
-    if preset.degrees:
-        return None, OTHER_DIMENSION.get(preset.degrees[0])
-    return OTHER_NAMES[preset.engine, preset.sharding]
-
-
-def _shards(preset: PresetSpec, part: str) -> str:
-    """Ranks that share a part. Under `tp` alone, norms are left out: every rank holds them.
-
-    Under `pp` a part is of one stage, as if all had the same size.
-    """
-    if part in preset.sharded_parts:
-        return "S" if preset.replicas > 1 or "dp_replicate" in preset.parallel else "N"
-    if "pp" in preset.parallel:
-        return "K"
-    return "T" if "tp" in preset.parallel else "1"
-
-
 def _state_bytes(preset: PresetSpec, part: str) -> StateBytes:
     unsharded = dict(zip(PARTS, STATE_BYTES[preset.engine], strict=True))[part]
-    shards = _shards(preset, part)
+    # Under `tp` alone every rank also holds the norms, and under `pp` stages differ in size: both are left out.
+    shards = "K" if "pp" in preset.parallel else "T" if "tp" in preset.parallel else "1"
+    if part in preset.sharded_parts:
+        shards = "S" if preset.replicas > 1 or "dp_replicate" in preset.parallel else "N"
     # Gradients are reduced to the device of the optimizer.
     device = preset.offload_param if part == "parameter" else preset.offload_optimizer
     if part == "gradient" and device and preset.engine == "deepspeed":
@@ -200,3 +195,50 @@ def _needs(preset: PresetSpec) -> tuple[str, ...]:
     if "nvme" in (preset.offload_optimizer, preset.offload_param):
         needs.append("a local NVMe disk, and libaio")
     return tuple(needs)
+
+
+# -- elements and bytes that one rank holds, with padding
+
+
+def largest_shard(shapes: Sequence[tuple[int, ...]], engine: str, *, ranks: int) -> int:
+    """Return the elements of the largest shard that one rank may hold, including padding.
+
+    >>> largest_shard([(5, 2)], "fsdp2", ranks=2)
+    6
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    if engine == "fsdp2":
+        rows = [shape[0] if shape else 1 for shape in shapes]
+        return sum(math.ceil(row / ranks) * (size // max(row, 1)) for row, size in zip(rows, sizes, strict=True))
+    flat = math.ceil(sum(sizes) / ranks) + PARAMETER_GROUPS * 2 * ranks
+    return max(flat, sum(math.ceil(size / ranks) for size in sizes))
+
+
+def rows_share(shape: tuple[int, ...], *, ranks: int, rank: int = 0) -> int:
+    """Return the elements of a tensor that a rank holds under FSDP2: ceil(d/N) rows on the first ranks, then fewer."""
+    rows = shape[0] if shape else 1
+    each = -(-rows // ranks)
+    return min(each, max(0, rows - rank * each)) * (math.prod(shape) // max(rows, 1))
+
+
+def partition_share(elements: int, *, ranks: int) -> int:
+    """Return the elements of a tensor that every rank holds under ZeRO-3."""
+    return -(-elements // ranks)
+
+
+def flat_share(group_elements: int, *, ranks: int) -> int:
+    """Return the elements of a parameter group that every rank holds under ZeRO-1 and ZeRO-2."""
+    return -(-group_elements // (2 * ranks)) * 2
+
+
+def shard_byte_limits(
+    preset: PresetSpec, part: str, shapes: Sequence[tuple[int, ...]], element_bytes: int, *, ranks: int
+) -> tuple[int, int]:
+    """Return the lowest and highest bytes of a model state on one rank, if `ranks` share it."""
+    unsharded = sum(math.prod(shape) for shape in shapes) * element_bytes
+    if part not in preset.sharded_parts:
+        return unsharded, unsharded
+    highest = largest_shard(shapes, preset.engine, ranks=ranks) * element_bytes
+    if part == "parameter" and preset.engine == "deepspeed":
+        highest += int(MAX_GATHERED_FRACTION * unsharded)
+    return (unsharded if ranks == 1 else 0), highest

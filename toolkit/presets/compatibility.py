@@ -1,12 +1,12 @@
 """What a compatibility rule is given, and what it answers.
 
-A rule is a function of a `Case` that returns None where it does not object; `toolkit.presets.support` lists them all.
+A rule is a generator function of a `Case` that yields where it objects; `toolkit.presets.support` lists them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.job.job import Job
@@ -59,12 +59,18 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
+    """A combination to judge. A rule about something that is None here does not object."""
+
     preset: PresetSpec | None
     job: Job
-    model: ModelLimits
-    world_size: int | None
-    device: Device | None
-    purpose: Purpose
+    model: ModelLimits = field(default_factory=ModelLimits)
+    world_size: int | None = None
+    device: Device | None = None
+    purpose: Purpose = "train"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device is not None and self.device.type == "cpu"
 
     def uses(self, name: str) -> bool:
         """True for a switch that is on, and for any other argument with a value."""
@@ -79,11 +85,14 @@ class Case:
         return f"{name}={degree}" if self.purpose == "script" else f"{self.option(name)} {degree}"
 
 
-Answer = tuple[str, str, str | None] | None
-"""Clause, sentence, hint; None where the rule does not object."""
+Answer = tuple[str, str, str | None]
+"""Clause, sentence, hint."""
+Answers = Iterator[Answer]
+Rule = Callable[[Case], Answers]
 
 
-Rule = Callable[[Case], Answer]
+def job_answer(why: str, hint: str | None) -> Answer:
+    return why, why, hint
 
 
 def preset_answer(preset: PresetSpec, why: str, hint: str | None) -> Answer:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.reading import read_text
 from toolkit.files.yaml_files import parse_yaml
 from toolkit.presets.preset import Preset

@@ -1,95 +1,261 @@
-"""The keys that accelerate 1.15 and DeepSpeed 0.19 understand, and the check of a preset's files against them.
+"""The keys of a preset's files and the type of each value, checked once when a preset is loaded.
 
->>> "fsdp_version" in FSDP_KEYS
-True
+>>> FSDP_TYPES["fsdp_offload_params"].expected
+'true or false'
 
-accelerate rejects an unknown top-level key but silently accepts an unknown nested one; DeepSpeed silently accepts an
-unknown top-level key (its `zero_optimization` block is strict). Keys that have a type are listed in
-`toolkit.presets.value_types`; `tests/presets/test_known_keys.py` checks all against the installed libraries.
+accelerate 1.15 rejects an unknown top-level key but silently accepts an unknown nested one; DeepSpeed 0.19 silently
+accepts an unknown top-level key (its blocks are strict). What passes here can be read without a guard: by the planner,
+the launcher, accelerate and DeepSpeed. `tests/presets/test_known_keys.py` compares keys and types with those of the
+installed libraries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.value_limits import shown, unexpected
-from toolkit.presets.value_types import (
-    ACCELERATE_TYPES,
-    DEEPSPEED_BLOCK_TYPES,
-    DEEPSPEED_TYPES,
-    FSDP_TYPES,
-    OFFLOAD_OPTIMIZER_TYPES,
-    OFFLOAD_PARAM_TYPES,
-    PARALLELISM_TYPES,
-    ZERO_TYPES,
+from toolkit.parallel.layout import DIMENSIONS
+
+AUTO = "auto"
+STAGES = (0, 1, 2, 3)
+OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+MAX_TEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """A kind of value: how a message calls the values that it accepts, and which they are."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    hint: str | None = None
+
+
+def _is_whole(value: Any) -> bool:
+    """Return True for 5 and for 5e8, which JSON and YAML read as a float."""
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
+
+
+def one_of(*choices: object) -> ValueType:
+    """Return the type of a value that is one of a few, of the same type as that one."""
+    words = ", ".join(map(str, choices[:-1])) + f" or {choices[-1]}"
+    return ValueType(words, lambda value: any(type(value) is type(each) and value == each for each in choices))
+
+
+def either(first: ValueType, second: ValueType) -> ValueType:
+    """Return the type of a value that may be of two types."""
+    expected = f"{first.expected}, or {second.expected}"
+    return ValueType(expected, lambda value: first.accepts(value) or second.accepts(value))
+
+
+def or_auto(kind: ValueType) -> ValueType:
+    """Return the type with `auto`, which the Trainer fills in or DeepSpeed replaces by its default."""
+    return ValueType(f'{kind.expected}, or "auto"', lambda value: value == AUTO or kind.accepts(value))
+
+
+def or_null(kind: ValueType) -> ValueType:
+    """Return the type with null, which stands for the library's default."""
+    return ValueType(kind.expected, lambda value: value is None or kind.accepts(value), kind.hint)
+
+
+SWITCH = ValueType("true or false", lambda value: type(value) is bool, "without quotes")
+TEXT = ValueType("text in one line", _is_text, "put a number or a word like `no` in quotes")
+COUNT = ValueType("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+DEGREE = ValueType("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
+WHOLE = ValueType("a whole number", _is_whole)
+NUMBER = ValueType("a number of 0 or more", lambda value: type(value) in (int, float) and float(value) >= 0)
+BLOCK = ValueType("keys and values", lambda value: isinstance(value, dict))
+NOTHING = ValueType("nothing: no preset uses it", lambda value: not value, "remove the key")
+ANYTHING = ValueType("a value that DeepSpeed checks", lambda _: True)
+STAGE = ValueType("0, 1, 2 or 3", lambda value: type(value) in (int, float) and value in STAGES)
+RESHARD = ValueType("true or false under FSDP2", SWITCH.accepts, "true is full_shard, false is shard_grad_op")
+PARALLEL = ValueType(
+    f"a list of {', '.join(DIMENSIONS)}",
+    lambda value: isinstance(value, list) and all(name in DIMENSIONS for name in value),
 )
+# Read by the toolkit alone, in the block of the engine: accelerate's launcher passes over it.
+PARALLEL_KEY = "parallel"
+
+Types = Mapping[str, ValueType]
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _types(table: Mapping[ValueType, str]) -> dict[str, ValueType]:
+    """Return key to type, from type to its keys."""
+    return {key: kind for kind, keys in table.items() for key in keys.split()}
 
 
-ACCELERATE_KEYS = frozenset(ACCELERATE_TYPES)
-FSDP_KEYS = frozenset(FSDP_TYPES)
-DEEPSPEED_BLOCK_KEYS = frozenset(DEEPSPEED_BLOCK_TYPES)
-PARALLELISM_KEYS = frozenset(PARALLELISM_TYPES)
-# Deprecated spellings (`cpu_offload`, ...) are left out: the toolkit reads only the current ones.
-ZERO_KEYS = frozenset(ZERO_TYPES)
-OFFLOAD_KEYS = {
-    "offload_optimizer": frozenset(OFFLOAD_OPTIMIZER_TYPES),
-    "offload_param": frozenset(OFFLOAD_PARAM_TYPES),
-}
-# Strict blocks too: `auto_cast` and the loss scale exist for fp16 only.
-PRECISION_KEYS = {
-    "bf16": _words(
-        "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update"
-    ),
-    "fp16": _words(
-        "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power"
-        " loss_scale loss_scale_window min_loss_scale"
-    ),
-}
-# Without the keys that DeepSpeed 0.19.8 removed and rejects (`elasticity`, `amp`, ...).
-DEEPSPEED_KEYS = frozenset(DEEPSPEED_TYPES) | _words("""
-    datastates_ckpt disable_python_gc expert_parallel gradient_allreduce_op log_level
-    managed_gradient_accumulation vocabulary_size weight_quantization
-""")
-
-
-def check_accelerate_keys(config: Mapping[str, Any], path: Path) -> None:
-    """Raise ToolkitError for an unknown key of an accelerate YAML, nested blocks included."""
-    _check_keys(config, ACCELERATE_KEYS, block="the top level", path=path)
-    blocks = {
-        "fsdp_config": FSDP_KEYS,
-        "deepspeed_config": DEEPSPEED_BLOCK_KEYS,
-        "parallelism_config": PARALLELISM_KEYS,
+ACCELERATE_TYPES = _types(
+    {
+        or_null(one_of("LOCAL_MACHINE")): "compute_environment",
+        TEXT: "distributed_type",
+        or_null(one_of("no", "fp16", "bf16")): "mixed_precision",
+        or_null(BLOCK): "deepspeed_config dynamo_config fsdp_config parallelism_config",
+        or_null(COUNT): "machine_rank main_process_port num_machines num_processes",
+        or_null(SWITCH): "debug enable_cpu_affinity same_network use_cpu",
+        or_null(TEXT): "gpu_ids main_process_ip main_training_function rdzv_backend",
+        # `accelerate config` writes the rest for every engine, empty or off; `'no'` is off.
+        or_null(either(SWITCH, TEXT)): "downcast_bf16",
+        NOTHING: "command_file commands fp8_config megatron_lm_config mpirun_config tpu_env tpu_name tpu_use_cluster"
+        " tpu_use_sudo tpu_vm tpu_zone",
     }
-    for block, known in blocks.items():
-        _check_keys(config.get(block), known, block=block, path=path)
+)
+FSDP_TYPES = _types(
+    {
+        PARALLEL: PARALLEL_KEY,
+        SWITCH: "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_cpu_ram_efficient_loading"
+        " fsdp_forward_prefetch fsdp_offload_params fsdp_sync_module_states fsdp_use_orig_params",
+        # For FSDP1, which presets do not use, the last of these and the next are numbers or a strategy.
+        or_null(TEXT): "fsdp_ignored_modules fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch",
+        either(TEXT, COUNT): "fsdp_sharding_strategy",
+        RESHARD: "fsdp_reshard_after_forward",
+        one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"): "fsdp_auto_wrap_policy",
+        one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"): "fsdp_state_dict_type",
+        COUNT: "fsdp_min_num_params",
+        or_null(one_of(2, 1, "2", "1")): "fsdp_version",
+    }
+)
+DEEPSPEED_BLOCK_TYPES = _types(
+    {
+        PARALLEL: PARALLEL_KEY,
+        or_null(TEXT): "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter"
+        " deepspeed_moe_layer_cls_names deepspeed_multinode_launcher offload_optimizer_nvme_path"
+        " offload_param_nvme_path",
+        or_null(one_of(*OFFLOAD_DEVICES)): "offload_optimizer_device offload_param_device",
+        or_null(SWITCH): "zero3_init_flag zero3_save_16bit_model",
+        or_auto(DEGREE): "gradient_accumulation_steps",
+        or_auto(NUMBER): "gradient_clipping",
+        one_of(*STAGES): "zero_stage",
+    }
+)
+PARALLELISM_TYPES = _types(
+    {
+        TEXT: "parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend"
+        " parallelism_config_sp_attn_implementation",
+        DEGREE: "parallelism_config_cp_size parallelism_config_dp_replicate_size parallelism_config_dp_shard_size"
+        " parallelism_config_sp_size parallelism_config_tp_size",
+        or_null(either(COUNT, TEXT)): "parallelism_config_sp_seq_length",
+        SWITCH: "parallelism_config_sp_seq_length_is_variable",
+    }
+)
+# Deprecated spellings (`cpu_offload`, ...) are left out: the toolkit reads only the current ones.
+ZERO_TYPES = _types(
+    {
+        or_auto(SWITCH): "allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint"
+        " enable_sanity_checks ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings"
+        " memory_efficient_linear override_module_apply parameter_alignment pipeline_loading_checkpoint reduce_scatter"
+        " round_robin_gradients save_muon_momentum_buffer_in_memory stage3_allgather_sequential"
+        " stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params"
+        " use_multi_rank_bucket_allreduce",
+        or_null(or_auto(SWITCH)): "overlap_comm",
+        # Not `auto`: they decide which preset this is.
+        SWITCH: "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights",
+        DEGREE: "zero_hpz_partition_size",
+        STAGE: "stage",
+        or_auto(DEGREE): "reduce_bucket_size",
+        or_auto(COUNT): "allgather_bucket_size stage3_max_live_parameters stage3_max_reuse_distance"
+        " stage3_model_persistence_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size"
+        " sub_group_size",
+        or_auto(WHOLE): "stage3_module_granularity_threshold",
+        or_null(BLOCK): "offload_optimizer offload_param zenflow",
+        BLOCK: "leaf_module",
+    }
+)
+_OFFLOAD_TYPES = _types(
+    {
+        one_of(*OFFLOAD_DEVICES): "device",
+        or_null(TEXT): "nvme_path",
+        or_auto(COUNT): "buffer_count",
+        or_auto(SWITCH): "pin_memory",
+    }
+)
+OFFLOAD_OPTIMIZER_TYPES = _OFFLOAD_TYPES | _types(
+    {
+        or_auto(SWITCH): "fast_init pipeline_read pipeline_write super_offload",
+        or_auto(NUMBER): "cpuadam_cores_perc ratio",
+    }
+)
+OFFLOAD_PARAM_TYPES = _OFFLOAD_TYPES | _types({or_auto(COUNT): "buffer_size max_in_cpu"})
+# `auto_cast` and the loss scale exist for fp16 only.
+BF16_TYPES = _types(
+    {
+        or_auto(SWITCH): "enabled",
+        ANYTHING: "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow immediate_grad_update",
+    }
+)
+FP16_TYPES = _types(
+    {
+        or_auto(SWITCH): "enabled",
+        ANYTHING: "auto_cast consecutive_hysteresis fp16_master_weights_and_grads hysteresis initial_scale_power"
+        " loss_scale loss_scale_window min_loss_scale",
+    }
+)
+# Without the keys that DeepSpeed 0.19.8 removed and rejects (`elasticity`, `amp`, ...).
+DEEPSPEED_TYPES = _types(
+    {
+        BLOCK: "activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger compile csv_monitor"
+        " data_efficiency data_types flops_profiler fp16 hybrid_engine optimizer pipeline scheduler tensor_parallel"
+        " tensorboard timers torch_autocast wandb zero_optimization",
+        SWITCH: "dataloader_drop_last disable_allgather dump_state memory_breakdown prescale_gradients"
+        " use_data_before_expert_parallelism wall_clock_breakdown zero_allow_untested_optimizer"
+        " zero_force_ds_cpu_optimizer",
+        or_auto(DEGREE): "gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu",
+        or_auto(NUMBER): "gradient_clipping",
+        NUMBER: "gradient_predivide_factor",
+        or_null(NUMBER): "steps_per_print",
+        or_null(TEXT): "communication_data_type seq_parallel_communication_data_type",
+        ANYTHING: "datastates_ckpt disable_python_gc expert_parallel gradient_allreduce_op log_level"
+        " managed_gradient_accumulation vocabulary_size weight_quantization",
+    }
+)
+# Dotted name of each block that is checked to its keys, outer blocks first.
+ACCELERATE_BLOCKS: Mapping[str, Types] = {
+    "": ACCELERATE_TYPES,
+    "deepspeed_config": DEEPSPEED_BLOCK_TYPES,
+    "fsdp_config": FSDP_TYPES,
+    "parallelism_config": PARALLELISM_TYPES,
+}
+DEEPSPEED_BLOCKS: Mapping[str, Types] = {
+    "": DEEPSPEED_TYPES,
+    "zero_optimization": ZERO_TYPES,
+    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER_TYPES,
+    "zero_optimization.offload_param": OFFLOAD_PARAM_TYPES,
+    "bf16": BF16_TYPES,
+    "fp16": FP16_TYPES,
+}
 
 
-def check_deepspeed_keys(config: Mapping[str, Any], path: Path) -> None:
-    """Raise ToolkitError for an unknown key of a DeepSpeed JSON, at the top level or in `zero_optimization`."""
-    _check_keys(config, DEEPSPEED_KEYS, block="the top level", path=path)
-    _check_keys(config.get("zero_optimization"), ZERO_KEYS, block="zero_optimization", path=path)
-    zero = config.get("zero_optimization") or {}
-    for block, known in OFFLOAD_KEYS.items():
-        _check_keys(zero.get(block), known, block=f"zero_optimization.{block}", path=path)
+def check_keys_and_values(config: Mapping[str, Any], blocks: Mapping[str, Types], path: Path) -> None:
+    """Raise ToolkitError for an unknown key, and for a value of another type than its key has."""
+    found = {block: _block(config, block, path) for block in blocks}
+    for block, values in found.items():
+        known, where = blocks[block], block or "the top level"
+        for key in map(str, values):
+            if key not in known:
+                examples = f"remove it; {where} has keys like {', '.join(sorted(known)[:8])}"
+                raise ToolkitError(
+                    f"{path}: unknown key {shown(key)} in {where}; engines silently ignore such a key",
+                    hint=did_you_mean(key[:200], known, otherwise=examples),
+                )
+    for block, values in found.items():
+        for key, kind in blocks[block].items():
+            if key in values and not kind.accepts(values[key]):
+                name = f"{block}.{key}" if block else key
+                raise unexpected(path, name, values[key], kind.expected, hint=kind.hint)
 
 
-def _examples(known: frozenset[str]) -> str:
-    return ", ".join(sorted(known)[:8])
-
-
-def _check_keys(found: object, known: frozenset[str], *, block: str, path: Path) -> None:
-    if found is not None and not isinstance(found, Mapping):
-        raise unexpected(path, block, found, "keys and values")
-    for key in map(str, found or ()):
-        if key not in known:
-            raise ToolkitError(
-                f"{path}: unknown key {shown(key)} in {block}; engines silently ignore such a key",
-                hint=did_you_mean(key[:200], known, otherwise=f"remove it; {block} has keys like {_examples(known)}"),
-            )
+def _block(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    """Return a block by its dotted name; empty where it, or a block around it, is absent or null."""
+    for part in name.split(".") if name else ():
+        value = config.get(part)
+        if value is not None and not isinstance(value, Mapping):
+            raise unexpected(path, name, value, "keys and values")
+        config = value or {}
+    return config

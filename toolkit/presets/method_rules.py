@@ -1,166 +1,24 @@
-"""Compatibility rules of training methods: freezing, QLoRA, attention, compilation, accumulation, checkpoints."""
+"""Compatibility rules of training methods: freezing, QLoRA, optimizers, attention, accumulation, checkpoints."""
 
 from __future__ import annotations
 
+from toolkit.errors import did_you_mean
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
-from toolkit.presets.compatibility import Answer, Case, method_answer
+from toolkit.models.optimizers import OPTIMIZERS
+from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer
 from toolkit.presets.spec import PresetSpec, default_accumulate
-
-QLORA_PRESETS_HINT = (
-    "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
-)
-
-
-def freeze_and_train_only(case: Case) -> Answer:
-    if not (case.job.freeze and case.job.train_only):
-        return None
-    why = "--freeze and --train_only together"
-    return why, why, "use one of them"
-
-
-def checkpointing_offload(case: Case) -> Answer:
-    if not case.job.activation_checkpointing_offload or case.job.uses_activation_checkpointing:
-        return None
-    why = "--activation_checkpointing_offload without --activation_checkpointing: there are no checkpoints to offload"
-    return why, why, "add `--activation_checkpointing true`"
-
-
-def four_bit_needs_lora(case: Case) -> Answer:
-    if not case.job.load_in_4bit or case.job.is_lora:
-        return None
-    option = case.option("lora_r")
-    why = f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained"
-    return why, why, f"add `{option} 16`"
-
-
-def freeze_with_lora(case: Case) -> Answer:
-    name = "freeze" if case.job.freeze else "train_only" if case.job.train_only else None
-    if name is None or not case.job.is_lora:
-        return None
-    why = f"--{name} with --lora_r: only the adapters are trained already"
-    return why, why, "`--lora_config layers_to_transform=[0,1]`, or `--lora_target_modules q_proj v_proj`"
-
-
-def qlora(case: Case) -> Answer:
-    preset = case.preset
-    if preset is None or not case.job.load_in_4bit:
-        return None
-    if preset.needs_gpu is not None:
-        why = "it quantizes what it gathers, and packed 4-bit weights are no numbers"
-    elif preset.offload_optimizer and not preset.shards_parameters:
-        why = "the adapters' optimizer states are too small to offload"
-    elif preset.uses_nvme:
-        why = "4-bit weights on a disk have not been run; in host memory they have"
-    else:
-        return None
-    return method_answer(case, "load_in_4bit", why, QLORA_PRESETS_HINT)
-
-
-def chunked_with_liger(case: Case) -> Answer:
-    if case.job.loss != "chunked" or not case.job.use_liger_kernel:
-        return None
-    why = "--loss chunked with --use_liger_kernel: Liger computes the loss without the full logits itself"
-    return why, why, "leave `--loss` out"
-
-
-def gpu_only_method(case: Case) -> Answer:
-    if case.device is None or case.device.type != "cpu":
-        return None
-    for name, (because, hint) in _GPU_ONLY_METHODS.items():
-        if case.uses(name):
-            why = f"--{name} needs a GPU: {because}"
-            return why, why, hint
-    return None
-
 
 _GPU_ONLY_METHODS = {
     "use_liger_kernel": ("its kernels are written in Triton", "leave it out on a CPU"),
     "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
     "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
 }
-
-
-def attention_device(case: Case) -> Answer:
-    name = case.job.attn_implementation
-    if name is None or case.device is None or case.device.type != "cpu":
-        return None
-    if name in FLASH_ATTENTION or (name.startswith("kernels-community/") and needs_no_mask(name)):
-        because = "its kernels are built for GPUs"
-    elif name == "flex_attention":
-        because = "FlexAttention has no backward on a CPU (torch 2.13)"
-    else:
-        return None
-    why = f"{case.option('attn_implementation')} {name} needs a GPU: {because}"
-    return why, why, _working_attention(case)
-
-
-def attention_rows(case: Case) -> Answer:
-    if case.job.attn_implementation != VARLEN or case.job.packing:
-        return None
-    option = case.option("attn_implementation")
-    why = f"{option} {VARLEN} without --packing: padded rows need a mask"
-    packing = "--packing" if case.purpose in ("plan", "recommend") else "--packing true"
-    return why, why, f"add `{packing}`, or `{option} sdpa`"
-
-
-def attention_model(case: Case) -> Answer:
-    name, model = case.job.attn_implementation, case.model.attention
-    because = None if model is None or name in (None, AUTO) else model.why_not(str(name))
-    if because is None:
-        return None
-    why = f"{case.option('attn_implementation')} {name} does not run this model: {because}"
-    return why, why, _working_attention(case)
-
-
-def _working_attention(case: Case) -> str:
-    """Name the functions that run on every device."""
-    model = case.model.attention
-    names = (VARLEN, "sdpa") if model is None else model.working
-    shown = [name for name in names if case.job.packing or name != VARLEN]
-    return " or ".join(f"`{case.option('attn_implementation')} {name}`" for name in shown[:2])
-
-
-def compiled_zero3(case: Case) -> Answer:
-    preset = case.preset
-    if preset is None or not case.uses("torch_compile"):
-        return None
-    if preset.engine != "deepspeed" or not preset.shards_parameters:
-        return None
-    # docs/evidence/speed-and-memory.md: 15 graph breaks in a model of two layers, and nothing is fused
-    why = "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
-    return method_answer(case, "torch_compile", why, "`--preset fsdp2` shards the same")
-
-
-def comm_hook(case: Case) -> Answer:
-    if case.job.ddp_comm_hook is None:
-        return None
-    if case.purpose in ("rehearse", "trace"):
-        why = "--ddp_comm_hook cannot be rehearsed: a hook reads what the other ranks send"
-        return why, why, "leave it out"
-    if case.preset is not None and case.preset.engine in _NO_COMM_HOOK:
-        return method_answer(case, "ddp_comm_hook", _NO_COMM_HOOK[case.preset.engine], "`--preset ddp`")
-    if case.world_size == 1:
-        why = f"--ddp_comm_hook with one process: {_NO_COMM_HOOK['none']}"
-        return why, why, "`--num-processes 2`"
-    return None
-
-
 _NO_COMM_HOOK = {
     "deepspeed": "DeepSpeed reduces gradients itself",
     "fsdp2": "FSDP2 reduce-scatters gradients itself, without DDP's buckets",
     "none": "there is nothing to communicate",
     "pipeline": "gradients between pipelines are reduced without DDP's buckets",
 }
-
-
-def accumulation(case: Case) -> Answer:
-    preset, chosen = case.preset, case.job.chosen_accumulate
-    if preset is None or chosen is None or preset.engine == "fsdp2" or chosen == default_accumulate(preset):
-        return None
-    why = _FIXED_ACCUMULATION["deepspeed" if preset.engine == "deepspeed" else "ddp", chosen]
-    return method_answer(case, f"accumulate {chosen}", why, "leave it out, or `--preset fsdp2`")
-
-
 _FIXED_ACCUMULATION = {
     ("ddp", "sharded"): "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
     ("deepspeed", "sharded"): "below ZeRO-2, gradients are reduced in the last accumulation step only",
@@ -168,55 +26,257 @@ _FIXED_ACCUMULATION = {
 }
 
 
+def freeze_and_train_only(case: Case) -> Answers:
+    if case.job.freeze and case.job.train_only:
+        yield job_answer("--freeze and --train_only together", "use one of them")
+
+
+def checkpointing_offload(case: Case) -> Answers:
+    if case.job.activation_checkpointing_offload and not case.job.uses_activation_checkpointing:
+        option = "--activation_checkpointing"
+        why = f"{option}_offload without {option}: there are no checkpoints to offload"
+        yield job_answer(why, f"add `{option} true`")
+
+
+def four_bit_needs_lora(case: Case) -> Answers:
+    if case.job.load_in_4bit and not case.job.is_lora:
+        option = case.option("lora_r")
+        yield job_answer(
+            f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained", f"add `{option} 16`"
+        )
+
+
+def freeze_with_lora(case: Case) -> Answers:
+    name = "freeze" if case.job.freeze else "train_only"
+    if case.uses(name) and case.job.is_lora:
+        hint = "`--lora_config layers_to_transform=[0,1]`, or `--lora_target_modules q_proj v_proj`"
+        yield job_answer(f"--{name} with --lora_r: only the adapters are trained already", hint)
+
+
+def qlora(case: Case) -> Answers:
+    preset = case.preset
+    if preset is None or not case.job.load_in_4bit:
+        return
+    if preset.needs_gpu is not None:
+        why = "it quantizes what it gathers, and packed 4-bit weights are no numbers"
+    elif preset.offload_optimizer and not preset.shards_parameters:
+        why = "the adapters' optimizer states are too small to offload"
+    elif preset.uses_nvme:
+        why = "4-bit weights on a disk have not been run; in host memory they have"
+    else:
+        return
+    hint = "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
+    yield method_answer(case, "load_in_4bit", why, hint)
+
+
+def chunked_with_liger(case: Case) -> Answers:
+    if case.job.loss == "chunked" and case.job.use_liger_kernel:
+        why = "--loss chunked with --use_liger_kernel: Liger computes the loss without the full logits itself"
+        yield job_answer(why, "leave `--loss` out")
+
+
+def gpu_only_method(case: Case) -> Answers:
+    for name, (because, hint) in _GPU_ONLY_METHODS.items():
+        if case.on_cpu and case.uses(name):
+            yield job_answer(f"--{name} needs a GPU: {because}", hint)
+
+
+def compiled_zero3(case: Case) -> Answers:
+    preset = case.preset
+    if preset is not None and preset.engine == "deepspeed" and preset.shards_parameters and case.uses("torch_compile"):
+        # docs/evidence/speed-and-memory.md: 15 graph breaks in a model of two layers, and nothing is fused
+        why = "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
+        yield method_answer(case, "torch_compile", why, "`--preset fsdp2` shards the same")
+
+
+def comm_hook(case: Case) -> Answers:
+    if case.job.ddp_comm_hook is None:
+        return
+    if case.purpose in ("rehearse", "trace"):
+        yield job_answer("--ddp_comm_hook cannot be rehearsed: a hook reads what the other ranks send", "leave it out")
+    elif case.preset is not None and case.preset.engine in _NO_COMM_HOOK:
+        yield method_answer(case, "ddp_comm_hook", _NO_COMM_HOOK[case.preset.engine], "`--preset ddp`")
+    elif case.world_size == 1:
+        yield job_answer(f"--ddp_comm_hook with one process: {_NO_COMM_HOOK['none']}", "`--num-processes 2`")
+
+
+def accumulation(case: Case) -> Answers:
+    preset, chosen = case.preset, case.job.chosen_accumulate
+    if preset is None or preset.engine == "fsdp2" or chosen in (None, default_accumulate(preset)):
+        return
+    why = _FIXED_ACCUMULATION["deepspeed" if preset.engine == "deepspeed" else "ddp", str(chosen)]
+    yield method_answer(case, f"accumulate {chosen}", why, "leave it out, or `--preset fsdp2`")
+
+
+# -- attention
+
+
+def attention_device(case: Case) -> Answers:
+    name = case.job.attn_implementation
+    if name is None or not case.on_cpu:
+        return
+    if name in FLASH_ATTENTION or (name.startswith("kernels-community/") and needs_no_mask(name)):
+        because = "its kernels are built for GPUs"
+    elif name == "flex_attention":
+        because = "FlexAttention has no backward on a CPU (torch 2.13)"
+    else:
+        return
+    option = case.option("attn_implementation")
+    yield job_answer(f"{option} {name} needs a GPU: {because}", _working_attention(case))
+
+
+def attention_rows(case: Case) -> Answers:
+    if case.job.attn_implementation == VARLEN and not case.job.packing:
+        option = case.option("attn_implementation")
+        packing = "--packing" if case.purpose in ("plan", "recommend") else "--packing true"
+        why = f"{option} {VARLEN} without --packing: padded rows need a mask"
+        yield job_answer(why, f"add `{packing}`, or `{option} sdpa`")
+
+
+def attention_model(case: Case) -> Answers:
+    name, model = case.job.attn_implementation, case.model.attention
+    because = None if model is None or name in (None, AUTO) else model.why_not(str(name))
+    if because is not None:
+        option = case.option("attn_implementation")
+        yield job_answer(f"{option} {name} does not run this model: {because}", _working_attention(case))
+
+
+def _working_attention(case: Case) -> str:
+    """Name the functions that run on every device."""
+    model = case.model.attention
+    names = (VARLEN, "sdpa") if model is None else model.working
+    working = [name for name in names if case.job.packing or name != VARLEN]
+    return " or ".join(f"`{case.option('attn_implementation')} {name}`" for name in working[:2])
+
+
+# -- checkpoints, and what the Trainer rejects when it is built (transformers 5.23, `Trainer.__init__`)
+
+
 def rejects_save_only_model(fsdp_state_dict_type: str) -> bool:
-    """Return True if the Trainer raises for `save_only_model` (transformers 5.23, `Trainer.__init__`)."""
+    """Return True if the Trainer raises for `save_only_model`."""
     return fsdp_state_dict_type == "SHARDED_STATE_DICT"
 
 
 def rejects_auto_find_batch_size(*, engine: str, zero_stage: int) -> bool:
-    """Return True if the Trainer raises for `auto_find_batch_size` (transformers 5.23, `Trainer.__init__`)."""
+    """Return True if the Trainer raises for `auto_find_batch_size`."""
     return engine == "deepspeed" and zero_stage == 3
-
-
-def save_only_model(case: Case) -> Answer:
-    preset = case.preset
-    if preset is None or not preset.uses_fsdp_plugin or not case.job.save_only_model:
-        return None
-    if not rejects_save_only_model(_fsdp_state_dict_type(preset)):
-        return None
-    why = "the Trainer rejects it with FSDP2's sharded state dict"
-    return method_answer(case, "save_only_model", why, "leave it out")
 
 
 def _fsdp_state_dict_type(preset: PresetSpec) -> str:
     """The preset's choice, or accelerate's default with FSDP2."""
-    config = preset.accelerate_config()["fsdp_config"]
-    return str(config.get("fsdp_state_dict_type", "SHARDED_STATE_DICT"))
+    return str(preset.accelerate_config()["fsdp_config"].get("fsdp_state_dict_type", "SHARDED_STATE_DICT"))
 
 
-def async_save(case: Case) -> Answer:
+def save_only_model(case: Case) -> Answers:
+    preset = case.preset
+    if preset is None or not preset.uses_fsdp_plugin or not case.job.save_only_model:
+        return
+    if rejects_save_only_model(_fsdp_state_dict_type(preset)):
+        why = "the Trainer rejects it with FSDP2's sharded state dict"
+        yield method_answer(case, "save_only_model", why, "leave it out")
+
+
+def async_save(case: Case) -> Answers:
     preset = case.preset
     if preset is None or not case.job.async_save or preset.sharded_at_load:
-        return None
+        return
     hint = "leave it out, or `--preset fsdp2`"
     if preset.engine == "deepspeed":
-        return method_answer(case, "async_save", "DeepSpeed writes its checkpoints itself", hint)
-    if preset.engine == "pipeline":
-        return method_answer(case, "async_save", "its stages write their checkpoints themselves", hint)
-    if not preset.uses_fsdp_plugin:
-        return method_answer(case, "async_save", "rank 0 writes its checkpoints alone, and no rank has a shard", hint)
-    state_dict_type = _fsdp_state_dict_type(preset)
-    if state_dict_type == "SHARDED_STATE_DICT":
-        return None
-    why = f"its fsdp_state_dict_type is {state_dict_type}, which rank 0 writes alone"
-    return method_answer(case, "async_save", why, "`fsdp_state_dict_type: SHARDED_STATE_DICT`")
+        yield method_answer(case, "async_save", "DeepSpeed writes its checkpoints itself", hint)
+    elif preset.engine == "pipeline":
+        yield method_answer(case, "async_save", "its stages write their checkpoints themselves", hint)
+    elif not preset.uses_fsdp_plugin:
+        yield method_answer(case, "async_save", "rank 0 writes its checkpoints alone, and no rank has a shard", hint)
+    elif (kind := _fsdp_state_dict_type(preset)) != "SHARDED_STATE_DICT":
+        why = f"its fsdp_state_dict_type is {kind}, which rank 0 writes alone"
+        yield method_answer(case, "async_save", why, "`fsdp_state_dict_type: SHARDED_STATE_DICT`")
 
 
-def auto_find_batch_size(case: Case) -> Answer:
+def auto_find_batch_size(case: Case) -> Answers:
     preset = case.preset
     if preset is None or not case.job.auto_find_batch_size:
-        return None
-    if not rejects_auto_find_batch_size(zero_stage=3 if preset.shards_parameters else 2, engine=preset.engine):
-        return None
-    why = "the Trainer rejects it with ZeRO-3"
-    return method_answer(case, "auto_find_batch_size", why, "leave it out, or `--preset zero2`")
+        return
+    if rejects_auto_find_batch_size(engine=preset.engine, zero_stage=3 if preset.shards_parameters else 2):
+        why = "the Trainer rejects it with ZeRO-3"
+        yield method_answer(case, "auto_find_batch_size", why, "leave it out, or `--preset zero2`")
+
+
+# -- optimizers
+
+# Presets to name where a preset that offloads, or splits layers, cannot run an optimizer, and their engines.
+_WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
+# engine -> name or library of an optimizer -> why it does not work there, and what does.
+# benchmarks/optimizers.py reproduces those of FSDP2.
+_NO_OPTIMIZER = {
+    "deepspeed": {
+        "adafactor": (
+            "DeepSpeed flattens parameters, and only matrices have rows and columns to factor",
+            "`--preset ddp`, or `--optim adamw_bnb_8bit`",
+        ),
+        "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
+        "muon": ("DeepSpeed flattens parameters, and Muon orthogonalises matrices", "`--preset ddp` or `fsdp2`"),
+        "torchao": (
+            "torchao quantizes whole blocks of 256, and DeepSpeed's flat partitions seldom are",
+            "`--optim adamw_bnb_8bit`",
+        ),
+    },
+    "fsdp2": {
+        "bitsandbytes": (
+            "bitsandbytes' kernels take no DTensors",
+            "`--optim adamw_torch_8bit`, or `--preset zero2` or `zero3`",
+        ),
+        "adafactor": (
+            "transformers' Adafactor makes plain tensors beside DTensors",
+            "`--optim adamw_torch_8bit`, or `--preset ddp`",
+        ),
+        "adagrad": (
+            "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
+            "`--optim rmsprop`, or `--preset ddp`",
+        ),
+        "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
+    },
+}
+
+
+def planned_optimizer(case: Case) -> Answers:
+    optim = case.job.optim
+    if case.purpose in ("plan", "recommend") and optim not in OPTIMIZERS:
+        hint = did_you_mean(optim, OPTIMIZERS, otherwise=f"planned: {', '.join(OPTIMIZERS)}")
+        yield job_answer(f"--optim {optim} is not planned", hint)
+
+
+def survives_offload(optim: str) -> bool:
+    """Return True if DeepSpeed's offload keeps the optimizer: torch's AdamW, as its own CPU kernel."""
+    return optim in ("adamw_torch_fused", "adamw_torch")
+
+
+def optimizer_runs(case: Case) -> Answers:
+    preset, optim = case.preset, case.job.optim
+    if preset is None or survives_offload(optim):  # which works under every preset
+        return
+    found = _no_optimizer(preset.engine, optim)
+    if preset.engine == "deepspeed" and preset.offload_optimizer:
+        # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
+        # regularisation in place of decoupled weight decay; 8-bit and paged states become plain fp32 ones.
+        why = "accelerate replaces an offloaded optimizer by DeepSpeed's CPU Adam"
+        found = why, f"`--optim adamw_torch`, or {preset_that_runs(optim)}"
+    if found is not None:
+        why, hint = found
+        yield why, f"--optim {optim} does not work under preset {preset.name!r}: {why}", hint
+
+
+def _no_optimizer(engine: str, optim: str) -> tuple[str, str] | None:
+    answers = _NO_OPTIMIZER.get(engine, {})
+    return answers.get(optim) or answers.get(optimizer_library(optim))
+
+
+def preset_that_runs(optim: str) -> str:
+    """Name a preset that can run an optimizer."""
+    running = (name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(engine, optim) is None)
+    return f"`--preset {next(running)}`"
+
+
+def optimizer_library(optim: str) -> str:
+    """Return the package that an optimizer is from; empty for one that the table does not have."""
+    spec = OPTIMIZERS.get(optim)
+    return "" if spec is None else spec.class_name.partition(".")[0]

@@ -18,10 +18,15 @@ from toolkit.files.reading import is_file, read_text, user_path
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
-from toolkit.presets.known_keys import check_accelerate_keys, check_deepspeed_keys
+from toolkit.presets.known_keys import (
+    ACCELERATE_BLOCKS,
+    AUTO,
+    DEEPSPEED_BLOCKS,
+    PARALLEL_KEY,
+    check_keys_and_values,
+)
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import from_pretrained_arguments, training_arguments
-from toolkit.presets.value_types import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, check_values
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -49,35 +54,28 @@ class Preset(PresetSpec):
         """Return a `transformers.TrainingArguments` that puts this strategy in effect, for a Trainer of your own.
 
         Call it before the model is loaded, in a script started with torchrun or with `accelerate launch` without a
-        configuration file. It takes every argument of `TrainingArguments`, at least `output_dir`. The default
-        precision is the preset's on a GPU and fp32 on a CPU. Load the model with `dtype=torch.float32`, which gives
-        fp32 master weights.
+        configuration file. It takes every argument of `TrainingArguments`, at least `output_dir`; `arguments_class` is
+        the Trainer's own class of arguments (`preset.training_arguments(SFTConfig, ...)`). The default precision is the
+        preset's on a GPU and fp32 on a CPU. Load the model with `dtype=torch.float32`, for fp32 master weights.
 
-        Degrees of parallelism are given by name: `tp`, `cp`, `sp`, `ep` and `dp_replicate`. Under `tp`, `fsdp2_tp`,
-        `hsdp_tp`, `ep` and `ep_tp` transformers shards the model while it loads it: pass `from_pretrained_arguments()`
-        on to `from_pretrained`. The Trainer cannot resume such a model; give `save_strategy="no"` or
-        `save_only_model=True`. Under `cp` and `ulysses` load the model with `attn_implementation="sdpa"`, and let the
-        collator pad rows on the right to a multiple of `2 * cp`, or of `sp`, and add `position_ids`.
-
-        `accumulate="whole"` lets FSDP2's gradients wait for the last accumulation step unsharded (default: `sharded`).
-        It is carried out by `accelerator_config`, whose other keys can be given beside it.
-
-        A trainer with a class of arguments of its own is given that class: `preset.training_arguments(SFTConfig, ...)`
-        returns TRL's `SFTConfig`.
+        Degrees of parallelism are given by name: `tp`, `cp`, `sp`, `ep` and `dp_replicate`. Where transformers shards
+        the model while it loads it, pass `from_pretrained_arguments()` on to `from_pretrained`, and give
+        `save_strategy="no"` or `save_only_model=True`: the Trainer cannot resume such a model. Under `cp` and `ulysses`
+        load the model with `attn_implementation="sdpa"`, and let the collator pad rows on the right to a multiple of
+        `2 * cp`, or of `sp`, and add `position_ids`. `accumulate="whole"` lets FSDP2's gradients wait for the last
+        accumulation step unsharded.
 
         Raises ToolkitError for anything that would silently put another strategy in effect.
         """
         return training_arguments(self, arguments, arguments_class)
 
     def from_pretrained_arguments(self, **degrees: int) -> dict[str, Any]:
-        """Return what `from_pretrained` must be given for a preset that shards the model while it is loaded.
+        """Return transformers' `distributed_config` for a preset that shards the model at load, nothing for another.
 
             how = preset.from_pretrained_arguments()
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **how)
 
-        That is transformers' `DistributedConfig` under the name `distributed_config`, and nothing for other presets.
-        It is for the ranks and the precision of `training_arguments`, which comes first. Degrees may be repeated here;
-        they must be the same.
+        It is for the ranks and the precision of `training_arguments`. Degrees may be repeated here.
 
         Raises ToolkitError without `training_arguments` before, or for another degree.
         """
@@ -90,16 +88,11 @@ class Preset(PresetSpec):
 
     def as_row(self) -> dict[str, Any]:
         """Return the preset as `toolkit presets --json` prints it."""
+        names = ("name", "engine", "sharding", "parallel", "offload_optimizer", "offload_param", "mixed_precision")
+        row = {name: getattr(self, name) for name in (*names, "min_world_size")}
         json_path = self.deepspeed_config_path
-        return {
-            "name": self.name,
-            "engine": self.engine,
-            "sharding": self.sharding,
+        return row | {
             "parallel": list(self.parallel),
-            "offload_optimizer": self.offload_optimizer,
-            "offload_param": self.offload_param,
-            "mixed_precision": self.mixed_precision,
-            "min_world_size": self.min_world_size,
             "accelerate_config": str(self.accelerate_config_path),
             "deepspeed_config": None if json_path is None else str(json_path),
             "summary": self.summary,
@@ -147,32 +140,23 @@ def read_preset(path: Path) -> Preset:
     or an unknown engine.
     """
     config = read_configuration(path)
-    check_accelerate_keys(config, path)
-    check_values(config, ACCELERATE_BLOCKS, path)
+    check_keys_and_values(config, ACCELERATE_BLOCKS, path)
     engine = _engine(config, path)
     json_path = _deepspeed_path(config, path)
-    parallel = _parallel(config, path)
-    if engine == "deepspeed":
-        fields = _deepspeed_fields(json_path, path)
-    elif "pp" in parallel:
-        fields = _pipeline_fields(config)
-    else:
-        fields = _at_load_fields(config, parallel) if parallel and engine == "ddp" else _torch_fields(config)
+    parallel = _parallel(config, engine, path)
+    first = read_text(path).split("\n", 1)[0]
+    fields = _deepspeed_fields(json_path, path) if engine == "deepspeed" else _torch_fields(config, engine, parallel)
     if parallel:
-        fields |= _parallel_fields(parallel)
+        fields |= {"min_world_size": _smallest_layout(parallel), "world_size_multiple": 1}
     return Preset(
         name=path.stem,
-        summary=_first_comment(path),
+        summary=first.lstrip("# ").strip() if first.startswith("#") else "",
         max_world_size=1 if engine == "none" else None,
+        parallel=parallel,
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
-        **{"engine": engine, **fields},
+        **fields,
     )
-
-
-def _first_comment(path: Path) -> str:
-    first = read_text(path).split("\n", 1)[0]
-    return first.lstrip("# ").strip() if first.startswith("#") else ""
 
 
 def _engine(config: dict[str, Any], path: Path) -> str:
@@ -184,58 +168,21 @@ def _engine(config: dict[str, Any], path: Path) -> str:
     return ENGINE_OF_TYPE[distributed_type]
 
 
-def _parallel(config: dict[str, Any], path: Path) -> tuple[str, ...]:
+def _parallel(config: dict[str, Any], engine: str, path: Path) -> tuple[str, ...]:
     """The dimensions that the engine's block lists under `parallel`: accelerate passes over that key."""
-    blocks = ("fsdp_config", "deepspeed_config")
-    found = [(block, config[block]["parallel"]) for block in blocks if (config.get(block) or {}).get("parallel")]
-    if not found:
-        return ()
-    block, names = found[0]
-    if sorted(names, key=DIMENSIONS.index) != names or len(set(names)) < len(names):
-        raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
-    distributed_type = config["distributed_type"]
-    engine = ENGINE_OF_TYPE[distributed_type]
-    engine = "pipeline" if engine == "ddp" and "pp" in names else engine
-    if not set(names) <= PARALLEL_DIMENSIONS.get(engine, set()):
-        possible = " or ".join(f"{kind} ({', '.join(sorted(dims))})" for kind, dims in PARALLEL_DIMENSIONS.items())
-        raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {possible}")
-    return tuple(names)
-
-
-def _at_load_fields(config: dict[str, Any], parallel: tuple[str, ...]) -> dict[str, Any]:
-    """transformers shards the model while it loads it; accelerate only starts the ranks."""
-    sharding = "full_shard" if "dp_shard" in parallel else "replicate"
-    if {"dp_replicate", "dp_shard"} <= set(parallel):
-        sharding = "hybrid_shard"
-    return {
-        "engine": "fsdp2",
-        "sharded_at_load": True,
-        "sharding": sharding,
-        "offload_optimizer": None,
-        "offload_param": None,
-        "mixed_precision": config.get("mixed_precision") or "no",
-    }
-
-
-def _pipeline_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The toolkit's own loop runs the stages; accelerate only starts the ranks."""
-    return {
-        "engine": "pipeline",
-        "sharding": "replicate",
-        "offload_optimizer": None,
-        "offload_param": None,
-        "mixed_precision": config.get("mixed_precision") or "no",
-    }
-
-
-def _parallel_fields(parallel: tuple[str, ...]) -> dict[str, Any]:
-    """The smallest world size: two ranks for each dimension that must be there, and experts on those of the others."""
-    needed = [name for name in parallel if name in SAME_ROWS]
-    if {"dp_shard", "tp"} <= set(parallel) or {"dp_shard", "dp_replicate"} <= set(parallel):
-        needed.append("dp_shard")
-    if {"dp_shard", "dp_replicate"} <= set(parallel):
-        needed.append("dp_replicate")
-    return {"parallel": parallel, "min_world_size": 2 ** max(1, len(needed)), "world_size_multiple": 1}
+    for block in ("fsdp_config", "deepspeed_config"):
+        names = (config.get(block) or {}).get(PARALLEL_KEY)
+        if not names:
+            continue
+        if sorted(set(names), key=DIMENSIONS.index) != names:
+            raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
+        if not set(names) <= PARALLEL_DIMENSIONS.get(
+            "pipeline" if engine == "ddp" and "pp" in names else engine, set()
+        ):
+            possible = " or ".join(f"{kind} ({', '.join(sorted(dims))})" for kind, dims in PARALLEL_DIMENSIONS.items())
+            raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {possible}")
+        return tuple(names)
+    return ()
 
 
 def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
@@ -260,62 +207,60 @@ def _deepspeed_fields(json_path: Path | None, path: Path) -> dict[str, Any]:
             hint="put the DeepSpeed settings into a JSON file and name it there",
         )
     deepspeed = read_configuration(json_path)
-    check_deepspeed_keys(deepspeed, json_path)
-    check_values(deepspeed, DEEPSPEED_BLOCKS, json_path)
+    check_keys_and_values(deepspeed, DEEPSPEED_BLOCKS, json_path)
     zero = deepspeed.get("zero_optimization", {})
     # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
     hpz = int(zero.get("zero_hpz_partition_size", 1))
     quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
+    devices = {block: (zero.get(block) or {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
+    # `auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision.
+    enabled = [name for name in ("bf16", "fp16") if deepspeed.get(name, {}).get("enabled") in (True, AUTO)]
     return {
+        "engine": "deepspeed",
         "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[zero.get("stage", 0)],
         "min_world_size": hpz,
         "world_size_multiple": hpz,
         "needs_gpu": f"{quantized[0]} runs CUDA kernels of DeepSpeed's" if quantized else None,
-        "offload_optimizer": _offload_device(zero, "offload_optimizer"),
-        "offload_param": _offload_device(zero, "offload_param"),
-        "mixed_precision": _deepspeed_precision(deepspeed),
+        "mixed_precision": enabled[0] if enabled else "no",
+        **{block: None if device == "none" else device for block, device in devices.items()},
     }
 
 
-def _offload_device(zero: dict[str, Any], block: str) -> str | None:
-    device: str = (zero.get(block) or {}).get("device", "none")
-    return None if device == "none" else device
+def _torch_fields(config: dict[str, Any], engine: str, parallel: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a preset without DeepSpeed, whose YAML specifies everything.
 
-
-def _deepspeed_precision(deepspeed: dict[str, Any]) -> str:
-    """`auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision."""
-    for precision in ("bf16", "fp16"):
-        if deepspeed.get(precision, {}).get("enabled") in (True, AUTO):
-            return precision
-    return "no"
-
-
-def _torch_fields(config: dict[str, Any]) -> dict[str, Any]:
-    fsdp = config.get("fsdp_config") or {}
+    With `parallel` under MULTI_GPU, accelerate only starts the ranks: the toolkit's own loop runs the stages of a
+    pipeline, and transformers shards any other model while it loads it.
+    """
+    fsdp = (config.get("fsdp_config") or {}) if engine == "fsdp2" else {}
+    replicas = 1
+    if engine == "fsdp2":
+        replicas = int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
+    at_load = engine == "ddp" and bool(parallel) and "pp" not in parallel
+    sharding = "replicate"
+    if replicas > 1 or (at_load and {"dp_replicate", "dp_shard"} <= set(parallel)):
+        sharding = "hybrid_shard"
+    elif engine == "fsdp2" or (at_load and "dp_shard" in parallel):
+        sharding = "full_shard" if fsdp.get("fsdp_reshard_after_forward", True) else "shard_grad_op"
     offload = "cpu" if fsdp.get("fsdp_offload_params") else None
-    replicas = _replicas(config)
-    min_shards = 2 if config.get("distributed_type") == "FSDP" else 1
     return {
-        "sharding": _fsdp_sharding(config, fsdp, replicas),
-        "min_world_size": min_shards * replicas,
-        "world_size_multiple": replicas,
+        "engine": "fsdp2" if at_load else "pipeline" if "pp" in parallel else engine,
+        "sharding": sharding,
+        "sharded_at_load": at_load,
         "replicas": replicas,
+        "min_world_size": 2 * replicas if engine == "fsdp2" else 1,
+        "world_size_multiple": replicas,
         "offload_optimizer": offload,
         "offload_param": offload,
         "mixed_precision": config.get("mixed_precision") or "no",
     }
 
 
-def _replicas(config: dict[str, Any]) -> int:
-    """The replicate degree of a hybrid mesh; 1 for any other."""
-    if config.get("distributed_type") != "FSDP":
-        return 1
-    return int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
-
-
-def _fsdp_sharding(config: dict[str, Any], fsdp: dict[str, Any], replicas: int) -> str:
-    if config.get("distributed_type") != "FSDP":
-        return "replicate"
-    if replicas > 1:
-        return "hybrid_shard"
-    return "full_shard" if fsdp.get("fsdp_reshard_after_forward", True) else "shard_grad_op"
+def _smallest_layout(parallel: tuple[str, ...]) -> int:
+    """The smallest world size: two ranks for each dimension that must be there, and experts on those of the others."""
+    needed = [name for name in parallel if name in SAME_ROWS]
+    if {"dp_shard", "tp"} <= set(parallel) or {"dp_shard", "dp_replicate"} <= set(parallel):
+        needed.append("dp_shard")
+    if {"dp_shard", "dp_replicate"} <= set(parallel):
+        needed.append("dp_replicate")
+    return int(2 ** max(1, len(needed)))

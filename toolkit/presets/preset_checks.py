@@ -10,7 +10,13 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
-from toolkit.job.job_checks import check_trackers, check_values, ineffective_arguments, missing_packages
+from toolkit.job.job_checks import (
+    DDP_ARGUMENTS,
+    check_trackers,
+    check_values,
+    ineffective_arguments,
+    missing_packages,
+)
 from toolkit.job.model_arguments import check_part_names
 from toolkit.models.attention import read_model_attention
 from toolkit.models.split import read_split
@@ -18,8 +24,6 @@ from toolkit.presets.compatibility import CPU, Device, ModelLimits, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
-
-DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 def check_arguments(
@@ -40,46 +44,28 @@ def check_arguments(
     """
     check_values(job, on_cpu=on_cpu)
     if preset is not None:
-        _check_strategy_arguments(job, preset)
+        for name in STRATEGY_ARGUMENTS:
+            if str(job.value(name) or "none").lower() not in ("none", "false"):
+                raise ToolkitError(
+                    f"--{name} would override the sharding of preset {preset.name!r}",
+                    hint="put it into an accelerate YAML of your own: `--preset FILE`",
+                )
         check_degrees_given(preset, job.degrees)
     device = CPU if on_cpu else Device()
     check_supported(preset, job, world_size=num_processes, device=device, purpose=purpose)
-    _check_best_of_sharded(job, preset)
+    # The Trainer cannot load the best model where a sharded checkpoint holds only the model.
+    only_model = job.save_only_model and job.load_best_model_at_end
+    if only_model and preset is not None and preset.engine in ("deepspeed", "fsdp2"):
+        raise ToolkitError(
+            f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}",
+            hint="leave `--save_only_model` out",
+        )
     missing = missing_packages(job, on_cpu=on_cpu)
     if missing and here:
         raise missing[0]
     check_trackers(job)
     needed = [f"{error.message}, which is not installed here ({error.hint})" for error in missing]
     return [*needed, *_ineffective_under(preset, job), *ineffective_arguments(job)]
-
-
-def check_parts(job: Job, config: Mapping[str, Any]) -> None:
-    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration.
-
-    Raises ToolkitError for what the model does not run or cannot be split by, and for a name that no part has.
-    """
-    limits = ModelLimits(attention=read_model_attention(config), split=read_split(config))
-    check_supported(None, job, model=limits)
-    check_part_names(job, config)
-
-
-def _check_strategy_arguments(job: Job, preset: PresetSpec) -> None:
-    for name in STRATEGY_ARGUMENTS:
-        if str(job.value(name) or "none").lower() not in ("none", "false"):
-            raise ToolkitError(
-                f"--{name} would override the sharding of preset {preset.name!r}",
-                hint="put it into an accelerate YAML of your own: `--preset FILE`",
-            )
-
-
-def _check_best_of_sharded(job: Job, preset: PresetSpec | None) -> None:
-    """The Trainer cannot load the best model where a sharded checkpoint holds only the model."""
-    both = job.save_only_model and job.load_best_model_at_end
-    if both and preset is not None and preset.engine in ("deepspeed", "fsdp2"):
-        raise ToolkitError(
-            f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}",
-            hint="leave `--save_only_model` out",
-        )
 
 
 def _ineffective_under(preset: PresetSpec | None, job: Job) -> list[str]:
@@ -93,3 +79,13 @@ def _ineffective_under(preset: PresetSpec | None, job: Job) -> list[str]:
     if preset.uses_fsdp_plugin and job.uses_activation_checkpointing and job.activation_checkpointing_kwargs:
         lines.append("--activation_checkpointing_kwargs has no effect: FSDP2 checkpoints each layer itself")
     return lines
+
+
+def check_parts(job: Job, config: Mapping[str, Any]) -> None:
+    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration.
+
+    Raises ToolkitError for what the model does not run or cannot be split by, and for a name that no part has.
+    """
+    limits = ModelLimits(attention=read_model_attention(config), split=read_split(config))
+    check_supported(None, job, model=limits)
+    check_part_names(job, config)

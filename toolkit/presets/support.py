@@ -11,96 +11,66 @@ presets` and the docs all ask this module:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import TypedDict, Unpack
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
-from toolkit.presets import layout_rules, method_rules, optimizer_rules
-from toolkit.presets.compatibility import Answer, Case, Device, ModelLimits, Purpose, Reason, Rule, preset_answer
-from toolkit.presets.layout_rules import missing_degree, needs_degree
-from toolkit.presets.optimizer_rules import optimizer_library
+from toolkit.presets import layout_rules, method_rules
+from toolkit.presets.compatibility import (
+    Answers,
+    Case,
+    Device,
+    ModelLimits,
+    Purpose,
+    Reason,
+    Rule,
+    job_answer,
+    preset_answer,
+)
 from toolkit.presets.spec import PresetSpec
 
 
-def reasons(
-    preset: PresetSpec | None,
-    job: Job | None = None,
-    *,
-    world_size: int | None = None,
-    device: Device | None = None,
-    model: ModelLimits | None = None,
-    purpose: Purpose = "train",
-) -> Iterator[Reason]:
-    """Yield every reason why the combination does not work, the most basic one first.
+class Known(TypedDict, total=False):
+    """What is known of a launch beside the preset and the job; see `Case`."""
 
-    `preset`, `world_size`, `device` and `model` are None where they are not known; their rules then do not object.
-    """
-    case = Case(
-        preset=preset,
-        job=job or Job(),
-        model=model or ModelLimits(),
-        world_size=world_size,
-        device=device,
-        purpose=purpose,
-    )
+    world_size: int | None
+    device: Device | None
+    model: ModelLimits
+    purpose: Purpose
+
+
+def reasons(preset: PresetSpec | None, job: Job | None = None, **known: Unpack[Known]) -> Iterator[Reason]:
+    """Yield every reason why the combination does not work, the most basic one first; one for each rule."""
+    case = Case(preset=preset, job=job or Job(), **known)
     for name, rule in RULES.items():
-        answer = rule(case)
-        if answer is not None:
-            why, message, hint = answer
+        for why, message, hint in rule(case):
             yield Reason(rule=name, why=why, message=message, hint=hint)
+            break
 
 
-def unsupported(
-    preset: PresetSpec | None,
-    job: Job | None = None,
-    *,
-    world_size: int | None = None,
-    device: Device | None = None,
-    model: ModelLimits | None = None,
-    purpose: Purpose = "train",
-) -> Reason | None:
+def unsupported(preset: PresetSpec | None, job: Job | None = None, **known: Unpack[Known]) -> Reason | None:
     """Return the first reason why the combination does not work, or None where it works."""
-    return next(reasons(preset, job, world_size=world_size, device=device, model=model, purpose=purpose), None)
+    return next(reasons(preset, job, **known), None)
 
 
-def check_supported(
-    preset: PresetSpec | None,
-    job: Job | None = None,
-    *,
-    world_size: int | None = None,
-    device: Device | None = None,
-    model: ModelLimits | None = None,
-    purpose: Purpose = "train",
-) -> None:
+def check_supported(preset: PresetSpec | None, job: Job | None = None, **known: Unpack[Known]) -> None:
     """Raise ToolkitError with the first reason why the combination does not work."""
-    reason = unsupported(preset, job, world_size=world_size, device=device, model=model, purpose=purpose)
-    if reason is not None:
+    for reason in reasons(preset, job, **known):
         raise ToolkitError(reason.message, hint=reason.hint)
 
 
 def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: Purpose = "train") -> None:
     """Raise ToolkitError unless `names` has every dimension whose degree the preset leaves to the run."""
-    name = missing_degree(preset, names)
+    name = layout_rules.missing_degree(preset, names)
     if name is not None:
         option, typed = (name, f"{name}=2") if purpose == "script" else (f"--{name}", f"--{name} 2")
-        raise ToolkitError(f"preset {preset.name!r} {needs_degree(name, option)}", hint=f"add `{typed}`")
+        why = layout_rules.needs_degree(name, option)
+        raise ToolkitError(f"preset {preset.name!r} {why}", hint=f"add `{typed}`")
 
 
 def supports_world_size(preset: PresetSpec, world_size: int) -> bool:
     """Return True if the preset can train in this number of processes."""
     return unsupported(preset, world_size=world_size) is None
-
-
-def limitations(preset: PresetSpec) -> tuple[str, ...]:
-    """Return what the preset does not work with, for `toolkit presets --json` and the docs.
-
-    The rules answer for the methods that the toolkit knows; the rest are upstream bugs outside the toolkit's reach.
-    """
-    lines = []
-    for label, job in _DOCUMENTED_METHODS.items():
-        reason = unsupported(preset, job)
-        if reason is not None:
-            lines.append(f"{label}: {reason.why}")
-    return (*lines, *_upstream_limitations(preset))
 
 
 _DOCUMENTED_METHODS = {
@@ -116,47 +86,52 @@ _DOCUMENTED_METHODS = {
 }
 
 
-def _upstream_limitations(preset: PresetSpec) -> tuple[str, ...]:
+def limitations(preset: PresetSpec) -> tuple[str, ...]:
+    """Return what the preset does not work with, for `toolkit presets --json` and the docs.
+
+    The rules answer for the methods that the toolkit knows; the rest are upstream bugs outside the toolkit's reach.
+    """
+    found = ((label, unsupported(preset, job)) for label, job in _DOCUMENTED_METHODS.items())
+    lines = [f"{label}: {reason.why}" for label, reason in found if reason is not None]
     if preset.uses_fsdp_plugin:
-        return ("the Trainer's activation checkpointing together with FSDP's own",)
+        lines.append("the Trainer's activation checkpointing together with FSDP's own")
     if preset.engine == "deepspeed" and preset.shards_parameters:
-        return ("the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",)
+        lines.append(
+            "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)"
+        )
     if preset.engine == "deepspeed" and preset.sharding == "shard_grad_op":
-        return ("`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)",)
-    return ()
+        lines.append("`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)")
+    return tuple(lines)
 
 
-def _needs_gpu(case: Case) -> Answer:
+def _needs_gpu(case: Case) -> Answers:
     preset = case.preset
-    if preset is None or preset.needs_gpu is None or case.device is None or case.device.type != "cpu":
-        return None
-    return preset_answer(preset, f"does not run on a CPU: {preset.needs_gpu}", "`--preset zero3`")
+    if preset is not None and preset.needs_gpu is not None and case.on_cpu:
+        yield preset_answer(preset, f"does not run on a CPU: {preset.needs_gpu}", "`--preset zero3`")
 
 
-def _gpu_count(case: Case) -> Answer:
+def _gpu_count(case: Case) -> Answers:
     count = None if case.device is None else case.device.count
-    if count is None or case.world_size is None or case.world_size <= count:
-        return None
-    why = f"{case.world_size} processes, but {count} GPUs are visible here"
-    return why, why, f"`--num-processes {count}`" if count else "`--cpu` trains on the CPU"
+    if count is not None and case.world_size is not None and case.world_size > count:
+        hint = f"`--num-processes {count}`" if count else "`--cpu` trains on the CPU"
+        yield job_answer(f"{case.world_size} processes, but {count} GPUs are visible here", hint)
 
 
-def _nvme_disk(case: Case) -> Answer:
+def _nvme_disk(case: Case) -> Answers:
     preset = case.preset
     if preset is None or not preset.uses_nvme:
-        return None
+        return
     if case.purpose == "convert":
         why = "swaps to NVMe: DeepSpeed resumes it only from its own swap files"
-        return preset_answer(preset, why, "`--preset zero3_cpu_offload`")
+        yield preset_answer(preset, why, "`--preset zero3_cpu_offload`")
     if case.purpose == "recommend" and case.device is not None and not case.device.has_nvme:
-        return preset_answer(preset, "needs a local NVMe disk (`--nvme-gb-per-second`)", None)
-    return None
+        yield preset_answer(preset, "needs a local NVMe disk (`--nvme-gb-per-second`)", None)
 
 
-def _rehearsal(case: Case) -> Answer:
+def _rehearsal(case: Case) -> Answers:
     preset = case.preset
     if preset is None or case.purpose not in ("rehearse", "trace"):
-        return None
+        return
     if preset.uses_nvme:
         why = "its swap files belong to a real run on a real disk"
     elif preset.needs_gpu is not None:
@@ -164,14 +139,14 @@ def _rehearsal(case: Case) -> Answer:
     elif "pp" in preset.parallel:
         why = "a stage computes on the activations of the stage before it"
     else:
-        return None
-    return why, f"preset {preset.name!r} cannot be rehearsed: {why}", "`toolkit plan` calculates its memory"
+        return
+    yield why, f"preset {preset.name!r} cannot be rehearsed: {why}", "`toolkit plan` calculates its memory"
 
 
-def _fake_tensors(case: Case) -> Answer:
+def _fake_tensors(case: Case) -> Answers:
     preset = case.preset
     if preset is None or case.purpose != "trace":
-        return None
+        return
     if preset.engine == "deepspeed":
         why = "DeepSpeed reads the values and addresses of its tensors"
     elif preset.parallel:
@@ -179,48 +154,42 @@ def _fake_tensors(case: Case) -> Answer:
     elif preset.offload_optimizer or preset.offload_param:
         why = "offloaded and resident tensors would share one memory"
     else:
-        return None
+        return
     hint = "leave --fake-tensors out, for exact bytes of the model states; or `--preset fsdp2`"
-    return why, f"--fake-tensors does not work with preset {preset.name!r}: {why}", hint
+    yield why, f"--fake-tensors does not work with preset {preset.name!r}: {why}", hint
 
 
-def _fake_tensor_method(case: Case) -> Answer:
+def _fake_tensor_method(case: Case) -> Answers:
     if case.purpose != "trace":
-        return None
+        return
     for name in ("load_in_4bit", "torch_compile", "packing", "activation_checkpointing_offload"):
         if case.uses(name):
             why = f"--{name} is not traced: fake tensors have shapes and no values"
-            return why, why, f"leave --{name} out, or leave --fake-tensors out"
-    if optimizer_library(case.job.optim) != "torch":
+            yield job_answer(why, f"leave --{name} out, or leave --fake-tensors out")
+    if method_rules.optimizer_library(case.job.optim) != "torch":
         why = f"--optim {case.job.optim} is not traced: its kernels read values, and fake tensors have none"
-        return why, why, "leave --fake-tensors out, for exact bytes of the model states"
-    return None
+        yield job_answer(why, "leave --fake-tensors out, for exact bytes of the model states")
 
 
-def _compute_dtype(case: Case) -> Answer:
+def _compute_dtype(case: Case) -> Answers:
     preset, device = case.preset, case.device
-    if preset is None or case.purpose != "recommend" or device is None or device.has_bf16:
-        return None
-    why = f"computes in {preset.mixed_precision}, for which {device.name} has no hardware"
-    return preset_answer(preset, why, None)
+    if preset is not None and case.purpose == "recommend" and device is not None and not device.has_bf16:
+        why = f"computes in {preset.mixed_precision}, for which {device.name} has no hardware"
+        yield preset_answer(preset, why, None)
 
 
-def _recommendation(case: Case) -> Answer:
+def _recommendation(case: Case) -> Answers:
     """Presets that work, but that are never recommended."""
     preset = case.preset
     if preset is None or case.purpose != "recommend":
-        return None
+        return
     if preset.needs_gpu is not None:
-        why = (
-            "quantises its communication, which changes the training problem (docs/concepts/numerics.md): "
-            "choose it manually"
-        )
-        return preset_answer(preset, why, None)
-    if "pp" in preset.parallel:
-        return preset_answer(preset, "has no step time measured on GPUs yet: choose it manually", None)
-    if preset.engine == "ddp" and case.world_size == 1:
-        return preset_answer(preset, "is `single` where there is one process", None)
-    return None
+        problem = "which changes the training problem (docs/concepts/numerics.md): choose it manually"
+        yield preset_answer(preset, f"quantises its communication, {problem}", None)
+    elif "pp" in preset.parallel:
+        yield preset_answer(preset, "has no step time measured on GPUs yet: choose it manually", None)
+    elif preset.engine == "ddp" and case.world_size == 1:
+        yield preset_answer(preset, "is `single` where there is one process", None)
 
 
 # Every rule, the most basic one first: the first that objects is reported.
@@ -243,8 +212,8 @@ RULES: dict[str, Rule] = {
     "fake-tensors": _fake_tensors,
     "fake-tensor-method": _fake_tensor_method,
     "compute-dtype": _compute_dtype,
-    "planned-optimizer": optimizer_rules.planned_optimizer,
-    "optim": optimizer_rules.optimizer_runs,
+    "planned-optimizer": method_rules.planned_optimizer,
+    "optim": method_rules.optimizer_runs,
     "freeze-and-train-only": method_rules.freeze_and_train_only,
     "checkpointing-offload": method_rules.checkpointing_offload,
     "4bit-needs-lora": method_rules.four_bit_needs_lora,

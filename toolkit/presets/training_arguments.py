@@ -31,9 +31,10 @@ from toolkit.files.json_files import read_json_object
 from toolkit.job.accumulation import chosen_accumulate, with_accumulate
 from toolkit.job.job import Job
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
-from toolkit.parallel import ring_attention, sharded_at_load, ulysses
+from toolkit.parallel import sharded_at_load, split_sequences
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.compatibility import CPU
+from toolkit.presets.known_keys import PARALLEL_KEY
 from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_degrees_given, check_supported
 
@@ -43,16 +44,12 @@ if TYPE_CHECKING:
 # accelerate's key -> the key of `TrainingArguments.fsdp_config` (transformers 5.23, `_process_fsdp_args`), which
 # silently drops every other one.
 FSDP_CONFIG_KEYS = {
-    "fsdp_version": "version",
-    "fsdp_reshard_after_forward": "reshard_after_forward",
-    "fsdp_offload_params": "cpu_offload",
-    "fsdp_auto_wrap_policy": "auto_wrap_policy",
-    "fsdp_min_num_params": "min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
-    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "fsdp_state_dict_type": "state_dict_type",
-    "fsdp_activation_checkpointing": "activation_checkpointing",
-}
+    f"fsdp_{name}": name
+    for name in (
+        *("version", "reshard_after_forward", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap"),
+        *("cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing"),
+    )
+} | {"fsdp_offload_params": "cpu_offload"}
 # Only the environment carries these: accelerate's plugin reads them there, whoever constructs it.
 FSDP_ENVIRONMENT_KEYS = ("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules")
 # What a preset may set at the YAML's top level; anything else is read by the launcher only.
@@ -64,10 +61,7 @@ YAML_KEYS = {
 STRATEGY_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 # accelerate's launcher sets one of these when its configuration file names an engine.
 ENGINE_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-
 SDPA = "sdpa"
-# Read by the toolkit alone: the dimensions of parallelism of a preset, in the block of its engine.
-OWN_KEY = "parallel"
 
 # The preset of this process, once one is in effect, and how it divides the ranks.
 _presets_in_effect: dict[Path, ParallelLayout | None] = {}
@@ -94,16 +88,24 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
     >>> trainer_arguments(load_preset("fsdp2_grad_op"), precision="bf16")["fsdp_config"]["reshard_after_forward"]
     False
     """
-    _refuse_launcher_keys(preset)
+    config = preset.accelerate_config()
+    known = {
+        "fsdp_config": {*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS, PARALLEL_KEY},
+        "deepspeed_config": {"deepspeed_config_file", PARALLEL_KEY},
+    }
+    lost = [key for key in config if key not in YAML_KEYS]
+    lost += [key for block, keys in known.items() for key in config.get(block) or {} if key not in keys]
+    if lost:
+        raise ToolkitError(
+            f"{preset.accelerate_config_path}: training arguments cannot carry {lost[0]!r}",
+            hint="start the script with `accelerate launch --config_file`, or remove the key",
+        )
     arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     if preset.engine == "deepspeed":
         arguments["deepspeed"] = preset.deepspeed_config()
     if preset.uses_fsdp_plugin:
-        fsdp = preset.accelerate_config()["fsdp_config"]
-        arguments["fsdp"] = True
-        arguments["fsdp_config"] = {
-            FSDP_CONFIG_KEYS[key]: value for key, value in fsdp.items() if key in FSDP_CONFIG_KEYS
-        }
+        fsdp = {FSDP_CONFIG_KEYS[key]: value for key, value in config["fsdp_config"].items() if key in FSDP_CONFIG_KEYS}
+        arguments |= {"fsdp": True, "fsdp_config": fsdp}
     if preset.engine == "fsdp2":
         arguments["accelerator_config"] = with_accumulate({}, default_accumulate(preset))
     if preset.engine == "ddp":
@@ -114,7 +116,7 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
 def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | None = None) -> dict[str, str]:
     """Return the part of the launcher's environment that `TrainingArguments` cannot carry.
 
-    `toolkit.launch.environment.launcher_environment` derives the complete environment with accelerate's own functions;
+    `toolkit.launch.command.launcher_environment` derives the complete environment with accelerate's own functions;
     a test checks that these variables have the same values. This function needs no accelerate, so that
     `toolkit preset show --as trainer` can print them.
     """
@@ -126,7 +128,7 @@ def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | 
     config = preset.accelerate_config()
     environment["ACCELERATE_USE_FSDP"] = "true"
     for key, value in config["fsdp_config"].items():
-        if key == OWN_KEY:
+        if key == PARALLEL_KEY:
             continue
         name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
         environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
@@ -151,14 +153,12 @@ def training_arguments(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     degrees = {name: given[name] for name in DEGREES if given.get(name) is not None}
     given = {name: value for name, value in given.items() if name not in DEGREES}
-    _refuse_strategy_arguments(preset, given)
-    _refuse_world_size(preset, world_size, degrees)
-    _refuse_unresumable_saves(preset, given)
-    optim = given.get("optim") or DEFAULT_OPTIMIZER
-    check_supported(preset, Job(optim=str(getattr(optim, "value", optim))), purpose="script")
+    _check_given(preset, given, degrees, world_size=world_size)
     if preset.accelerate_config_path not in _presets_in_effect:
         _refuse_late_call(preset)
-    on_cpu = _on_cpu(given)
+    import torch
+
+    on_cpu = bool(given.get("use_cpu")) or not torch.cuda.is_available()
     precision = resolve_precision(given, preset.mixed_precision, on_cpu=on_cpu)
     decided = trainer_arguments(preset, precision=precision)
     os.environ.update(strategy_variables(preset, precision=precision, world_size=world_size))
@@ -167,7 +167,7 @@ def training_arguments(
         decided["use_cpu"] = True
     layout = preset.layout(world_size, degrees)
     decided |= parallelism_arguments(preset, layout, on_cpu=on_cpu)
-    from transformers import TrainingArguments
+    from transformers import TrainingArguments  # after the variables are set
 
     arguments = (arguments_class or TrainingArguments)(**{**decided, **accumulation_arguments(preset, given)})
     if preset.engine == "none":
@@ -214,10 +214,10 @@ def parallelism_arguments(
         return {}
     if "cp" in preset.parallel:
         if on_cpu:
-            ring_attention.ring_attention_on_cpu()
-        return {"parallelism_config": ring_attention.context_parallel_config(layout)}
-    ulysses.apply_fixes(on_cpu=on_cpu)
-    return {"parallelism_config": ulysses.sequence_parallel_config(layout, attention=attention)}
+            split_sequences.ring_attention_on_cpu()
+        return {"parallelism_config": split_sequences.context_parallel_config(layout)}
+    split_sequences.apply_ulysses_fixes(on_cpu=on_cpu)
+    return {"parallelism_config": split_sequences.sequence_parallel_config(layout, attention=attention)}
 
 
 def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +254,9 @@ def enable_fsdp_on_cpu() -> None:
     """
     if not uses_fsdp():
         return
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     original = AcceleratorState.__init__
     if hasattr(original, "__wrapped__"):
@@ -263,65 +265,27 @@ def enable_fsdp_on_cpu() -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _switch_to_fsdp(self, kwargs.get("fsdp_plugin"))
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is None or self.distributed_type != DistributedType.MULTI_CPU:
+            return
+        if self._mixed_precision != "no":
+            plugin.set_mixed_precision(self._mixed_precision)
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs a GPU
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     AcceleratorState.__init__ = init
 
 
-def _switch_to_fsdp(state: Any, fsdp_plugin: Any) -> None:
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if fsdp_plugin is None or state.distributed_type != DistributedType.MULTI_CPU:
-        return
-    if state._mixed_precision != "no":
-        fsdp_plugin.set_mixed_precision(state._mixed_precision)
-    if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-        fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs a GPU
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = fsdp_plugin
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def _refuse_launcher_keys(preset: PresetSpec) -> None:
-    """Refuse keys that only accelerate's launcher reads, and FSDP1's, which have no meaning under FSDP2."""
-    config = preset.accelerate_config()
-    known = {
-        "fsdp_config": {*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS, OWN_KEY},
-        "deepspeed_config": {"deepspeed_config_file", OWN_KEY},
-    }
-    lost = [key for key in config if key not in YAML_KEYS]
-    lost += [key for block, keys in known.items() for key in config.get(block) or {} if key not in keys]
-    if lost:
-        raise ToolkitError(
-            f"{preset.accelerate_config_path}: training arguments cannot carry {lost[0]!r}",
-            hint="start the script with `accelerate launch --config_file`, or remove the key",
-        )
-
-
-def _refuse_strategy_arguments(preset: PresetSpec, given: dict[str, Any]) -> None:
+def _check_given(preset: PresetSpec, given: Mapping[str, Any], degrees: Mapping[str, int], *, world_size: int) -> None:
     for name in STRATEGY_ARGUMENTS:
         if given.get(name) is not None:
             raise ToolkitError(
                 f"{name} is set by the preset: {preset.name!r} uses {preset.engine}",
                 hint="`toolkit preset export DIR` copies the files, to change there and load by path",
             )
-
-
-def _refuse_unresumable_saves(preset: PresetSpec, given: Mapping[str, Any]) -> None:
-    """The Trainer raises when it is built: it saves no optimizer states of a model that was sharded at load."""
-    strategy = given.get("save_strategy", "steps")
-    saves = str(getattr(strategy, "value", strategy)) != "no"
-    if preset.sharded_at_load and saves and not given.get("save_only_model"):
-        raise ToolkitError(
-            f"preset {preset.name!r} shards the model while it is loaded, and the Trainer cannot resume such a model:"
-            " it saves no optimizer states of it",
-            hint='`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume',
-        )
-
-
-def _refuse_world_size(preset: PresetSpec, world_size: int, degrees: Mapping[str, int]) -> None:
     if "LOCAL_RANK" not in os.environ and preset.engine != "none":
         raise ToolkitError(
             f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment",
@@ -329,6 +293,15 @@ def _refuse_world_size(preset: PresetSpec, world_size: int, degrees: Mapping[str
         )
     check_degrees_given(preset, degrees, purpose="script")
     check_supported(preset, Job().with_values(**degrees), world_size=world_size, purpose="script")
+    strategy, optim = given.get("save_strategy", "steps"), given.get("optim") or DEFAULT_OPTIMIZER
+    saves = str(getattr(strategy, "value", strategy)) != "no"
+    if preset.sharded_at_load and saves and not given.get("save_only_model"):  # the Trainer raises when it is built
+        raise ToolkitError(
+            f"preset {preset.name!r} shards the model while it is loaded, and the Trainer cannot resume such a model:"
+            " it saves no optimizer states of it",
+            hint='`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume',
+        )
+    check_supported(preset, Job(optim=str(getattr(optim, "value", optim))), purpose="script")
 
 
 def _refuse_late_call(preset: PresetSpec) -> None:
@@ -348,25 +321,14 @@ def _refuse_late_call(preset: PresetSpec) -> None:
         raise ToolkitError("a process group exists already, made without the preset", hint=first)
     if state is not None and (state.AcceleratorState._shared_state or state.PartialState._shared_state):
         raise ToolkitError("an Accelerator exists already, made without the preset", hint=first)
-    if (preset.shards_parameters or preset.sharded_at_load) and _model_is_loaded():
-        raise ToolkitError(
-            f"a complete model is loaded already in every process; {preset.name!r} shards it while it is loaded",
-            hint=first,
-        )
-
-
-def _model_is_loaded() -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return False
-    gc.collect()  # a model that nothing references any more does no harm
-    return any(issubclass(type(thing), modeling.PreTrainedModel) for thing in gc.get_objects())
-
-
-def _on_cpu(given: dict[str, Any]) -> bool:
-    import torch
-
-    return bool(given.get("use_cpu")) or not torch.cuda.is_available()
+    if modeling is not None and (preset.shards_parameters or preset.sharded_at_load):
+        gc.collect()  # a model that nothing references any more does no harm
+        if any(issubclass(type(thing), modeling.PreTrainedModel) for thing in gc.get_objects()):
+            raise ToolkitError(
+                f"a complete model is loaded already in every process; {preset.name!r} shards it while it is loaded",
+                hint=first,
+            )
 
 
 def _prepare_cpu(preset: PresetSpec) -> None:
@@ -377,16 +339,11 @@ def _prepare_cpu(preset: PresetSpec) -> None:
     if preset.engine == "fsdp2":
         enable_fsdp_on_cpu()
     if preset.engine == "deepspeed":
-        _start_deepspeed_on_cpu()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        use_cached_extensions()
+        check_extensions_folder()
+        os.environ["PATH"] = path_with_ninja()
+        import deepspeed
 
-
-def _start_deepspeed_on_cpu() -> None:
-    """Start DeepSpeed's process group first: `zero.Init` would otherwise read a world size of 1."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    use_cached_extensions()
-    check_extensions_folder()
-    os.environ["PATH"] = path_with_ninja()
-    import deepspeed
-
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed("gloo")
+        if not deepspeed.comm.is_initialized():  # `zero.Init` would otherwise read a world size of 1
+            deepspeed.init_distributed("gloo")

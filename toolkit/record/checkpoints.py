@@ -24,8 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import as_mapping, read_json_object
 from toolkit.files.reading import open_file
-from toolkit.files.validation import validate
-from toolkit.files.value_limits import Limits
+from toolkit.files.value_limits import Limits, validate
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount
 from toolkit.record.folder import write_json

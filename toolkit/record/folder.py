@@ -14,13 +14,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import read_json_object
 from toolkit.files.secrets import hide_secrets
 
@@ -30,36 +29,21 @@ MEASUREMENT_VERSION = 1
 LOCK = "run.lock"
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run's files."""
+    """The files of one run."""
 
-    path: Path
-
-    @property
-    def run_json(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_json = path / "run.json"
         """Configuration, plan, versions, status and results of the run."""
-        return self.path / "run.json"
-
-    @property
-    def attestation_json(self) -> Path:
+        self.attestation_json = path / "attestation.json"
         """What was in effect on each rank, verified at run time."""
-        return self.path / "attestation.json"
-
-    @property
-    def failure_json(self) -> Path:
+        self.failure_json = path / "failure.json"
         """Why the run failed; only there if it did."""
-        return self.path / "failure.json"
-
-    @property
-    def log(self) -> Path:
+        self.log = path / "train.log"
         """Standard output and error of all ranks."""
-        return self.path / "train.log"
-
-    @property
-    def timeline(self) -> Path:
+        self.timeline = path / "timeline.jsonl"
         """When rank 0 and its launcher began what (`toolkit.record.timeline`)."""
-        return self.path / "timeline.jsonl"
 
     def rank_rows(self, rank: int) -> Path:
         """Return the path of one rank's rows: one JSON line per step."""
@@ -86,12 +70,12 @@ class RunFolder:
         while True:
             try:
                 return lock_file(self.path / LOCK, held=self._held)
+            except OSError as error:
+                raise self.unwritable(error) from None
             except ToolkitError:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(1)
-            except OSError as error:
-                raise self.unwritable(error) from None
 
     def check_free(self) -> None:
         """Raise ToolkitError while another process holds the folder."""

@@ -20,7 +20,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.reading import read_bytes
 from toolkit.record import status
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
-from toolkit.files.json_lines import line_name, read_json_lines
-from toolkit.files.validation import explain
+from toolkit.files import write_text
+from toolkit.files.json_files import line_name, read_json_lines
+from toolkit.files.value_limits import explain
 from toolkit.record.columns import (
     Bytes,
     Column,

@@ -7,11 +7,10 @@ True
 from __future__ import annotations
 
 import errno
-import shutil
 from pathlib import Path
 
 from toolkit.hardware.disks import free_bytes
-from toolkit.record.checkpoints import SAVING_PREFIX, list_checkpoints
+from toolkit.record.checkpoints import list_checkpoints, remove_unfinished
 from toolkit.units import gib
 
 # Messages of Python, the C++ library, torch's CPU allocator and the dynamic linker.
@@ -53,11 +52,9 @@ def is_disk_full(error: BaseException | None) -> bool:
 def describe_host_oom(who: str, phase: str | None, step: int, cause: str) -> tuple[str, str]:
     """Return message and hint for host memory that ran out; `who` names the rank if it is known."""
     during = f" in phase {phase}" if phase else ""
-    first = cause.strip().splitlines()[0] if cause.strip() else ""
-    message = f"{who} ran out of host memory{during}, step {step + 1}" + (f": {first}" if first else "")
-    return message, "give the job more host memory, start fewer ranks, or lower `--per_device_train_batch_size` or" + (
-        " `--max_seq_length`"
-    )
+    reason = "".join(f": {line}" for line in cause.strip().splitlines()[:1])
+    hint = "give the job more host memory, start fewer ranks, or lower `--per_device_train_batch_size` or"
+    return f"{who} ran out of host memory{during}, step {step + 1}{reason}", f"{hint} `--max_seq_length`"
 
 
 def describe_latest_checkpoint(output_dir: Path) -> str:
@@ -69,14 +66,10 @@ def describe_latest_checkpoint(output_dir: Path) -> str:
 def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
     """Remove incomplete checkpoints, which nothing reads, and return message and hint for a full disk."""
     free = free_bytes(output_dir)
-    incomplete = [path for path in output_dir.glob(f"{SAVING_PREFIX}*") if path.is_dir()]
-    for folder in incomplete:
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_unfinished(output_dir)
     complete = [found for found in list_checkpoints(output_dir) if found.problem() is None]
     needed = f", a checkpoint needs {gib(complete[0].bytes)}" if complete and complete[0].bytes else ""
     space = f"{gib(free)} free{needed}; {describe_latest_checkpoint(output_dir)}"
     message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {space}"
-    return (
-        message,
-        "free some space or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`",
-    )
+    hint = "free some space or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`"
+    return message, hint

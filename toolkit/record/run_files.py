@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
-from toolkit.files.validation import explain
+from toolkit.files.value_limits import explain
 from toolkit.record import status
 from toolkit.record.columns import Bytes, Count, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.launch.environment import launcher_environment, rank_environment
+from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.presets import Preset
 from toolkit.rehearse.rehearsed_rank import RehearsedRank
 

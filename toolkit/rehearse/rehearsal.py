@@ -19,14 +19,12 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_words, separate_secrets
-from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.hardware.node import count_oom_kills
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
-from toolkit.launch.command import ProcessCommand, new_run_id
-from toolkit.launch.environment import process_environment
-from toolkit.launch.exit_status import RunResult, record_result
+from toolkit.launch.command import ProcessCommand, new_run_id, process_environment
 from toolkit.launch.preflight import check_dataset, check_required
-from toolkit.launch.process import run_command
+from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset

@@ -19,9 +19,9 @@ from transformers.initialization import no_init_weights
 
 from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
-from toolkit.observe.attest.differences import differences, expected_values
-from toolkit.observe.attest.first_step import uses_activation_checkpointing
-from toolkit.observe.attest.read_rank import read_engine
+from toolkit.observe.attest.differences import differences
+from toolkit.observe.attest.expected import expected_values
+from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
 from toolkit.observe.attest.tensors import (
     compute_dtype,
     dtype_name,
@@ -30,6 +30,7 @@ from toolkit.observe.attest.tensors import (
     local,
     optimizer_state_tensors,
 )
+from toolkit.observe.parts import ExpectedRun
 from toolkit.presets import Preset
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.synthetic_inputs import model_from_config
@@ -188,11 +189,8 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
         warnings.filterwarnings("ignore", message=".*data_ptr")
         own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
     expected = expected_values(
-        launch.preset,
-        None,
+        ExpectedRun(preset=launch.preset, dp_shard_size=launch.dp_shard_size),
         compute_dtype=dtype_name(compute_dtype(trainer.args)),
-        settings={},
-        dp_shard_size=launch.dp_shard_size,
         has_frozen_weights=bool(frozen_weights(wrapped)),
     )
     if launch.preset is not None and launch.preset.engine == "ddp":

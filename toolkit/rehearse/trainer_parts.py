@@ -13,8 +13,7 @@ from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.attestation import Attestation, attestation_json, verified_line
-from toolkit.observe.attest.differences import byte_limit_differences, differences
-from toolkit.observe.attest.readings import RankReading
+from toolkit.observe.attest.differences import Values, byte_limit_differences, differences
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import write_json
 from toolkit.rehearse.fake_process_group import fill_shards, register_local_reduction
@@ -32,7 +31,7 @@ class RehearsedAttestation(Attestation):
         del model
         return None  # gathering would fill in what other ranks hold
 
-    def verify(self, reading: RankReading) -> None:
+    def verify(self, reading: Values) -> None:
         expected, preset = self.expected_values(), self.parts.expected.preset
         found = differences(expected, [reading]) or byte_limit_differences([reading])
         write_json(self.path, attestation_json(preset, expected, [reading], found))

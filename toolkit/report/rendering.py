@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_bytes
+from toolkit.files import write_bytes
 from toolkit.report.charts import CSS_VARIABLES, LANES
 from toolkit.report.tables import many_lines, one_line
 from toolkit.units import NOT_AVAILABLE

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from toolkit.units import NOT_AVAILABLE
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +69,6 @@ def number_cell(value: float | None, digits: int) -> Cell:
 
 def rich_table(table: Table) -> RichTable:
     """Return a table for the console: lines without color."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading in table.headings:
         numeric = heading.numeric

@@ -1,4 +1,4 @@
-"""The run of the training script: its arguments and launch, beside its record, and the checkpoint it resumes from.
+"""The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from.
 
 with open_run(args, launch, progress) as run:
     ...
@@ -12,31 +12,49 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
-from toolkit.launch.resume_conversion import RESUME_FOLDER, remove_converted
+from toolkit.launch.resume_conversion import (
+    RESUME_FOLDER,
+    ResumingRun,
+    checkpoint_to_convert,
+    convert_checkpoint,
+    remove_converted,
+)
 from toolkit.observe.hang_detection import Watchdog
 from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folder, gather_from_ranks
 from toolkit.observe.progress import Progress
-from toolkit.observe.signals import StopOnSignal
+from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.presets import Preset
 from toolkit.record.attempts import check_start, record_restart, reuse_of
-from toolkit.record.checkpoints import Checkpoint
+from toolkit.record.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    latest_complete,
+    read_checkpoint,
+    read_complete_checkpoint,
+    remove_unfinished,
+)
 from toolkit.record.folder import RunFolder
+from toolkit.record.resume_checks import check_resume_settings, check_same_layout
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.dataset import row_places
 from toolkit.train.launch_context import LaunchContext
-from toolkit.train.resume import find_checkpoint
 
 # An elastic agent starts the next attempt while the lock of a node that was lost is still in effect: file servers
 # release it after a lease, of 90 s under Linux's NFSv4.
 RELEASE_SECONDS = 120.0
+# A conversion reads and writes the whole checkpoint; no collective may wait for it.
+CONVERSION_LIMIT = timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +66,6 @@ class ActiveRun(ObservedRun):
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes from."""
     stop_on_signal: StopOnSignal
-
-    @property
-    def resume_path(self) -> str | None:
-        return None if self.checkpoint is None else str(self.checkpoint.path)
 
     @property
     def layout_at_load(self) -> ParallelLayout | None:
@@ -69,10 +83,6 @@ class ActiveRun(ObservedRun):
         Watchdog(self.progress, ranks=self.folder.rank_rows(self.rank).parent, rank=self.rank).start()
         self.stop_on_signal.listen()
 
-    def raise_if_stopped(self) -> None:
-        """Raise Interrupted where a signal ended training."""
-        self.stop_on_signal.raise_if_stopped()
-
 
 @contextmanager
 def open_run(
@@ -88,11 +98,17 @@ def open_run(
     `single_process` is true where no other rank has a process; `facts` is more for run.json. Raises ToolkitError for a
     folder that holds a finished or a running run, and for a checkpoint that the run cannot resume from.
     """
-    training = arguments.training
+    training, job = arguments.training, arguments.job
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        _hold_folder(folder, writes=writes, job=arguments.job)
+        if writes:
+            folder.check_free()
+        # A folder that is in use is refused before anything in it changes; one rank locks it for as long as it runs.
+        check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
+        if writes:
+            restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+            folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
     checkpoint = find_checkpoint(arguments, launch, progress)
@@ -113,11 +129,10 @@ def open_run(
         ),
         single_process=single_process,
     )
-    restarts = _restarts(run) if writes and not launch.folder_prepared else {}
-    job = arguments.job
+    own = _run_facts(run) | {"nodes": nodes} | (facts or {})
     reuse = reuse_of(continues=run.continues, resumes=job.resumes, overwrite=job.overwrite_output_dir)
-    run.open(prepared=launch.folder_prepared, reuse=reuse, **_run_facts(run), nodes=nodes, **(facts or {}), **restarts)
-    progress.describe_rows = partial(row_places, names=arguments.job.dataset)
+    run.open(prepared=launch.folder_prepared, reuse=reuse, **own)
+    progress.describe_rows = partial(row_places, names=job.dataset)
     if writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run
@@ -129,67 +144,126 @@ def open_run(
         dist.destroy_process_group()  # its threads abort a process that just exits
 
 
-def _hold_folder(folder: RunFolder, *, writes: bool, job: Job) -> None:
-    """Refuse a folder that is in use before anything in it changes, and let one rank lock it for as long as it runs."""
-    if writes:
-        folder.check_free()
-    check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
-    restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    if writes:
-        folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
+# -- the checkpoint to resume from
 
 
-def _restarts(run: ActiveRun) -> dict[str, Any]:
-    """Return `restarts` for run.json, where the run resumes in the folder of its earlier attempts."""
-    checkpoint = run.checkpoint
-    elsewhere = checkpoint is not None and run.folder.path.absolute() not in checkpoint.path.absolute().parents
-    if elsewhere or not run.arguments.job.resumes:
-        return {}
-    restarts = record_restart(run.folder, resumed_step=run.resumed_step)
-    return {"restarts": restarts} if restarts else {}
+def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progress) -> Checkpoint | None:
+    """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that starts at step 0.
 
-
-def _resumed_from(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    """Name the checkpoint of the run itself, not the converted copy, which is removed."""
+    Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective.
+    Raises ToolkitError for one that is damaged, whose pickles would run something, that cannot be converted, or whose
+    data order would not continue.
+    """
+    training, job = arguments.training, arguments.job
+    if not job.resumes:
+        return None
+    if not job.trust_pickle:
+        load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
+    found: list[Any] = [None]
+    if not dist.is_initialized():
+        found = [_prepared_checkpoint(arguments, launch)]
+    else:
+        store = join_store(CONVERSION_LIMIT, progress)
+        if training.process_index == 0:
+            found = [_prepared_checkpoint(arguments, launch)]
+            store.set("checkpoint", "ready")
+        else:
+            store.wait(["checkpoint"])
+        dist.broadcast_object_list(found)
+    checkpoint: Checkpoint | None = found[0]
     if checkpoint is None:
         return None
-    source = None if checkpoint.manifest is None else checkpoint.manifest.converted_from
-    copied = checkpoint.path.parent.name == RESUME_FOLDER and source is not None and source.path is not None
-    return {"path": str(source.path if copied and source else checkpoint.path), "step": checkpoint.step}
+    if launch.preset is not None:
+        check_same_layout(checkpoint, _resuming_run(arguments, launch.preset).layout)
+    check_resume_settings(
+        checkpoint,
+        global_batch_size=arguments.global_batch_size,
+        seed=training.seed,
+        max_steps=training.max_steps,
+        optim=str(getattr(training.optim, "value", training.optim)),
+        streaming_buffer_size=job.shuffle_buffer_size,
+        dataset_weights=list(job.dataset_weights),
+        data_parallel_size=arguments.data_parallel_size,
+        order_of_ranks=job.order_of_ranks,
+        pipeline_chunks=None if arguments.pipeline is None else arguments.pipeline.chunks,
+    )
+    if training.process_index == 0:
+        print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
+    return checkpoint
+
+
+def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint | None:
+    """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
+    given, output_dir = str(arguments.training.resume_from_checkpoint), Path(arguments.training.output_dir)
+    if given.lower() not in LATEST_WORDS:
+        read = read_checkpoint if launch.folder_prepared else read_complete_checkpoint  # the launcher has read it
+        checkpoint = read(Path(given))
+    else:
+        remove_unfinished(output_dir)
+        latest = latest_complete(output_dir)
+        if latest is None:
+            print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
+            return None
+        checkpoint = latest
+    if launch.preset is not None:
+        run = _resuming_run(arguments, launch.preset)
+        if (other := checkpoint_to_convert(checkpoint, run)) is not None:
+            checkpoint = read_checkpoint(convert_checkpoint(other, run, on_message=partial(print, flush=True)))
+    if not arguments.job.trust_pickle:
+        check_checkpoint(checkpoint.path)
+    return checkpoint
+
+
+def _resuming_run(arguments: Arguments, preset: Preset) -> ResumingRun:
+    return ResumingRun(
+        preset=preset,
+        num_processes=arguments.training.world_size,
+        output_dir=Path(arguments.training.output_dir),
+        global_batch_size=arguments.global_batch_size,
+        degrees=arguments.job.degrees,
+        trust_pickle=arguments.job.trust_pickle,
+    )
+
+
+# -- run.json
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:
     """Return what run.json records of the script's arguments before the first step."""
-    preset, training = run.launch.preset, run.arguments.training
-    return {
+    preset, args, training = run.launch.preset, run.arguments, run.arguments.training
+    facts = {
         "preset": None if preset is None else preset.name,
         "preset_files": {} if preset is None else preset.texts(),
-        "training_arguments": list(run.arguments.argv),
-        "spec": _spec(run.arguments),
+        "training_arguments": list(args.argv),
+        "spec": {
+            "model": _values_of(ModelArguments, args.job),
+            "data": _values_of(DataArguments, args.job),
+            **{name: getattr(training, name) for name in ("seed", "max_steps", "num_train_epochs", "learning_rate")},
+            "lr_scaling": None if args.scaled_rate is None else asdict(args.scaled_rate),
+            "per_device_train_batch_size": training.per_device_train_batch_size,
+            "gradient_accumulation_steps": training.gradient_accumulation_steps,
+            "global_batch_size": args.global_batch_size,
+            "layout": None if args.layout is None else args.layout.degrees(),
+            "device": training.device.type,
+            "mixed_precision": training.mixed_precision,
+        },
         "seed": training.seed,
-        "resumed_from": _resumed_from(run.checkpoint),
+        "resumed_from": None,
     }
-
-
-def _spec(arguments: Arguments) -> dict[str, Any]:
-    """Return the arguments in effect, with what the preset and the node decided."""
-    training, rate = arguments.training, arguments.scaled_rate
-    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    return {
-        "model": _values_of(ModelArguments, arguments.job),
-        "data": _values_of(DataArguments, arguments.job),
-        "seed": training.seed,
-        "max_steps": training.max_steps,
-        "num_train_epochs": training.num_train_epochs,
-        "learning_rate": training.learning_rate,
-        "lr_scaling": None if rate is None else asdict(rate),
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": accumulation,
-        "global_batch_size": arguments.global_batch_size,
-        "layout": None if arguments.layout is None else arguments.layout.degrees(),
-        "device": training.device.type,
-        "mixed_precision": training.mixed_precision,
-    }
+    checkpoint, resumes_here = run.checkpoint, args.job.resumes
+    if checkpoint is not None:
+        # Of a converted copy, which is removed, the checkpoint that it was made from.
+        source = None if checkpoint.manifest is None else checkpoint.manifest.converted_from
+        copied = checkpoint.path.parent.name == RESUME_FOLDER and source is not None and source.path is not None
+        facts["resumed_from"] = {
+            "path": str(source.path if copied and source else checkpoint.path),
+            "step": checkpoint.step,
+        }
+        resumes_here = run.folder.path.absolute() in checkpoint.path.absolute().parents
+    if run.writes and not run.launch.folder_prepared and resumes_here:
+        restarts = record_restart(run.folder, resumed_step=run.resumed_step)
+        facts |= {"restarts": restarts} if restarts else {}
+    return facts
 
 
 def _values_of(part: type[ModelArguments | DataArguments], job: Job) -> dict[str, Any]:

@@ -74,49 +74,47 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     for name in REQUIRED:
         if not job.value(name):
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
-    on_cpu = _use_cpu(job)
-    warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
-    groups = world_size if layout is None else layout.data_parallel_size
-    ranks_per_batch = 1 if layout is None else layout.ranks_per_batch
-    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=ranks_per_batch)
-    rate = None
-    if job.lr_scaling is not None and job.lr_reference_batch_size is not None:
-        rate = scaled_rate(
-            job.learning_rate,
-            rule=job.lr_scaling,
-            global_batch_size=global_batch_size(job, groups),
-            reference_batch_size=job.lr_reference_batch_size,
-        )
-    job, values = _resolved(job, launch, layout, on_cpu=on_cpu)
-    if rate is not None:
-        values |= _rate_and_warmup(rate, job)
-    training = _training_arguments(job.trainer_values | values)
-    if launch.preset is not None and launch.preset.engine == "none":
-        training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
-    attention = choose_attention(
-        job, packing=job.packing, compute_dtype=compute_dtype(training), on_cpu=bool(training.use_cpu)
-    )
-    job = replace(job, attn_implementation=attention)
-    lines = [f"warning: {line}" for line in warnings]
-    return Arguments(
-        job=job,
-        training=training,
-        argv=hide_words(argv),
-        scaled_rate=rate,
-        layout=layout,
-        notes=[*lines, *_rate_lines(rate, training), *_attention_lines(job)],
-    )
-
-
-def _use_cpu(job: Job) -> bool:
-    """Choose the CPU where there is no GPU."""
     if not torch.cuda.is_available():
         # With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP.
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         os.environ["ACCELERATE_USE_CPU"] = "false" if deepspeed else "true"
-    return job.use_cpu or not torch.cuda.is_available()
+    on_cpu = job.use_cpu or not torch.cuda.is_available()
+    warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
+    groups, ranks_per_batch = (world_size, 1) if layout is None else (layout.data_parallel_size, layout.ranks_per_batch)
+    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=ranks_per_batch)
+    rate = None
+    if job.lr_scaling is not None and job.lr_reference_batch_size is not None:
+        batch = global_batch_size(job, groups)
+        base, reference = job.learning_rate, job.lr_reference_batch_size
+        rate = scaled_rate(base, rule=job.lr_scaling, global_batch_size=batch, reference_batch_size=reference)
+    job, values = _resolved(job, launch, layout, on_cpu=on_cpu)
+    if rate is not None:
+        values["learning_rate"] = rate.learning_rate
+        if rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given:
+            values["warmup_steps"] = WARMUP_SHARE
+    training = _training_arguments(job.trainer_values | values)
+    if launch.preset is not None and launch.preset.engine == "none":
+        training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
+    attention = choose_attention(job, compute_dtype=compute_dtype(training), on_cpu=bool(training.use_cpu))
+    notes = [f"warning: {line}" for line in warnings]
+    if rate is not None:
+        warmup = training.warmup_steps
+        steps = f"{warmup:.0%} of the" if warmup < 1 else f"{warmup:.0f}"
+        explained = f"after a warm-up of {steps} steps (`--warmup_steps` changes it)" if warmup else "without warm-up"
+        notes.append(f"{rate.sentence}, {explained}")
+    if job.packing:  # the user may not have chosen it
+        mask = "no mask" if needs_no_mask(attention) else "a mask of all pairs of positions"
+        notes.append(f"packed rows: attention {attention or 'as the model defines it'}, {mask}")
+    return Arguments(
+        job=replace(job, attn_implementation=attention),
+        training=training,
+        argv=hide_words(argv),
+        scaled_rate=rate,
+        layout=layout,
+        notes=notes,
+    )
 
 
 def _resolved(
@@ -175,26 +173,3 @@ def _training_arguments(values: dict[str, Any]) -> TrainingArguments:
     # the decoder layers are compiled one by one (`engine.compiled_layers`); the Trainer would compile the model
     training.torch_compile, training.torch_compile_backend, training.torch_compile_mode = False, None, None
     return training
-
-
-def _rate_and_warmup(rate: ScaledRate, job: Job) -> dict[str, Any]:
-    """Warm up to a rate that is higher than the base, unless the user gives the warm-up."""
-    warms_up = rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given
-    return {"learning_rate": rate.learning_rate} | ({"warmup_steps": WARMUP_SHARE} if warms_up else {})
-
-
-def _rate_lines(rate: ScaledRate | None, training: TrainingArguments) -> list[str]:
-    if rate is None:
-        return []
-    if not training.warmup_steps:
-        return [f"{rate.sentence}, without warm-up"]
-    warmup = f"{training.warmup_steps:.0%} of the" if training.warmup_steps < 1 else f"{training.warmup_steps:.0f}"
-    return [f"{rate.sentence}, after a warm-up of {warmup} steps (`--warmup_steps` changes it)"]
-
-
-def _attention_lines(job: Job) -> list[str]:
-    """Name the attention function of packed rows, which the user may not have chosen."""
-    if not job.packing:
-        return []
-    mask = "no mask" if needs_no_mask(job.attn_implementation) else "a mask of all pairs of positions"
-    return [f"packed rows: attention {job.attn_implementation or 'as the model defines it'}, {mask}"]

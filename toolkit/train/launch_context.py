@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from accelerate.commands.launch import launch_command_parser
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
-from toolkit.launch.environment import (
+from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
     PREPARED_VARIABLE,
     PRESET_VARIABLE,
@@ -49,21 +50,27 @@ class LaunchContext:
         """Read it from the environment, or from the command line of the `accelerate launch` above this process.
 
         Under torchrun alone this sets the environment of the preset. Raises ToolkitError for several nodes without a
-        preset, and for another number of ranks than the job asked for.
+        preset, for another number of ranks than the job asked for, and for a preset that needs a launcher without one.
         """
         started_by_torchrun = ACCELERATE_VARIABLE not in os.environ
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
         if PRESET_VARIABLE in os.environ:
-            preset, world_size = load_preset(os.environ[PRESET_VARIABLE]), check_world_size()
-            if started_by_torchrun:
-                set_strategy(preset)
-            context = cls.of_preset(preset, world_size)
-        else:
-            if started_by_torchrun and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+            preset, world_size = load_preset(os.environ[PRESET_VARIABLE]), _checked_world_size(nodes)
+            if started_by_torchrun and "WORLD_SIZE" not in os.environ and preset.engine != "none":
                 raise ToolkitError(
-                    f"{PRESET_VARIABLE} is not set, and torchrun has started this job on"
-                    f" {os.environ['GROUP_WORLD_SIZE']} nodes: no rank knows how to shard the model",
-                    hint=f"on every node: `export {PRESET_VARIABLE}=zero2`; `toolkit presets` lists the presets",
+                    f"{PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
+                    hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
                 )
+            if started_by_torchrun:
+                os.environ.update(strategy_environment(preset, world_size=int(os.environ.get("WORLD_SIZE", "1"))))
+            context = cls.of_preset(preset, world_size)
+        elif started_by_torchrun and nodes != "1":
+            raise ToolkitError(
+                f"{PRESET_VARIABLE} is not set, and torchrun has started this job on {nodes} nodes:"
+                " no rank knows how to shard the model",
+                hint=f"on every node: `export {PRESET_VARIABLE}=zero2`; `toolkit presets` lists the presets",
+            )
+        else:
             context = _from_parent_processes()
         return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
@@ -74,33 +81,19 @@ class LaunchContext:
         return cls(preset=preset, world_size=world_size, dp_shard_size=shard_size)
 
 
-def check_world_size() -> int | None:
+def _checked_world_size(nodes: str) -> int | None:
     """Return the number of ranks of the job; None where no launcher has said it.
 
     Raises ToolkitError where the job asked for another number, as when a cluster allocates fewer nodes.
     """
     requested, started = os.environ.get(WORLD_SIZE_VARIABLE), os.environ.get("WORLD_SIZE")
     if requested and started and requested != started:
-        nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
         raise ToolkitError(
             f"the job asked for {requested} ranks ({WORLD_SIZE_VARIABLE}), and {started} were started:"
-            f" {ranks} on each of {nodes} node{'s' * (nodes != '1')}",
+            f" {os.environ.get('LOCAL_WORLD_SIZE', '1')} on each of {nodes} node{'s' * (nodes != '1')}",
             hint=f"ask for {requested} GPUs, and start torchrun on every node; or change `{WORLD_SIZE_VARIABLE}`",
         )
     return int(requested or started or 0) or None
-
-
-def set_strategy(preset: Preset) -> None:
-    """Give this rank the environment that `accelerate launch` gives its ranks for the preset.
-
-    Raises ToolkitError for a preset of several processes in one that torchrun has not started.
-    """
-    if "WORLD_SIZE" not in os.environ and preset.engine != "none":
-        raise ToolkitError(
-            f"{PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
-            hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
-        )
-    os.environ.update(strategy_environment(preset, world_size=int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def _from_parent_processes() -> LaunchContext:
@@ -121,8 +114,8 @@ def accelerate_launch_arguments(argv: list[str]) -> list[str] | None:
     >>> accelerate_launch_arguments(["python", "/bin/accelerate", "launch", "--num_processes", "2", "script.py"])
     ['--num_processes', '2', 'script.py']
     """
-    names = [Path(word).name for word in argv[:4]]
-    for position, name in enumerate(names):
+    for position, word in enumerate(argv[:4]):
+        name = Path(word).name
         if name in ("accelerate-launch", "accelerate.commands.launch"):
             return argv[position + 1 :]
         if name == "accelerate" and argv[position + 1 : position + 2] == ["launch"]:
@@ -132,36 +125,17 @@ def accelerate_launch_arguments(argv: list[str]) -> list[str] | None:
 
 def context_of_command(options: list[str], folder: Path) -> LaunchContext:
     """Read the options of an `accelerate launch` that was started in `folder`; its flags override its file."""
-    options = _before_script(options)
-    config_file, num_processes = _value_of(options, "config_file"), _value_of(options, "num_processes")
-    if config_file is None:
-        return LaunchContext(preset=None, world_size=_integer(num_processes))
-    preset = read_preset(folder / config_file)
+    parser = launch_command_parser()
+    parser.set_defaults(parallelism_config_dp_shard_size=None)  # 1 otherwise
+    given = parser.parse_args(options)
+    if given.config_file is None:
+        return LaunchContext(preset=None, world_size=given.num_processes)
+    preset = read_preset(folder / given.config_file)
     return LaunchContext(
         preset=preset,
-        world_size=_integer(num_processes or preset.accelerate_config().get("num_processes")),
-        dp_shard_size=_integer(_value_of(options, "parallelism_config_dp_shard_size")),
+        world_size=given.num_processes or preset.accelerate_config().get("num_processes"),
+        dp_shard_size=given.parallelism_config_dp_shard_size,
     )
-
-
-def _before_script(options: list[str]) -> list[str]:
-    """Return the launcher's own options; the script's arguments may repeat their names."""
-    ends = [position for position, word in enumerate(options) if word in ("-m", "--module") or word.endswith(".py")]
-    return options[: ends[0]] if ends else options
-
-
-def _value_of(options: list[str], name: str) -> str | None:
-    spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-    for word, following in zip(options, [*options[1:], ""], strict=False):
-        if word in spellings:
-            return following
-        if word.startswith(tuple(f"{spelling}=" for spelling in spellings)):
-            return word.split("=", 1)[1]
-    return None
-
-
-def _integer(value: object) -> int | None:
-    return int(str(value)) if value is not None and str(value).isdigit() else None
 
 
 def find_deepspeed_config(launch: LaunchContext) -> None:

@@ -7,23 +7,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import datasets
 from transformers import set_seed
 from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
+from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
-from toolkit.train.active_run import open_run
+from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import parse_args
+from toolkit.train.checkpointing import save_final_model
 from toolkit.train.data.dataset import load_data
-from toolkit.train.engine.choice import load_engine
 from toolkit.train.engine.nvme_offload import size_swap_buffers
+from toolkit.train.engine.pipeline.pipeline_model import load_pipeline
+from toolkit.train.engine.pipeline.pipeline_trainer import PipelineTrainer
 from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, name_swap_folder
-from toolkit.train.model.loading import load_tokenizer
-from toolkit.train.model.saving import save_final_model
-from toolkit.train.trainer import build_trainer
+from toolkit.train.model.loading import load_model, load_tokenizer
+from toolkit.train.trainer import TrainerParts, build_trainer
 
 
 def main(argv: Sequence[str], progress: Progress) -> None:
@@ -44,14 +47,24 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         data = load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
         progress.enter("load")
         size_swap_buffers(args)
-        model, parts = load_engine(run)
+        model, parts = load_parts(run)
         trainer = build_trainer(run, model, tokenizer, data, parts)
-        trainer.train(resume_from_checkpoint=run.resume_path)
-        run.raise_if_stopped()
+        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint.path))
+        run.stop_on_signal.raise_if_stopped()
         progress.enter("save")
         if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
         run.complete(untimed_steps=args.job.untimed_steps, saves=trainer.observer.saver.saves)
+
+
+def load_parts(run: ActiveRun) -> tuple[Any, TrainerParts]:
+    """Load the model, from the run's checkpoint where the engine divides it, and choose the Trainer that trains it."""
+    args, dtype = run.arguments, compute_dtype(run.arguments.training)
+    checkpoint = None if run.checkpoint is None else run.checkpoint.path
+    if args.pipeline is not None:
+        return load_pipeline(args, compute_dtype=dtype, checkpoint=checkpoint), TrainerParts(trainer=PipelineTrainer)
+    model = load_model(args.job, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
+    return model, TrainerParts()
 
 
 def set_up_libraries(progress: Progress) -> None:

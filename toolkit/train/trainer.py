@@ -1,50 +1,97 @@
-"""transformers' Trainer for the script's data, losses and checkpoints, and how it is built and observed for a run."""
+"""transformers' Trainer for the script's data, losses and checkpoints, built and observed for a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from toolkit.job.job_checks import profiled_steps
+from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
 from toolkit.observe.attest.attestation import Attestation
+from toolkit.observe.attest.differences import Values
+from toolkit.observe.attest.tensors import compute_dtype, dtype_name
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.observer import Observer, observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
+from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
-from toolkit.train.at_load_states import StatesShardedAtLoad
-from toolkit.train.data.collation import batch_facts, next_labels
+from toolkit.train.arguments import Arguments
+from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, is_universal, load_converted
+from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
 from toolkit.train.data.dataset import Data, make_collator
-from toolkit.train.data.document_isolation import verify_packing
-from toolkit.train.data.packing import check_model_packs
-from toolkit.train.data.row_order import SeededLengthGroups, keep_order
-from toolkit.train.data.stream_loader import (
-    LaneStates,
+from toolkit.train.data.packing import check_model_packs, verify_packing
+from toolkit.train.data.streaming import (
+    TokenStream,
+    read_lane_states,
     record_lane_states,
-    resume_stream,
     stream_loader,
     write_lane_states,
 )
-from toolkit.train.data.streaming import TokenStream
-from toolkit.train.engine.comm_hooks import CommunicationHook
+from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, registered_hook
 from toolkit.train.engine.compiled_layers import compile_layers
-from toolkit.train.engine.muon import muon_factory
+from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
-from toolkit.train.engine.pipeline.read_pipeline import read_pipeline
-from toolkit.train.evaluation import EvaluatedTokens, Evaluations
-from toolkit.train.expected_readings import expected_methods, hook_dtype, read_methods
-from toolkit.train.model.chunked_loss import apply_loss
-from toolkit.train.resume import UniversalCheckpoint, is_universal, load_converted
+from toolkit.train.engine.pipeline.pipeline_steps import read_pipeline
+from toolkit.train.model.chunked_loss import apply_loss, read_loss
+
+
+class EvaluatedTokens:
+    """The evaluation batches of this rank so far: their mean losses and supervised tokens."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, mean_loss: torch.Tensor, supervised_tokens: int) -> None:
+        """Add a batch. A batch of fill rows only has no supervised token, and a mean loss of NaN."""
+        if supervised_tokens:
+            self.losses.append((mean_loss, supervised_tokens))
+
+    def over_all_ranks(self, device: Any) -> dict[str, float | int]:
+        """Return `loss`, `perplexity` and `supervised_tokens` of the complete evaluation data. Collective."""
+        total = math.fsum(float(loss) * tokens for loss, tokens in self.losses)
+        sums = torch.tensor([total, float(sum(tokens for _, tokens in self.losses))], dtype=torch.float64).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        loss, tokens = float(sums[0] / sums[1]), int(sums[1])
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
+        return {"loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+
+
+class Evaluations(TrainerCallback):  # type: ignore[misc]
+    """Evaluates after the last step, and writes each evaluation to run.json and the log."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
+        del args, control
+        if not state.is_world_process_zero:
+            return
+        loss, perplexity, tokens = (metrics[f"eval_{name}"] for name in ("loss", "perplexity", "supervised_tokens"))
+        recorded = (self.folder.read_run() or {}).get("evaluations", [])
+        earlier = [row for row in recorded if row["step"] < state.global_step]
+        row = {"step": state.global_step, "eval_loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+        self.folder.update_run(evaluations=[*earlier, row])
+        line = f"evaluation at step {state.global_step}: loss {loss:.6f}, perplexity {perplexity:.4f}"
+        print(f"{line} over {tokens:,} supervised tokens", flush=True)
 
 
 class SupervisedTrainer(Trainer):  # type: ignore[misc]
@@ -54,9 +101,6 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         super().__init__(args=run.arguments.training, **kwargs)
         self.run = run
         self.evaluated = EvaluatedTokens()
-        streamed = isinstance(self.train_dataset, TokenStream)
-        self.lane_states: LaneStates = self.train_dataset.own_states() if streamed else {}
-        """Position of each lane of this rank in a stream, after what has been trained on."""
 
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, TokenStream):
@@ -67,7 +111,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.train_dataset, TokenStream):
-            epoch_iterator = record_lane_states(epoch_iterator, self.lane_states)
+            epoch_iterator = record_lane_states(epoch_iterator, self.train_dataset.states)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -107,17 +151,11 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_converted(Path(resume_from_checkpoint))
+        load_converted(self, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self._load_converted(Path(self.state.best_model_checkpoint))
-
-    def _load_converted(self, folder: Path) -> None:
-        plain = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled or hasattr(plain, "peft_config"))
-        if whole:
-            load_converted(plain, folder)
+        load_converted(self, Path(self.state.best_model_checkpoint))
 
 
 class TrainerShardedAtLoad(StatesShardedAtLoad, SupervisedTrainer):
@@ -158,7 +196,7 @@ def build_trainer(
         eval_dataset=data.evaluation,
         data_collator=make_collator(tokenizer, model, packing=args.job.packing, layout=args.layout),
         processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(muon_factory, {"args": training}) if training.optim == MUON else None,
+        optimizer_cls_and_kwargs=(lambda: make_muon, {"args": training}) if training.optim == MUON else None,
     )
     apply_loss(trainer, args.job)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
@@ -175,8 +213,10 @@ def build_trainer(
     )
     for callback in (*parts.callbacks(trainer), *callbacks(run, trainer, observer)):
         trainer.add_callback(callback)
-    if run.checkpoint is not None:
-        resume_stream(data.train, run.checkpoint.path, step=run.checkpoint.step, training=training)
+    if run.checkpoint is not None and isinstance(data.train, TokenStream):
+        states = read_lane_states(run.checkpoint.path)
+        if states is not None:  # otherwise rows are tokenised again from the first
+            data.train.resume(states, batches=run.checkpoint.step * training.gradient_accumulation_steps)
     return trainer
 
 
@@ -191,9 +231,9 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
     args, launch = run.arguments, run.launch
 
     def save_states(checkpoint: Path) -> None:
-        if trainer.lane_states:
-            rank, world_size = trainer.args.process_index, trainer.args.world_size
-            write_lane_states(checkpoint, trainer.lane_states, rank=rank, world_size=world_size)
+        stream = trainer.train_dataset
+        if isinstance(stream, TokenStream) and stream.states:
+            write_lane_states(checkpoint, stream.states, rank=stream.rank, world_size=stream.world_size)
 
     return ObserverParts(
         expected=ExpectedRun(
@@ -202,7 +242,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             dp_shard_size=launch.dp_shard_size,
             layout=args.layout,
             layout_at_load=run.layout_at_load,
-            settings=expected_methods(args),
+            settings=expected_readings(args),
         ),
         read=(read_methods, read_pipeline),
         read_before_training=verify_packing,
@@ -221,6 +261,38 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
         },
         save_states=save_states,
     )
+
+
+def expected_readings(arguments: Arguments) -> Values:
+    """Return the values that every rank must read under these arguments."""
+    job, training, pipeline = arguments.job, arguments.training, arguments.pipeline
+    always: Values = {
+        "ddp_comm_hook": job.ddp_comm_hook,
+        "activation_checkpointing_offload": job.activation_checkpointing_offload,
+        "torch_compile": job.compilation is not None,
+        "neftune_noise_alpha": training.neftune_noise_alpha,
+        "load_in_4bit": job.load_in_4bit,
+        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if job.load_in_4bit else None,
+    }
+    where_given: Values = {
+        "loss": None if job.loss == "auto" else job.loss,
+        "loss_chunk_tokens": job.loss_chunk_tokens if job.loss == "chunked" else None,
+        "activation_checkpointing": True if job.uses_activation_checkpointing else None,
+        "accumulate": job.accumulate,
+        "attn_implementation": job.attn_implementation,
+        "packing_mask_bytes": 0 if job.packing and needs_no_mask(job.attn_implementation) else None,
+    }
+    if pipeline is not None:
+        where_given |= {"pipeline_schedule": pipeline.schedule, "pipeline_stages": pipeline.stages}
+        where_given["micro_batches"] = training.gradient_accumulation_steps
+        where_given["activation_dtype"] = "float32"  # the residual stream between layers, under autocast too
+    return always | {name: value for name, value in where_given.items() if value is not None}
+
+
+def read_methods(trainer: Any, plain: Any) -> Values:
+    """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
+    hook = registered_hook(trainer.model_wrapped)
+    return {"ddp_comm_hook": None if hook is None else hook.name, **read_loss(plain)}
 
 
 def callbacks(run: ActiveRun, trainer: SupervisedTrainer, observer: Observer) -> list[TrainerCallback]:

@@ -60,7 +60,9 @@ def test_each_rank_holds_the_planned_gradients_between_accumulation_steps(
         for reading in read(folder / "attestation.json")["ranks"]:
             assert reading["accumulate"] == name
             assert reading["accumulated_gradient_bytes"] == planned[name]
+        assert read(folder / "run.json")["spec"]["model"]["accumulate"] == name
     assert planned["whole"] == 2 * planned["sharded"]
+    assert losses(runs["sharded"]) == pytest.approx(losses(runs["whole"]), rel=1e-5)
 
 
 @pytest.mark.launch
@@ -69,18 +71,7 @@ def test_gradients_are_sent_as_often_as_planned(name: str, runs: dict[str, Path]
     assert_planned(setup(tiny_model, name), runs[name])
 
 
-@pytest.mark.launch
-def test_the_losses_are_equal(runs: dict[str, Path]) -> None:
-    assert losses(runs["sharded"]) == pytest.approx(losses(runs["whole"]), rel=1e-5)
-
-
-@pytest.mark.launch
-def test_the_choice_in_effect_is_recorded(runs: dict[str, Path]) -> None:
-    assert {name: read(folder / "run.json")["spec"]["model"]["accumulate"] for name, folder in runs.items()} == {
-        name: name for name in CHOICES
-    }
-
-
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_reduction_that_is_deferred_although_it_should_not_be_is_detected(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path

@@ -1,20 +1,35 @@
-"""Readings of ranks are checked against the values that a preset requires."""
+"""Readings of ranks are checked against the values that a preset requires, and against each other."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from toolkit.observe.attest.differences import byte_differences, differences, expected_values, rank_differences
-from toolkit.observe.attest.readings import Values
+from toolkit.observe.attest.differences import (
+    Values,
+    byte_differences,
+    differences,
+    layout_differences,
+    rank_differences,
+)
+from toolkit.observe.attest.expected import expected_values
+from toolkit.observe.parts import ExpectedRun
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import load_preset
-from toolkit.presets.shard_bytes import shard_byte_limits
+from toolkit.presets.characteristics import shard_byte_limits
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
 FP32_BYTES = 4
+LAYOUT = ParallelLayout(dp_shard=2, tp=2)
 
 
-def expected(name: str, world_size: int | None = 2, dtype: str = "float32") -> Values:
-    return expected_values(load_preset(name), world_size, compute_dtype=dtype, settings=SETTINGS)
+def expected(
+    name: str | None, world_size: int | None = 2, *, dtype: str = "float32", on_cpu: bool = False, **facts: Any
+) -> Values:
+    preset = None if name is None else load_preset(name)
+    run = ExpectedRun(preset=preset, world_size=world_size, settings=SETTINGS, **facts)
+    return expected_values(run, compute_dtype=dtype, on_cpu=on_cpu)
 
 
 def matching_ranks(name: str, world_size: int = 2) -> list[Values]:
@@ -40,18 +55,90 @@ def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> 
     }
 
 
-def test_ddp_wraps_a_single_process_on_a_cpu_only() -> None:
-    assert expected("ddp", 1)["engine"] == "none"
-    on_cpu = expected_values(load_preset("ddp"), 1, compute_dtype="float32", settings={}, on_cpu=True)
-    assert on_cpu["engine"] == "ddp"
-    assert expected("ddp", 2)["engine"] == "ddp"
-    assert [expected(preset, 1)["engine"] for preset in ("zero1", "fsdp2")] == ["deepspeed", "fsdp2"]
+@pytest.mark.parametrize(
+    ("name", "world_size", "facts", "engine"),
+    [
+        ("ddp", 1, {}, "none"),
+        ("ddp", 1, {"on_cpu": True}, "ddp"),
+        ("ddp", 2, {}, "ddp"),
+        ("zero1", 1, {}, "deepspeed"),
+        ("fsdp2", 1, {}, "fsdp2"),
+    ],
+)
+def test_ddp_wraps_a_single_process_on_a_cpu_only(
+    name: str, world_size: int, facts: dict[str, Any], engine: str
+) -> None:
+    assert expected(name, world_size, **facts)["engine"] == engine
 
 
 def test_a_hybrid_mesh_requires_the_launched_shard_degree() -> None:
-    found = expected_values(load_preset("fsdp2_hybrid"), 8, compute_dtype="float32", settings=SETTINGS, dp_shard_size=4)
+    found = expected("fsdp2_hybrid", 8, dp_shard_size=4)
     assert (found["sharding"], found["dp_shard_size"]) == ("hybrid_shard", 4)
     assert "dp_shard_size" not in expected("fsdp2_hybrid", 8)
+
+
+def test_without_a_preset_only_settings_and_world_size_are_checked() -> None:
+    assert expected(None, None) == SETTINGS
+    assert expected(None, 2) == SETTINGS | {"world_size": 2}
+
+
+# -- differences
+
+
+@pytest.mark.parametrize(
+    ("name", "fact", "found", "sentence"),
+    [
+        ("fsdp2", "engine", "ddp", "engine on rank 0 is ddp, expected fsdp2"),
+        ("zero2", "sharding", "shard_optimizer", "sharding on rank 0 is shard_optimizer, expected shard_grad_op"),
+        ("zero3", "offload_param", "cpu", "offload_param on rank 0 is cpu, expected None"),
+    ],
+)
+def test_a_difference_is_reported_with_both_values(name: str, fact: str, found: object, sentence: str) -> None:
+    ranks = matching_ranks(name)
+    assert differences(expected(name), ranks) == []
+    ranks[0][fact] = found
+    (difference,) = differences(expected(name), ranks)
+    assert difference.to_json() == {"fact": fact, "rank": 0, "expected": expected(name)[fact], "found": found}
+    assert str(difference) == sentence
+
+
+def test_every_rank_that_differs_is_reported_and_a_missing_value_is_a_difference() -> None:
+    ranks = matching_ranks("fsdp2", 4)
+    ranks[1]["engine"] = "ddp"
+    del ranks[3]["optimizer_dtype"]
+    assert [(d.rank, d.found) for d in differences(expected("fsdp2", 4), ranks)] == [(1, "ddp"), (3, None)]
+
+
+def test_initial_weights_must_be_equal_on_all_ranks() -> None:
+    ranks = [{"rank": rank, "initial_weights_sha256": digest} for rank, digest in enumerate(("aa", "aa", "bb"))]
+    assert [str(difference) for difference in rank_differences("initial_weights_sha256", ranks)] == [
+        "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
+    ]
+    assert rank_differences("initial_weights_sha256", ranks[:2]) == []
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "found"),
+    [
+        ("zero1", [2000, 2000], []),
+        # (500 + 8 of padding) x 4
+        ("zero1", [4000, 4000], [f"optimizer_bytes on rank {rank} is 4000, expected 0 to 2032" for rank in (0, 1)]),
+        ("ddp", [4000, 2000], ["optimizer_bytes on rank 1 is 2000, expected 4000"]),
+        ("zero1", [2000, 1996], ["optimizer_bytes of all ranks is 3996, expected at least 4000"]),
+    ],
+)
+def test_bytes_that_the_sharding_does_not_allow_or_that_are_missing_are_reported(
+    name: str, held: list[int], found: list[str]
+) -> None:
+    limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], FP32_BYTES, ranks=2)}
+    ranks = [
+        {"rank": rank, "optimizer_bytes": own, "byte_limits": limits, "whole_bytes": {"optimizer": 4000}}
+        for rank, own in enumerate(held)
+    ]
+    assert [str(difference) for difference in byte_differences(ranks)] == found
 
 
 def test_each_replica_of_a_hybrid_mesh_must_hold_the_complete_model() -> None:
@@ -64,104 +151,34 @@ def test_each_replica_of_a_hybrid_mesh_must_hold_the_complete_model() -> None:
     ]
 
 
-def test_without_a_preset_only_settings_and_world_size_are_checked() -> None:
-    assert expected_values(None, None, compute_dtype="float32", settings=SETTINGS) == SETTINGS
-    assert expected_values(None, 2, compute_dtype="float32", settings=SETTINGS) == SETTINGS | {"world_size": 2}
-
-
-# -- differences
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero3_cpu_offload", "fsdp2_hybrid"])
-def test_matching_readings_have_no_differences(name: str) -> None:
-    assert differences(expected(name), matching_ranks(name)) == []
+# -- layouts
 
 
 @pytest.mark.parametrize(
-    ("name", "fact", "found", "sentence"),
+    ("changed", "found"),
     [
-        ("ddp", "world_size", 1, "world_size on rank 0 is 1, expected 2"),
-        ("fsdp2", "engine", "ddp", "engine on rank 0 is ddp, expected fsdp2"),
-        ("zero2", "sharding", "shard_optimizer", "sharding on rank 0 is shard_optimizer, expected shard_grad_op"),
-        ("ddp", "master_dtype", "bfloat16+float32", "master_dtype on rank 0 is bfloat16+float32, expected float32"),
-        ("zero3", "offload_param", "cpu", "offload_param on rank 0 is cpu, expected None"),
-        ("ddp", "gradient_clipping", 0.0, "gradient_clipping on rank 0 is 0.0, expected 1.0"),
+        ({}, []),
+        ({(3, "first_rows_sha256"): "c"}, [("first_rows_sha256 (equal to rank 2's)", 3)]),
+        (
+            {(rank, "first_rows_sha256"): "a" for rank in range(4)},
+            [("first_rows_sha256 (other than rank 0's)", rank) for rank in (2, 3)],
+        ),
+        ({(1, "batch_group"): [1, 3]}, [("batch_group", 1)]),
     ],
 )
-def test_a_difference_is_reported_with_both_values(name: str, fact: str, found: object, sentence: str) -> None:
-    ranks = matching_ranks(name)
-    ranks[0][fact] = found
-    (difference,) = differences(expected(name), ranks)
-    assert difference.to_json() == {"fact": fact, "rank": 0, "expected": expected(name)[fact], "found": found}
-    assert str(difference) == sentence
+def test_ranks_of_a_group_train_on_rows_that_no_other_group_has(
+    changed: dict[tuple[int, str], Any], found: list[tuple[str, int]]
+) -> None:
+    groups = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    ranks = [{"rank": rank, "batch_group": groups[rank], "first_rows_sha256": "aabb"[rank]} for rank in range(4)]
+    for (rank, name), value in changed.items():
+        ranks[rank][name] = value
+    assert [(difference.name, difference.rank) for difference in layout_differences(ranks, LAYOUT)] == found
+    assert layout_differences(ranks, None) == []
 
 
-def test_one_process_instead_of_two_is_reported_with_the_missing_engine() -> None:
-    alone = [{**matching_ranks("ddp")[0], "world_size": 1, "engine": "none"}]
-    assert [(d.name, d.expected, d.found) for d in differences(expected("ddp"), alone)] == [
-        ("world_size", 2, 1),
-        ("engine", "ddp", "none"),
-    ]
-
-
-def test_every_rank_that_differs_is_reported() -> None:
-    ranks = matching_ranks("fsdp2", 4)
-    for rank in (1, 3):
-        ranks[rank]["engine"] = "ddp"
-    assert [d.rank for d in differences(expected("fsdp2", 4), ranks)] == [1, 3]
-
-
-def test_a_missing_value_is_a_difference() -> None:
-    ranks = matching_ranks("ddp")
-    del ranks[1]["optimizer_dtype"]
-    assert [(d.rank, d.found) for d in differences(expected("ddp"), ranks)] == [(1, None)]
-
-
-def test_initial_weights_must_be_equal_on_all_ranks() -> None:
-    ranks = [{"rank": rank, "initial_weights_sha256": digest} for rank, digest in enumerate(("aa", "aa", "bb"))]
-    found_differences = rank_differences("initial_weights_sha256", ranks)
-    assert [str(difference) for difference in found_differences] == [
-        "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
-    ]
-    assert rank_differences("initial_weights_sha256", ranks[:2]) == []
-
-
-# -- bytes
-
-
-def with_bytes(name: str, shapes: list[tuple[int, ...]], held: list[int], whole: int) -> list[Values]:
-    """Ranks that hold these bytes of optimizer states, with the limits of the preset."""
-    allowed = shard_byte_limits(load_preset(name), "optimizer", shapes, FP32_BYTES, ranks=len(held))
-    return [
-        {
-            "rank": rank,
-            "optimizer_bytes": own,
-            "byte_limits": {"optimizer": allowed},
-            "whole_bytes": {"optimizer": whole},
-        }
-        for rank, own in enumerate(held)
-    ]
-
-
-def test_half_of_the_optimizer_states_per_rank_is_allowed_under_zero1() -> None:
-    assert byte_differences(with_bytes("zero1", [(1000,)], [2000, 2000], 4000)) == []
-
-
-def test_unsharded_optimizer_states_under_zero1_are_reported() -> None:
-    found_differences = byte_differences(with_bytes("zero1", [(1000,)], [4000, 4000], 4000))
-    assert [str(difference) for difference in found_differences] == [
-        "optimizer_bytes on rank 0 is 4000, expected 0 to 2032",  # (500 + 8 of padding) x 4
-        "optimizer_bytes on rank 1 is 4000, expected 0 to 2032",
-    ]
-
-
-def test_half_of_the_optimizer_states_under_ddp_is_reported() -> None:
-    found_differences = byte_differences(with_bytes("ddp", [(1000,)], [4000, 2000], 4000))
-    assert [str(difference) for difference in found_differences] == ["optimizer_bytes on rank 1 is 2000, expected 4000"]
-
-
-def test_shards_that_do_not_add_up_are_reported() -> None:
-    found_differences = byte_differences(with_bytes("zero1", [(1000,)], [2000, 1996], 4000))
-    assert [str(difference) for difference in found_differences] == [
-        "optimizer_bytes of all ranks is 3996, expected at least 4000"
-    ]
+def test_another_degree_than_the_expected_one_is_a_difference() -> None:
+    required = expected("fsdp2_tp", 4, layout=LAYOUT)
+    found = {"rank": 0, **required, "layout": ParallelLayout(dp_shard=4).degrees()}
+    assert [difference.name for difference in differences(required, [found])] == ["layout"]
+    assert differences(required, [{"rank": 0, **required}]) == []

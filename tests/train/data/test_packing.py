@@ -1,21 +1,39 @@
-"""Packing of rows into sequences, and the losses of packed rows."""
+"""Packing of rows into sequences whose documents do not attend to each other, measured on a live model."""
 
 from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
 from launching import ROOT, accelerate_launch, read
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
-from toolkit.errors import ToolkitError
-from toolkit.observe.batches import IGNORED
-from toolkit.train.data.collation import Collator, PackCollator
-from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined
+from toolkit.errors import AttestationFailed, ToolkitError
+from toolkit.job.job import Job
+from toolkit.observe.attest.differences import differences
+from toolkit.train.data import packing
+from toolkit.train.data.collation import PackCollator
+from toolkit.train.data.packing import (
+    OpenPacks,
+    PackedRows,
+    best_fit,
+    check_model_packs,
+    joined,
+    packs_into_one_row,
+    read_packing,
+    verify_packing,
+)
+from toolkit.train.model.varlen_attention import register
+from toolkit.train.trainer import expected_readings
+
+register()
 
 
 def row(number: int, length: int) -> dict[str, Any]:
@@ -46,11 +64,9 @@ def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
 
 def test_a_pack_concatenates_its_rows() -> None:
     packed = PackedRows(datasets.Dataset.from_list(ROWS), max_tokens=7)
-    assert packed.packs == [[1, 2], [3, 0]]
-    assert packed.fill_fraction == 1.0
+    assert (packed.packs, packed.fill_fraction) == ([[1, 2], [3, 0]], 1.0)
     assert packed[0] == joined([ROWS[1], ROWS[2]])
-    assert packed[0]["documents"] == [5, 2]
-    assert packed[0]["rows"] == [1, 2]
+    assert (packed[0]["documents"], packed[0]["rows"]) == ([5, 2], [1, 2])
 
 
 def test_open_packs_lose_no_row_of_a_stream() -> None:
@@ -65,110 +81,107 @@ def test_open_packs_lose_no_row_of_a_stream() -> None:
     assert fill > 0.9  # observed: 0.95
 
 
-# -- losses
-
-
-@pytest.fixture(params=["sdpa", "eager"])
-def model(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=request.param, dtype=torch.float32)
-    model.config.use_cache = False  # as load_model does; with a cache transformers ignores document boundaries
-    return model
-
-
-def token_losses(model: Any, batch: dict[str, Any]) -> list[float]:
-    """The loss of each supervised token, row by row."""
-    labels = batch.pop("labels")[:, 1:]
-    with torch.no_grad():
-        logits = model(**batch).logits[:, :-1]
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return [float(loss) for loss in losses[labels.flatten() != IGNORED]]
-
-
-def test_each_token_has_the_same_loss_packed_and_alone(model: Any, tokenizer: Any, faq_alpaca: Path) -> None:
-    from toolkit.train.data.tokenization import load_rows, tokenize
-
-    rows, data_format = load_rows(str(faq_alpaca), "train")
-    tokenized = tokenize(
-        rows.select(range(12)), tokenizer=tokenizer, data_format=data_format, max_seq_length=256, loss_on=None
-    )
-    packed = PackedRows(tokenized.dataset, max_tokens=256)
-    assert len(packed) < 12
-    together = token_losses(model, PackCollator(tokenizer)([packed[index] for index in range(len(packed))]))
-    order = [index for pack in packed.packs for index in pack]
-    alone = [loss for index in order for loss in token_losses(model, Collator(tokenizer)([tokenized.dataset[index]]))]
-    assert together == pytest.approx(alone, abs=1e-5)
-    assert len(together) == tokenized.stats.supervised_tokens
-
-
 def test_a_state_space_model_is_refused_with_the_alternative() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
     with pytest.raises(ToolkitError, match="MambaForCausalLM cannot isolate packed rows") as caught:
         check_model_packs(model)
     assert "--train_sampling_strategy group_by_length" in str(caught.value)
 
 
-# -- a run
+# -- isolation
 
 
-def run_packed(folder: Path, tiny_model: Path, faq_alpaca: Path, *options: str) -> Path:
-    rows = folder.parent / "rows.jsonl"
+class Leaky(PackCollator):
+    """Positions that do not restart, and no lengths: one document per pack."""
+
+    def __call__(self, packs: Any) -> Any:
+        batch = super().__call__(packs)
+        batch = {name: value for name, value in batch.items() if not name.startswith(("cu_seq", "max_length"))}
+        return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
+
+
+@pytest.fixture(params=["sdpa", "eager", "sdpa_varlen"])
+def model(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=request.param, dtype=torch.float32)
+    model.config.use_cache = False  # as load_model does; with a cache transformers looks for no documents
+    return model
+
+
+def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) -> Any:
+    """The parts of a Trainer that are read: one process, no engine."""
+    return SimpleNamespace(
+        model_wrapped=model,
+        data_collator=kind(tokenizer, one_row=packs_into_one_row(model)),
+        accelerator=SimpleNamespace(unwrap_model=lambda model, **_: model),
+        _prepare_inputs=lambda inputs: inputs,
+        compute_loss_context_manager=nullcontext,
+    )
+
+
+def test_documents_of_a_pack_are_isolated_in_the_live_model_and_its_masks_counted(model: Any, tokenizer: Any) -> None:
+    reading = read_packing(live(model, tokenizer), compute_dtype="float32")
+    assert reading["packing"] == "isolated"
+    assert reading["packing_loss_difference"] < 1e-5
+    assert reading["packing_neighbour_difference"] == 0
+    # two rows of 45 tokens: a byte, or 4, per pair of positions
+    bytes_of = {"sdpa": 2 * 45**2, "eager": 4 * 2 * 45**2, "sdpa_varlen": 0}
+    assert reading["packing_mask_bytes"] == bytes_of[model.config._attn_implementation]
+
+
+@pytest.mark.parametrize("model", ["sdpa"], indirect=True)
+def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokenizer: Any) -> None:
+    """transformers can fall back to another function than the one that was asked for."""
+    job, training = Job(attn_implementation="sdpa_varlen", packing=True), SimpleNamespace(neftune_noise_alpha=None)
+    parsed: Any = SimpleNamespace(job=job, training=training, pipeline=None)
+    reading = read_packing(live(model, tokenizer), compute_dtype="float32")
+    rank: Any = {**reading, "rank": 0, "attn_implementation": model.config._attn_implementation}
+    names = ("packing_mask_bytes", "attn_implementation")
+    expected = {name: value for name, value in expected_readings(parsed).items() if name in names}
+    assert sorted(map(str, differences(expected, [rank]))) == [
+        "attn_implementation on rank 0 is sdpa, expected sdpa_varlen",
+        "packing_mask_bytes on rank 0 is 4050, expected 0",
+    ]
+
+
+# A cache makes transformers ignore the documents; lengths are not ignored.
+@pytest.mark.parametrize("model", ["sdpa", "eager"], indirect=True)
+def test_a_model_that_keeps_a_cache_leaks(model: Any, tokenizer: Any) -> None:
+    model.config.use_cache = True
+    assert read_packing(live(model, tokenizer), compute_dtype="float32")["packing"] == "leaks"
+
+
+def test_documents_that_attend_to_each_other_end_the_run(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "compute_dtype", lambda _: torch.float32)
+    trainer = live(model, tokenizer, Leaky)
+    trainer.args, trainer.data_collator.collator = None, trainer.data_collator
+    with pytest.raises(AttestationFailed, match="packed rows are not isolated") as caught:
+        verify_packing(trainer)
+    assert "group_by_length" in str(caught.value)
+
+
+@pytest.mark.launch
+def test_a_packed_run_is_isolated_without_a_mask_and_counts_every_supervised_token_once(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:42]))
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(folder)]
     words += ["--packing", "true", "--max_seq_length", "256", "--per_device_train_batch_size", "1"]
     words += ["--num_train_epochs", "1", "--eval_dataset", str(rows), "--save_strategy", "no", "--save_model", "false"]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3.yaml", *words, *options)
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3.yaml", *words)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def packed_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
-    return run_packed(tmp_path_factory.mktemp("packed") / "run", tiny_model, faq_alpaca)
-
-
-@pytest.mark.launch
-def test_a_packed_evaluation_is_over_every_supervised_token(packed_run: Path) -> None:
-    evaluations = read(packed_run / "run.json")["evaluations"]
-    assert [row["supervised_tokens"] for row in evaluations] == [2409]
-
-
-@pytest.mark.launch
-def test_a_packed_run_is_isolated_and_counts_every_supervised_token_once(packed_run: Path) -> None:
-    run, attestation = read(packed_run / "run.json"), read(packed_run / "attestation.json")
-    assert [rank["packing"] for rank in attestation["ranks"]] == ["isolated", "isolated"]
-    assert max(rank["packing_loss_difference"] for rank in attestation["ranks"]) < 1e-5
-    steps = [
-        json.loads(line)
-        for rank in (0, 1)
-        for line in (packed_run / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()
-    ]
+    run = read(folder / "run.json")
+    for rank in read(folder / "attestation.json")["ranks"]:
+        assert (rank["packing"], rank["packing_mask_bytes"]) == ("isolated", 0)
+        assert rank["attn_implementation"] == run["spec"]["model"]["attn_implementation"] == "sdpa_varlen"
+    assert "packed rows: attention sdpa_varlen, no mask" in (folder / "train.log").read_text()
+    assert [row["supervised_tokens"] for row in run["evaluations"]] == [2409]
+    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
+    steps = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     packs = run["data"]["packs"]
     assert packs % 2 == 0, "otherwise accelerate repeats packs to fill the last step, and the sums below differ"
     assert sum(step["supervised_tokens"] for step in steps) == run["data"]["supervised_tokens"] == 2409
     assert sum(step["non_padding_tokens"] for step in steps) == run["data"]["tokens"]
     assert run["data"]["pack_fill_fraction"] == pytest.approx(run["data"]["tokens"] / (packs * 256))
-
-
-@pytest.mark.launch
-def test_a_packed_run_makes_no_mask_and_has_the_losses_of_one_with_a_mask(
-    packed_run: Path, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
-) -> None:
-    masked_run = run_packed(tmp_path / "masked", tiny_model, faq_alpaca, "--attn_implementation", "sdpa")
-    readings = []
-    for folder in (packed_run, masked_run):
-        ranks = read(folder / "attestation.json")["ranks"]
-        readings.append({(rank["attn_implementation"], rank["packing_mask_bytes"] > 0) for rank in ranks})
-    assert readings == [{("sdpa_varlen", False)}, {("sdpa", True)}]
-    assert "packed rows: attention sdpa_varlen, no mask" in (packed_run / "train.log").read_text()
-    assert read(packed_run / "run.json")["spec"]["model"]["attn_implementation"] == "sdpa_varlen"
-    ours, masked = (read(folder / "run.json")["evaluations"][-1]["eval_loss"] for folder in (packed_run, masked_run))
-    assert ours == pytest.approx(masked, abs=1e-5)
-    losses = [
-        [json.loads(line)["loss"] for line in (folder / "ranks" / "rank0.jsonl").read_text().splitlines()]
-        for folder in (packed_run, masked_run)
-    ]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)

@@ -12,12 +12,20 @@ import pytest
 from conversations import TURNS, marked, tokenized, with_template
 from dataset_folders import write_dataset_folder
 
-from toolkit.data import DataSource, Sample, resolve_sources
+from toolkit.data.data_files import DataSource, resolve_sources
+from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import DataArguments
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
-from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder, tokenize
+from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder
 
-# -- supervision
+
+def encoded(rows: datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any) -> datasets.Dataset:
+    encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
+    return encode_rows(rows, encoder)
+
+
+# -- supervision and refused rows
 
 
 def test_a_completion_and_its_end_are_supervised_and_the_prompt_is_not(tokenizer: Any) -> None:
@@ -31,31 +39,23 @@ def test_text_is_supervised_and_ended_once(tokenizer: Any) -> None:
     assert marked(Sample(text="Hello<|im_end|>"), tokenizer) == "«Hello<|im_end|>»"
 
 
-# -- refused rows
-
-
-def test_rows_without_an_assistant_turn_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ToolkitError, match="no supervised token in any of the 2 rows: no assistant turn"):
-        tokenized([{"messages": TURNS[:2]}] * 2, tokenizer, "messages")
-
-
-def test_prompts_that_fill_the_length_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ToolkitError, match="every prompt fills max_seq_length=8") as caught:
-        tokenized([{"messages": TURNS}], tokenizer, "messages", max_seq_length=8)
-    assert (
-        caught.value.hint == f"raise it: the longest row has {len(encode(Sample(messages=TURNS), tokenizer)[0])} tokens"
-    )
-
-
-def test_an_invalid_hub_row_is_reported_by_its_number(tokenizer: Any) -> None:
-    rows = [{"messages": TURNS}, {"messages": []}]
-    with pytest.raises(ToolkitError, match="row 2: `messages` is empty"):
-        tokenized(rows, tokenizer, "messages")
-
-
-def test_loss_on_assistant_is_refused_for_text(tokenizer: Any) -> None:
-    with pytest.raises(ToolkitError, match="plain text"):
-        tokenized([{"text": "Hello"}], tokenizer, "text", loss_on="assistant")
+@pytest.mark.parametrize(
+    ("rows", "data_format", "changes", "message"),
+    [
+        ([{"messages": TURNS[:2]}] * 2, "messages", {}, "no supervised token in any of the 2 rows: no assistant turn"),
+        ([{"messages": TURNS}], "messages", {"max_seq_length": 8}, "every prompt fills max_seq_length=8"),
+        ([{"messages": TURNS}, {"messages": []}], "messages", {}, "row 2: `messages` is empty"),
+        ([{"text": "Hello"}], "text", {"loss_on": "assistant"}, "plain text"),
+    ],
+)
+def test_rows_that_cannot_be_learned_from_are_refused_with_the_reason(
+    rows: list[dict[str, Any]], data_format: str, changes: dict[str, Any], message: str, tokenizer: Any
+) -> None:
+    with pytest.raises(ToolkitError, match=message) as caught:
+        tokenized(rows, tokenizer, data_format, **changes)
+    if "max_seq_length" in changes:
+        tokens = len(encode(Sample(messages=TURNS), tokenizer)[0])
+        assert caught.value.hint == f"raise it: the longest row has {tokens} tokens"
 
 
 # -- statistics
@@ -64,8 +64,8 @@ def test_loss_on_assistant_is_refused_for_text(tokenizer: Any) -> None:
 def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> None:
     # " a" is one token: 2 + end, 4 + end (cut to 4), 1 + end, and an empty row whose only token nothing predicts.
     rows = [{"text": " a a"}, {"text": " a a a a"}, {"text": " a"}, {"text": ""}]
-    result = tokenized(rows, tokenizer, "text", max_seq_length=4)
-    assert dataclasses.asdict(result.stats) == {
+    dataset, stats = tokenized(rows, tokenizer, "text", max_seq_length=4)
+    assert dataclasses.asdict(stats) == {
         "format": "text",
         "rows": 4,
         "dropped_rows": 1,
@@ -80,28 +80,25 @@ def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> 
         "streamed": False,
         "sources": [],
     }
-    assert result.dataset.column_names == ["input_ids", "labels", "length", "row", "supervised"]
-    assert result.dataset["length"][:] == [3, 4, 2]
-    assert result.dataset["row"][:] == [0, 1, 2]
+    assert dataset.column_names == ["input_ids", "labels", "length", "row", "supervised"]
+    assert (dataset["length"][:], dataset["row"][:]) == ([3, 4, 2], [0, 1, 2])
+    assert preflight_lines(stats)[-1] == "  | « a a<|im_end|>»"
 
 
-def test_the_report_names_the_format_and_shows_the_supervised_part(tokenizer: Any) -> None:
-    rows = [{"prompt": " a", "completion": " b"}]
-    assert preflight_lines(tokenized(rows, tokenizer, "prompt_completion").stats) == [
-        "data: prompt_completion format, 1 rows, 1 kept",
-        "  3 tokens, 2 supervised (67%); longest row 3 tokens",
-        "  0 rows truncated, 0 dropped without a supervised token",
-        "  first row, supervised part between « and »:",
-        "  |  a« b<|im_end|>»",
-    ]
+def test_a_system_prompt_is_added_to_conversations_without_one(tokenizer: Any) -> None:
+    dataset = datasets.Dataset.from_list([{"messages": TURNS}, {"messages": TURNS[1:]}])
+    found = encoded(dataset, tokenizer, "messages", system_prompt="Be kind.")
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    assert [text.split("<|im_end|>")[0].splitlines()[1] for text in texts] == ["Be brief.", "Be kind."]
+    assert found["supervised"][:] == [found[0]["supervised"]] * 2
 
 
 def test_a_system_prompt_that_no_row_takes_is_reported(tokenizer: Any) -> None:
     def lines(rows: list[dict[str, Any]], data_format: str, system_prompt: str | None = "Be kind.") -> list[str]:
-        encoder = row_encoder(
-            tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=system_prompt
+        dataset = datasets.Dataset.from_list(rows)
+        return system_prompt_lines(
+            [encoded(dataset, tokenizer, data_format, system_prompt=system_prompt)], system_prompt
         )
-        return system_prompt_lines([encode_rows(datasets.Dataset.from_list(rows), encoder)], system_prompt)
 
     assert lines([{"messages": TURNS}, {"messages": TURNS[1:]}], "messages") == []
     assert lines([{"text": "plain"}], "text", system_prompt=None) == []
@@ -109,23 +106,18 @@ def test_a_system_prompt_that_no_row_takes_is_reported(tokenizer: Any) -> None:
         assert [line.split(":")[1] for line in warning] == [" --system_prompt has no effect"]
 
 
-# -- files
+# -- files and the cache
 
 
 def test_both_formats_of_the_real_data_give_the_same_tokens(
     tokenizer: Any, faq_alpaca: Path, faq_sharegpt: Path
 ) -> None:
-    results = []
-    for path, expected in ((faq_alpaca, "alpaca"), (faq_sharegpt, "sharegpt")):
-        dataset, data_format = load_rows(str(path), "train")
-        assert data_format == expected
-        results.append(
-            tokenize(dataset, tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None)
-        )
-    alpaca, sharegpt = results
-    assert alpaca.dataset[:] == sharegpt.dataset[:]
-    assert (alpaca.stats.rows, alpaca.stats.tokens, alpaca.stats.supervised_tokens) == (503, 50263, 29839)
-    assert (alpaca.stats.truncated_rows, alpaca.stats.dropped_rows, alpaca.stats.longest_row_tokens) == (68, 0, 169)
+    (alpaca, first), (sharegpt, second) = (load_rows(str(path), "train") for path in (faq_alpaca, faq_sharegpt))
+    assert (first, second) == ("alpaca", "sharegpt")
+    (one, stats), (other, _) = tokenized(alpaca, tokenizer, first), tokenized(sharegpt, tokenizer, second)
+    assert one[:] == other[:]
+    assert (stats.rows, stats.tokens, stats.supervised_tokens) == (503, 50263, 29839)
+    assert (stats.truncated_rows, stats.dropped_rows, stats.longest_row_tokens) == (68, 0, 169)
 
 
 def test_an_invalid_row_of_a_file_is_reported_by_its_line(tokenizer: Any, tmp_path: Path) -> None:
@@ -133,13 +125,7 @@ def test_an_invalid_row_of_a_file_is_reported_by_its_line(tokenizer: Any, tmp_pa
     path.write_text("\n" + json.dumps({"messages": TURNS}))
     dataset, data_format = load_rows(str(path), "train")
     with pytest.raises(ToolkitError, match="row 1, line 2: the data are conversations"):
-        tokenize(
-            dataset,
-            tokenizer=with_template(tokenizer, None),
-            data_format=data_format,
-            max_seq_length=128,
-            loss_on=None,
-        )
+        tokenized(dataset, with_template(tokenizer, None), data_format)
 
 
 def test_rows_may_have_different_fields(tmp_path: Path) -> None:
@@ -169,44 +155,15 @@ def test_a_changed_template_or_length_is_tokenized_again(tokenizer: Any, tmp_pat
     dataset, _ = load_rows(str(path), "train")
     shouting = with_template(tokenizer, tokenizer.chat_template.replace("SmolLM", "SMOLLM").replace("'\n'", "'!\n'"))
 
-    def tokens(tokenizer: Any, max_seq_length: int) -> list[int]:
-        result = tokenize(
-            dataset, tokenizer=tokenizer, data_format="messages", max_seq_length=max_seq_length, loss_on="all"
-        )
-        return list(result.dataset[0]["input_ids"])
+    def tokens(tokenizer: Any, length: int) -> list[int]:
+        rows, _ = tokenized(dataset, tokenizer, "messages", max_seq_length=length, loss_on="all")
+        return list(rows[0]["input_ids"])
 
     assert tokens(tokenizer, 128)[:5] == tokens(tokenizer, 5)
     assert tokens(tokenizer, 128) != tokens(shouting, 128)
 
 
-def test_a_system_prompt_is_added_to_conversations_without_one(tokenizer: Any) -> None:
-    rows = [{"messages": TURNS}, {"messages": TURNS[1:]}]
-    dataset = datasets.Dataset.from_list(rows)
-    encoder = row_encoder(
-        tokenizer=tokenizer, data_format="messages", max_seq_length=128, loss_on=None, system_prompt="Be kind."
-    )
-    encoded = encode_rows(dataset, encoder)
-    texts = [tokenizer.decode(row["input_ids"]) for row in encoded]
-    assert [text.split("<|im_end|>")[0] for text in texts] == [
-        "<|im_start|>system\nBe brief.",
-        "<|im_start|>system\nBe kind.",
-    ]
-    assert encoded["supervised"][:] == [encoded[0]["supervised"]] * 2
-
-
-def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": " a" * number}) + "\n" for number in range(1, 9)))
-    dataset, data_format = load_rows(str(path), "train")
-    encoder = row_encoder(
-        tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=None
-    )
-    two = encode_rows(dataset, encoder, num_proc=2)
-    files = [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in two.cache_files]
-    again = encode_rows(dataset, encoder, num_proc=2)
-    assert [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in again.cache_files] == files
-    assert two["row"][:] == list(range(8))
-    assert two[:] == again[:] == encode_rows(dataset, encoder)[:]
+# -- data sets of the hub
 
 
 def test_configurations_of_a_hub_data_set_have_their_own_rows_and_tokens(tokenizer: Any, tmp_path: Path) -> None:
@@ -215,8 +172,8 @@ def test_configurations_of_a_hub_data_set_have_their_own_rows_and_tokens(tokeniz
     def texts(config: str, split: str = "train") -> list[str]:
         [source] = resolve_sources([str(folder)], config=config)
         rows, data_format = load_rows(source, split)
-        tokens = tokenize(rows, tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None)
-        return [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in tokens.dataset]
+        found, _ = tokenized(rows, tokenizer, data_format)
+        return [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in found]
 
     assert texts("en") == [f"hello {number}" for number in range(6)]
     assert texts("sv") == [f"hej {number}" for number in range(6)]
@@ -236,17 +193,3 @@ def test_an_unknown_or_missing_configuration_is_refused_with_those_that_exist(st
         with pytest.raises(ToolkitError, match=message) as caught:
             load_hub(source, "train", streaming=streaming, option="eval_dataset")
         assert "--eval_dataset_config" in str(caught.value.hint)
-
-
-def test_a_hub_id_that_cannot_be_loaded_is_reported() -> None:
-    with pytest.raises(ToolkitError, match="data set 'nobody/nothing', split 'train' cannot be loaded"):
-        load_rows("nobody/nothing", "train")
-
-
-def test_other_ranks_show_no_progress_bar(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    tokenized([{"text": "Hello"}], tokenizer, "text")
-    assert capsys.readouterr().err == ""
-    assert datasets.is_progress_bar_enabled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
-from toolkit.train.model.loading import freeze, loaded_dtype, prepare_model
-from toolkit.train.model.saving import in_fp32
+from toolkit.job.job import Job
+from toolkit.train.checkpointing import in_fp32
+from toolkit.train.model.loading import choose_attention, freeze, loaded_dtype, prepare_model
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,7 @@ def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(arguments: Any,
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "how",
     [
@@ -95,3 +98,26 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest() -> None:
     assert refused.value.hint == "there is `layer.weight`"
     with pytest.raises(ToolkitError, match="leaves nothing to train"):
         freeze(tied_model(), frozen=["*"], trained=None)
+
+
+# -- attention
+
+
+def choice(model: Path, name: str | None, *, packing: bool) -> str | None:
+    job = Job(model_name_or_path=str(model), attn_implementation=name, packing=packing)
+    return choose_attention(job, compute_dtype=torch.float32, on_cpu=True)
+
+
+def test_packed_rows_get_attention_without_a_mask_unless_one_is_named(tiny_model: Path) -> None:
+    assert choice(tiny_model, None, packing=True) == choice(tiny_model, "auto", packing=True) == "sdpa_varlen"
+    assert choice(tiny_model, "sdpa", packing=True) == "sdpa"
+    assert choice(tiny_model, None, packing=False) is choice(tiny_model, "auto", packing=False) is None
+    assert choice(tiny_model, "eager", packing=False) == "eager"
+
+
+def test_a_model_that_runs_no_such_attention_keeps_its_default_and_refuses_another(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    assert choice(tmp_path, None, packing=True) is None
+    with pytest.raises(ToolkitError, match="does not support SDPA for gpt_oss") as refused:
+        choice(tmp_path, "sdpa_varlen", packing=True)
+    assert refused.value.hint == "`--attn_implementation eager`"

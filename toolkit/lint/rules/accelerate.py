@@ -21,8 +21,8 @@ from toolkit.lint.rules.settings import (
     shorten,
     zero_stage,
 )
+from toolkit.presets.known_keys import PARALLEL_KEY
 from toolkit.presets.preset import presets_root
-from toolkit.presets.value_types import PARALLEL
 
 # Keys that fit a single cluster or model only, and the value of each that is portable.
 MACHINE_FACTS: dict[str, object] = {
@@ -100,7 +100,7 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
     found = as_enum(doc.get("distributed_type"))
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
-        read_by_accelerate = set(doc.block(block)) - set(PARALLEL)
+        read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY}
         if read_by_accelerate and found in ENGINES and found != kind:
             fix = f"`distributed_type: {kind}`, or remove {block}"
             yield Match(block, f"distributed_type is {found}: {block} has no effect", fix)

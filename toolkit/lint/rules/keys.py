@@ -51,45 +51,38 @@ def unknown_key(doc: Document) -> Iterator[Match]:
         return
     what = "is not a key of an accelerate configuration; it refuses to start"
     for name in doc.data:
-        if name not in keys.ACCELERATE_KEYS | OLD_ACCELERATE_KEYS:
-            yield _unknown(doc, "", name, keys.ACCELERATE_KEYS, what)
+        if name not in keys.ACCELERATE_TYPES and name not in OLD_ACCELERATE_KEYS:
+            yield _unknown(doc, "", name, keys.ACCELERATE_TYPES, what)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_nested_key(doc: Document) -> Iterator[Match]:
     """accelerate silently accepts an unknown key inside a block, and nothing reads it: the default applies."""
-    blocks = {"fsdp_config": keys.FSDP_KEYS, "deepspeed_config": keys.DEEPSPEED_BLOCK_KEYS}
-    blocks["parallelism_config"] = keys.PARALLELISM_KEYS
-    for block, known in blocks.items():
+    for block, known in keys.ACCELERATE_BLOCKS.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
-            if not {name, prefixed} & known:
+            if name not in known and prefixed not in known:
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
-    known = keys.DEEPSPEED_KEYS | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
+    known = keys.DEEPSPEED_TYPES.keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
     for name in doc.data:
         if name not in known and not name.startswith(COMMENT_PREFIXES):
-            yield _unknown(doc, "", name, keys.DEEPSPEED_KEYS, "has no effect: DeepSpeed ignores it silently")
+            yield _unknown(doc, "", name, keys.DEEPSPEED_TYPES, "has no effect: DeepSpeed ignores it silently")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
-    for name in doc.block("zero_optimization"):
-        unprefixed = f"stage3_{name}" in keys.ZERO_KEYS  # DeepSpeed also accepts the name of its own field
-        if name not in keys.ZERO_KEYS | set(removed.ZERO_DEPRECATED) | set(removed.ZERO_REMOVED) and not unprefixed:
-            yield _unknown(
-                doc, "zero_optimization", name, keys.ZERO_KEYS, "in zero_optimization is refused by DeepSpeed"
-            )
-    strict = {f"zero_optimization.{block}": known for block, known in keys.OFFLOAD_KEYS.items()} | keys.PRECISION_KEYS
-    for block, known in strict.items():
+    for block, known in keys.DEEPSPEED_BLOCKS.items():
+        accepted = {*known, *removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED} if block == "zero_optimization" else known
         for name in doc.block(block):
-            if name not in known:
+            # DeepSpeed also accepts the name of its own field, without `stage3_`.
+            if name not in accepted and f"stage3_{name}" not in known:
                 yield _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
 
 
@@ -112,7 +105,7 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
     for name, instead in removed.ZERO_DEPRECATED.items():
         key = f"zero_optimization.{name}"
         if doc.has(key):
-            rename = instead if instead in keys.ZERO_KEYS else None
+            rename = instead if instead in keys.ZERO_TYPES else None
             yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,29 @@ from transformers import TrainerCallback
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
 from toolkit.observe.attest.differences import (
+    Difference,
+    Values,
     byte_differences,
     differences,
-    expected_values,
+    layout_differences,
     pipeline_differences,
     rank_differences,
-)
-from toolkit.observe.attest.first_step import RecomputeDetector, read_accumulated
-from toolkit.observe.attest.optimizer import (
-    expected_optimizer,
-    named_optimizer,
     state_dtype_differences,
-    updated_tensors,
 )
+from toolkit.observe.attest.expected import expected_bytes, expected_optimizer, expected_values, named_optimizer
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
-from toolkit.observe.attest.read_layout import (
-    first_rows_sha256,
-    layout_differences,
-)
-from toolkit.observe.attest.read_rank import read_gradients, read_rank
-from toolkit.observe.attest.readings import Difference, RankReading, Values
+from toolkit.observe.attest.read_rank import RecomputeDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import (
+    compiled_modules,
     compute_dtype,
-    constant_bytes,
     dtype_name,
-    element_bytes,
     frozen_weights,
-    full_shape,
-    quantized_modules,
     weights_sha256,
 )
-from toolkit.observe.compiler_events import compiled_modules
 from toolkit.observe.observed_run import gather_from_ranks
-from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.presets import Preset
-from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.record.folder import write_json
 
 
@@ -78,11 +65,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.path, self.trainer, self.progress, self.parts = path, trainer, progress, parts
         self.first_batches, self.strict, self.on_done = first_batches, strict, on_done
         self.compute_dtype = compute_dtype(trainer.args)
-        self.reading: RankReading | None = None
+        self.reading: Values | None = None
         """This rank's reading, once the first step is over."""
         self.first_step = 0
         self.initial_weights: str | None = None
-        self.gradients: RankReading | None = None
+        self.gradients: Values | None = None
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
         self.norms, self.recompute = NormReader(), RecomputeDetector()
@@ -122,12 +109,14 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         reading = read_rank(
             self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
         )
-        reading.update(expected_bytes(self.parts.expected, self.trainer, reading))
-        reading.update(self.accumulated | self.before_training)  # type: ignore[typeddict-item]
-        reading["initial_weights_sha256"] = self.initial_weights
-        reading["first_rows_sha256"] = first_rows_sha256(self.first_batches)
-        self.reading = reading
-        self.verify(reading)
+        self.reading = reading | {
+            **expected_bytes(self.parts.expected, self.trainer, reading),
+            **self.accumulated,
+            **self.before_training,
+            "initial_weights_sha256": self.initial_weights,
+            "first_rows_sha256": hashlib.sha256("+".join(self.first_batches).encode()).hexdigest(),
+        }
+        self.verify(self.reading)
         self.progress.enter("train")
         self.on_done()
 
@@ -135,24 +124,19 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
         return weights_sha256(model, self.compute_dtype)
 
-    def verify(self, reading: RankReading) -> None:
+    def verify(self, reading: Values) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
         gathered = gather_from_ranks((reading, self.norms.reading))
         ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
-        expected, threshold, layout = (
-            self.expected_values(),
-            self.trainer.args.max_grad_norm,
-            self.parts.expected.layout,
-        )
+        expected, threshold = self.expected_values(), self.trainer.args.max_grad_norm
+        preset, layout = self.parts.expected.preset, self.parts.expected.layout
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += state_dtype_differences(ranks) + layout_differences(ranks, layout)
         found += pipeline_differences(ranks, layout)
         found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = found or byte_differences(ranks)
-        clipped = was_clipped(norms, threshold)
-        ranks = [{**reading, "clipped": clipped} for reading in ranks]
-        preset = self.parts.expected.preset
+        ranks = [reading | {"clipped": was_clipped(norms, threshold)} for reading in ranks]
         if self.trainer.args.process_index == 0:
             write_json(self.path, attestation_json(preset, expected, ranks, found))
             if preset is None:
@@ -171,79 +155,26 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         preset, at_load = expected.preset, expected.layout_at_load
         # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
         fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
-        settings = {
-            "seed": args.seed,
-            "gradient_clipping": args.max_grad_norm,
-            "activation_checkpointing": bool(
-                args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing")
-            ),
-        } | expected.settings
+        checkpointing = bool(args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing"))
+        settings = {"seed": args.seed, "gradient_clipping": args.max_grad_norm} | expected.settings
+        settings.setdefault("activation_checkpointing", checkpointing)
         if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
             settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
         return expected_values(
-            preset,
-            expected.world_size,
+            replace(expected, settings=settings),
             compute_dtype=dtype_name(self.compute_dtype),
-            settings=settings,
-            dp_shard_size=expected.dp_shard_size,
             on_cpu=args.device.type == "cpu",
             has_frozen_weights=bool(frozen_weights(self.trainer.model)),
             optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
-            layout=expected.layout,
         )
 
     def _read_gradients(self) -> None:
         self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
 
-def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading) -> RankReading:
-    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
-    preset = expected_run.preset
-    if preset is None:
-        return {"byte_limits": {}, "whole_bytes": {}}
-    model = trainer.model_wrapped
-    trained = [p for p in model.parameters() if p.requires_grad]
-    in_4bit = [module.weight for module in quantized_modules(model)]
-    # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
-    deepspeed = reading["engine"] == "deepspeed"
-    parts = {
-        "parameter": [
-            (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
-            (frozen_weights(model), element_bytes(reading["frozen_dtype"])),
-            (in_4bit, element_bytes(reading["quantized_storage_dtype"])),
-        ],
-        "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
-    }
-    spec = named_optimizer(trainer.args)
-    if spec is not None and spec.is_fp32_adamw:
-        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
-    ranks = reading.get("dp_shard_size") or reading["world_size"]
-    allowed, whole = {}, {}
-    for part, tensors_of_size in parts.items():
-        shapes = [([full_shape(p) for p in tensors], size) for tensors, size in tensors_of_size]
-        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
-        allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
-        whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
-        if expected_run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
-            allowed[part] = (0, whole[part] - (not hasattr(trainer.model, "peft_config")))
-    if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
-        states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
-        whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
-    replicated = constant_bytes(model)
-    lowest, highest = allowed["parameter"]
-    allowed["parameter"] = (lowest + replicated, highest + replicated)
-    whole["parameter"] += replicated
-    expected: RankReading = {"byte_limits": allowed, "whole_bytes": whole}
-    if spec is not None and not spec.is_fp32_adamw:
-        expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
-    return expected
-
-
-def attestation_json(
-    preset: Preset | None, expected: Values, ranks: list[RankReading], found: list[Difference]
-) -> Values:
+def attestation_json(preset: Preset | None, expected: Values, ranks: list[Values], found: list[Difference]) -> Values:
     """Return the content of `attestation.json`. Its digest is equal for equal runs."""
     verdict = "attested" if preset is not None else "no_preset"
     body = {
@@ -257,7 +188,7 @@ def attestation_json(
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def verified_line(preset: Preset, reading: RankReading) -> str:
+def verified_line(preset: Preset, reading: Values) -> str:
     """Return the log line of a verified run."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"

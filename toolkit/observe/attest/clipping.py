@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from toolkit.observe.attest.differences import Difference, Readings, Values
 from toolkit.observe.attest.read_fsdp2 import is_shard
-from toolkit.observe.attest.readings import Difference, RankReading, Values
 from toolkit.observe.attest.tensors import local
 from toolkit.observe.timer import grad_norm_facts
 from toolkit.parallel.layout import ParallelLayout
@@ -43,12 +43,19 @@ class NormReader:
         self.reading: Values = {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
 
     def start(self, trainer: Any, layout_at_load: ParallelLayout | None = None) -> None:
-        """Hook the optimizer's step. Does nothing in a rehearsal, where no norm is reduced."""
+        """Hook the step of torch's optimizers inside accelerate's and DeepSpeed's; partial offload has a second one.
+
+        Does nothing in a rehearsal, where no norm is reduced.
+        """
         if dist.is_initialized() and dist.get_backend() == "fake":
             return
         self.trainer, self.layout = trainer, layout_at_load
         self.reading["rank"] = trainer.args.process_index
-        self.hooks = [optimizer.register_step_pre_hook(self._on_step) for optimizer in inner_optimizers(trainer)]
+        wrapped = trainer.model_wrapped
+        outer = wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else trainer.optimizer
+        for optimizer in (getattr(outer, "optimizer", outer), getattr(outer, "backup_optimizer", None)):
+            if isinstance(optimizer, Optimizer):
+                self.hooks.append(optimizer.register_step_pre_hook(self._on_step))
 
     def add_grad_norm(self, grad_norm: Any) -> None:
         """Note the Trainer's norm of the first step, before clipping."""
@@ -65,12 +72,8 @@ class NormReader:
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
-        gradients = [
-            local(p.grad) / math.sqrt(self._copies(p))
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters]
         norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
 
@@ -83,16 +86,7 @@ class NormReader:
         gradient = parameter.grad
         placements = getattr(gradient, "placements", ())
         sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()
-        shards = math.prod(size for placement, size in sizes if is_shard(placement))
-        return int(dist.get_world_size()) // shards
-
-
-def inner_optimizers(trainer: Any) -> list[Optimizer]:
-    """Return torch's optimizers inside accelerate's and DeepSpeed's; partial CPU offload has a second one."""
-    wrapped = trainer.model_wrapped
-    outer = wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else trainer.optimizer
-    found = (getattr(outer, "optimizer", outer), getattr(outer, "backup_optimizer", None))
-    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
+        return int(dist.get_world_size()) // math.prod(size for placement, size in sizes if is_shard(placement))
 
 
 def clip_synthetic_gradient(trainer: Any) -> float | None:
@@ -124,34 +118,27 @@ def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas:
 
     `replicas` is the number of complete copies of the gradient among the ranks.
     """
-    shares = [norm["optimizer_norm"] for norm in norms]
-    known = [share for share in shares if share is not None]
-    at_optimizer = math.hypot(*known) / math.sqrt(replicas) if len(known) == len(shares) else None
-    large, reported = SYNTHETIC_NORM * threshold, _reported_norm(norms)
-    found = _difference("gradient norm at the optimizer", reported, at_optimizer, threshold, rank=None)
-    return found or [
-        difference
-        for norm in norms
-        for difference in _difference(
-            "norm of a large gradient, clipped", large, norm["synthetic_norm"], threshold, rank=norm["rank"]
-        )
-    ]
+    shares = [norm["optimizer_norm"] for norm in norms if norm["optimizer_norm"] is not None]
+    at_optimizer = math.hypot(*shares) / math.sqrt(replicas) if len(shares) == len(norms) else None
+    tried = [("norm of a large gradient, clipped", norm["rank"], norm["synthetic_norm"]) for norm in norms]
+    before = _reported_norm(norms)
+    return _unclipped([("gradient norm at the optimizer", None, at_optimizer)], before, threshold) or _unclipped(
+        tried, SYNTHETIC_NORM * threshold, threshold
+    )
 
 
-def _reported_norm(norms: Sequence[Values]) -> float | None:
-    return grad_norm([StepRow.model_construct(**norm) for norm in norms])
-
-
-def _difference(
-    name: str, before: float | None, after: float | None, threshold: float, *, rank: int | None
+def _unclipped(
+    norms: Sequence[tuple[str, int | None, float | None]], before: float | None, threshold: float
 ) -> list[Difference]:
-    if before is None or after is None or not math.isfinite(before):
+    if before is None or not math.isfinite(before):
         return []
     expected = min(before, threshold or math.inf)
-    if math.isclose(after, expected, rel_tol=RELATIVE_TOLERANCE):
-        return []
     clipped = f"{expected:.4f} ({before:.4f}, clipped at {threshold:g})"
-    return [Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")]
+    return [
+        Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")
+        for name, rank, after in norms
+        if after is not None and not math.isclose(after, expected, rel_tol=RELATIVE_TOLERANCE)
+    ]
 
 
 def was_clipped(norms: Sequence[Values], threshold: float) -> bool | None:
@@ -163,7 +150,11 @@ def was_clipped(norms: Sequence[Values], threshold: float) -> bool | None:
     return None if before is None else bool(0 < threshold < before)
 
 
-def gradient_replicas(ranks: Sequence[RankReading]) -> int:
+def _reported_norm(norms: Sequence[Values]) -> float | None:
+    return grad_norm([StepRow.model_construct(**norm) for norm in norms])
+
+
+def gradient_replicas(ranks: Readings) -> int:
     """Return the number of complete copies of the gradient among the ranks.
 
     Where layers are split, each rank has divided its part by its own number of copies already.

@@ -1,4 +1,4 @@
-"""What each rank must read under a preset, and where the readings differ from it. Plain values, no torch.
+"""Where the readings of ranks differ from what a preset specifies, and the types of `attestation.json`. No torch.
 
 >>> for difference in differences({"world_size": 2}, [{"rank": 0, "world_size": 1}]):
 ...     print(difference)
@@ -7,57 +7,40 @@ world_size on rank 0 is 1, expected 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from toolkit.observe.attest.readings import Difference, Values
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets import Preset
 
-Readings = Sequence[Mapping[str, Any]]
+Values = dict[str, Any]
+"""Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
+
+One rank's reading lacks a key where the engine or the run has no such thing. `byte_limits` has the lowest and highest
+bytes that the preset's sharding allows this rank, by part of the model states; `whole_bytes` those of the unsharded
+part.
+"""
+Readings = Sequence[Values]
 """One rank's reading each, in rank order."""
 
 
-def expected_values(
-    preset: Preset | None,
-    world_size: int | None,
-    *,
-    compute_dtype: str,
-    settings: Values,
-    dp_shard_size: int | None = None,
-    on_cpu: bool = False,
-    has_frozen_weights: bool = False,
-    optimizer: Values | None = None,
-    layout: ParallelLayout | None = None,
-) -> Values:
-    """Return the values that every rank must read.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A value that is not as expected."""
 
-    `settings` come from the training arguments, `optimizer` from the specification of `--optim`. Without a preset only
-    the settings and the world size can be checked.
-    """
-    expected = dict(settings)
-    if world_size is not None:
-        expected["world_size"] = world_size
-    if preset is None:
-        return expected
-    if preset.replicas > 1 and dp_shard_size is not None:
-        expected["dp_shard_size"] = dp_shard_size
-    # accelerate 1.15 wraps a single process in DDP on a CPU only.
-    unwrapped = preset.engine == "ddp" and world_size == 1 and not on_cpu
-    if layout is not None:
-        expected["layout"] = layout.degrees()
-        unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
-    if has_frozen_weights:
-        expected["frozen_dtype"] = compute_dtype
-    return expected | {
-        "engine": "none" if unwrapped else preset.engine,
-        "sharding": preset.sharding,
-        "offload_optimizer": preset.offload_optimizer,
-        "offload_param": preset.offload_param,
-        "compute_dtype": compute_dtype,
-        "master_dtype": "float32",  # docs/concepts/numerics.md
-        **({"optimizer_dtype": "float32"} if optimizer is None else optimizer),
-    }
+    name: str
+    rank: int | None
+    """None for a value of all ranks together."""
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        return f"{self.name}{where} is {self.found}, expected {self.expected}"
+
+    def to_json(self) -> Values:
+        """Return the entry of `differences` in `attestation.json`."""
+        return {"fact": self.name, "rank": self.rank, "expected": self.expected, "found": self.found}
 
 
 def differences(expected: Values, ranks: Readings) -> list[Difference]:
@@ -80,9 +63,31 @@ def rank_differences(name: str, ranks: Readings) -> list[Difference]:
     ]
 
 
+def state_dtype_differences(ranks: Readings) -> list[Difference]:
+    """Return the ranks whose optimizer states have other dtypes than the optimizer gives to their tensors."""
+    name = "optimizer_dtype"
+    return [
+        Difference(name=name, rank=reading["rank"], expected=reading[f"expected_{name}"], found=reading[name])
+        for reading in ranks
+        if reading.get(f"expected_{name}", reading[name]) != reading[name]
+    ]
+
+
 def byte_differences(ranks: Readings) -> list[Difference]:
-    """Return the parts of the model states whose bytes the preset's sharding does not allow."""
-    return byte_limit_differences(ranks) + _missing_bytes(ranks)
+    """Return the parts of the model states whose bytes the preset's sharding does not allow: on a rank, or together.
+
+    The shards of all ranks must add up to the whole: none is lost or empty.
+    """
+    found = byte_limit_differences(ranks)
+    replicas = max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))
+    if ranks[0].get("layout"):
+        replicas = ranks[0]["layout"]["dp_replicate"]
+    for part, whole in ranks[0]["whole_bytes"].items():
+        total = sum(reading[f"{part}_bytes"] for reading in ranks)
+        if total < whole * replicas:
+            expected = f"at least {whole * replicas}"
+            found.append(Difference(name=f"{part}_bytes of all ranks", rank=None, expected=expected, found=total))
+    return found
 
 
 def byte_limit_differences(ranks: Readings) -> list[Difference]:
@@ -94,20 +99,6 @@ def byte_limit_differences(ranks: Readings) -> list[Difference]:
             if not lowest <= held <= highest:
                 allowed = lowest if lowest == highest else f"{lowest} to {highest}"
                 found.append(Difference(name=name, rank=reading["rank"], expected=allowed, found=held))
-    return found
-
-
-def _missing_bytes(ranks: Readings) -> list[Difference]:
-    """The shards of all ranks must add up to the whole: none is lost or empty."""
-    found: list[Difference] = []
-    replicas = max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))
-    if ranks[0].get("layout"):
-        replicas = ranks[0]["layout"]["dp_replicate"]
-    for part, whole in ranks[0]["whole_bytes"].items():
-        total = sum(reading[f"{part}_bytes"] for reading in ranks)
-        if total < whole * replicas:
-            expected = f"at least {whole * replicas}"
-            found.append(Difference(name=f"{part}_bytes of all ranks", rank=None, expected=expected, found=total))
     return found
 
 
@@ -125,4 +116,29 @@ def pipeline_differences(ranks: Readings, layout: ParallelLayout | None) -> list
         whole = 4 * ranks[0]["num_params"]
         if held != whole:
             found.append(Difference(name="parameter_bytes of all stages", rank=None, expected=whole, found=held))
+    return found
+
+
+def layout_differences(ranks: Readings, expected: ParallelLayout | None) -> list[Difference]:
+    """Return ranks whose group or rows are not those that the layout gives them.
+
+    The rows are those of the rank's group, and of no other group.
+    """
+    if expected is None:
+        return []
+    found, owner_of = [], dict[str, int]()
+    size = expected.ranks_per_batch
+    for reading in ranks:
+        rank, rows = reading["rank"], reading["first_rows_sha256"]
+        first = rank - rank % size
+        group = list(range(first, first + size))
+        if reading["batch_group"] != group:
+            found.append(Difference(name="batch_group", rank=rank, expected=group, found=reading["batch_group"]))
+        theirs = ranks[first]["first_rows_sha256"]
+        if rows != theirs:
+            name = f"first_rows_sha256 (equal to rank {first}'s)"
+            found.append(Difference(name=name, rank=rank, expected=theirs, found=rows))
+        elif owner_of.setdefault(rows, first) != first:
+            name = f"first_rows_sha256 (other than rank {owner_of[rows]}'s)"
+            found.append(Difference(name=name, rank=rank, expected="rows of its own", found=rows))
     return found

@@ -8,38 +8,42 @@ from typing import Any
 
 import torch
 
-from toolkit.observe.attest.readings import RankReading
-from toolkit.observe.attest.tensors import (
-    device_types,
-    dtype_names,
-    local_bytes,
-    optimizer_state_tensors,
-)
+from toolkit.observe.attest.differences import Values
+from toolkit.observe.attest.tensors import device_types, dtype_names, local_bytes, optimizer_state_tensors
 
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
 
 
-def read_deepspeed(engine: Any, parameters: list[Any]) -> RankReading:
+def read_deepspeed(engine: Any, parameters: list[Any]) -> Values:
     """Read an engine of any ZeRO stage after its first optimizer step."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    masters = master_weights(engine)
-    states = optimizer_state_tensors(zero.optimizer)
-    held = zero3_parameters(parameters) if stage == 3 else parameters
-    parameter_disk_bytes = swapped_parameter_bytes(parameters) if stage == 3 else 0
+    sharding = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
+    masters, states = master_weights(engine), optimizer_state_tensors(zero.optimizer)
+    held, parameter_disk_bytes, offload_param = parameters, 0, None
+    offloads = zero.offload_optimizer if stage == 3 else zero.cpu_offload
+    offload_optimizer = "cpu" if offloads and device_types([*masters, *states]) == {"cpu"} else None
+    if stage == 3:
+        held, parameter_disk_bytes = zero3_parameters(parameters), swapped_parameter_bytes(parameters)
+        if zero.zero_hpz_partition_size > 1:  # ZeRO++: a second partition within each node
+            sharding = "hybrid_shard"
+        if getattr(zero, "swap_optimizer", False) and swaps_every_large_group(zero):
+            offload_optimizer = "nvme"
+        if getattr(zero, "offload_param", False):
+            swaps = getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters)
+            offload_param = "nvme" if swaps else "cpu" if "cpu" in device_types(held) else None
     optimizer_disk_bytes = swapped_optimizer_bytes(zero)
-    trained = [p for p in parameters if p.requires_grad]
-    reading: RankReading = {
+    reading: Values = {
         "engine": "deepspeed",
-        "sharding": _sharding(zero, stage),
+        "sharding": sharding,
         "parameter_disk_bytes": parameter_disk_bytes,
         "optimizer_disk_bytes": optimizer_disk_bytes,
         "parameter_bytes": local_bytes(held) + parameter_disk_bytes,
         "optimizer_bytes": local_bytes([*masters, *states]) + optimizer_disk_bytes,
-        "compute_dtype": dtype_names(trained),
+        "compute_dtype": dtype_names(p for p in parameters if p.requires_grad),
         "master_dtype": dtype_names(_in_memory(masters, zero)),
         "optimizer_dtype": dtype_names(_in_memory(states, zero)),
-        "offload_optimizer": _optimizer_offload(zero, [*masters, *states], stage),
-        "offload_param": _parameter_offload(zero, held, parameters, stage),
+        "offload_optimizer": offload_optimizer,
+        "offload_param": offload_param,
         "gradient_clipping": engine.gradient_clipping(),
     }
     if hasattr(zero.optimizer, "adam_w_mode"):
@@ -58,27 +62,6 @@ def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:
     shards = [p.ds_tensor for p in parameters if not is_on_disk(p)]
     gathered = [p.data for p in parameters if p.ds_status.name == "AVAILABLE"]
     return [*shards, *gathered]
-
-
-def _sharding(zero: Any, stage: int) -> str:
-    if stage == 3 and zero.zero_hpz_partition_size > 1:  # ZeRO++: a second partition within each node
-        return "hybrid_shard"
-    return {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
-
-
-def _optimizer_offload(zero: Any, tensors: list[torch.Tensor], stage: int) -> str | None:
-    if stage == 3 and getattr(zero, "swap_optimizer", False) and swaps_every_large_group(zero):
-        return "nvme"
-    configured = zero.offload_optimizer if stage == 3 else zero.cpu_offload
-    return "cpu" if configured and device_types(tensors) == {"cpu"} else None
-
-
-def _parameter_offload(zero: Any, held: list[torch.Tensor], parameters: list[Any], stage: int) -> str | None:
-    if stage != 3 or not getattr(zero, "offload_param", False):
-        return None
-    if getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters):
-        return "nvme"
-    return "cpu" if "cpu" in device_types(held) else None
 
 
 # -- NVMe swap files: counted from DeepSpeed's own records, and only as far as a file holds the bytes.
@@ -124,13 +107,12 @@ def swaps_every_large_group(zero: Any) -> bool:
 
 def swaps_every_large_shard(parameters: list[Any]) -> bool:
     """Return True if every parameter shard that DeepSpeed may swap is out of memory."""
-    return all(is_on_disk(parameter) or not _is_large(parameter) for parameter in parameters)
-
-
-def _is_large(parameter: Any) -> bool:
-    swapper = getattr(parameter, "nvme_swapper", None)
-    smallest = MIN_SWAPPED_BYTES if swapper is None else swapper.min_aio_bytes
-    return bool(parameter.ds_tensor.ds_numel * parameter.element_size() >= smallest)
+    return all(
+        is_on_disk(p)
+        or p.ds_tensor.ds_numel * p.element_size()
+        < getattr(getattr(p, "nvme_swapper", None), "min_aio_bytes", MIN_SWAPPED_BYTES)
+        for p in parameters
+    )
 
 
 def _bytes_in_file(path: str | None, expected: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from toolkit.observe.attest.readings import RankReading
+from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import (
+    dtype_name,
     dtype_names,
     local_bytes,
     optimizer_state_tensors,
@@ -31,18 +32,17 @@ def is_fsdp2(model: Any) -> bool:
     return isinstance(model, FSDPModule) or isinstance(without_adapters(model), FSDPModule)
 
 
-def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> RankReading:
+def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> Values:
     """Read a sharded model after its first step. Its sharded parameters are the fp32 master weights."""
     groups = _parameter_groups(model)
     states = optimizer_state_tensors(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
     offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
-    policies = {g.mp_policy for g in groups}
-    compute = {str(p.param_dtype or trained[0].dtype).removeprefix("torch.") for p in policies}
+    compute = {dtype_name(g.mp_policy.param_dtype or trained[0].dtype) for g in groups}
     return {
         "engine": "fsdp2",
         "sharding": _sharding(groups, parameters),
-        "dp_shard_size": _shard_size(parameters),
+        "dp_shard_size": next((size for size in map(_shard_size, parameters) if size is not None), None),
         "parameter_bytes": local_bytes(parameters),
         "optimizer_bytes": local_bytes(states),
         "compute_dtype": "+".join(sorted(compute)),
@@ -56,7 +56,7 @@ def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> RankReading:
 def fsdp2_reduce_dtype(model: Any) -> str:
     """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
     policy, parameter = _parameter_groups(model)[0].mp_policy, next(model.parameters())
-    return str(policy.reduce_dtype or policy.param_dtype or parameter.dtype).removeprefix("torch.")
+    return dtype_name(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
 
 
 def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:
@@ -106,12 +106,9 @@ def _sharding(groups: list[Any], parameters: list[Any]) -> str:
     return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
 
 
-def _shard_size(parameters: list[Any]) -> int | None:
-    for parameter in parameters:
-        shards = [size for placement, size in _data_parallel(parameter) if is_shard(placement)]
-        if shards:
-            return math.prod(shards)
-    return None
+def _shard_size(parameter: Any) -> int | None:
+    shards = [size for placement, size in _data_parallel(parameter) if is_shard(placement)]
+    return math.prod(shards) if shards else None
 
 
 def _data_parallel(parameter: Any) -> list[tuple[Any, int]]:

@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.observe.attest.first_step import uses_activation_checkpointing
-from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deepspeed, zero3_parameters
-from toolkit.observe.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
-from toolkit.observe.attest.read_layout import read_layout
-from toolkit.observe.attest.readings import RankReading, Values
+from toolkit.job.accumulation import SHARDED, WHOLE
+from toolkit.observe.attest.differences import Values
+from toolkit.observe.attest.read_deepspeed import (
+    accumulated_gradients,
+    deepspeed_gradients,
+    read_deepspeed,
+    zero3_parameters,
+)
+from toolkit.observe.attest.read_fsdp2 import (
+    fsdp2_reduce_dtype,
+    is_fsdp2,
+    is_replicated_over_data_parallelism,
+    read_fsdp2,
+    unsharded_gradients,
+)
 from toolkit.observe.attest.tensors import (
-    class_name,
+    compiled_modules,
     constant_bytes,
+    dtype_name,
     dtype_names,
     frozen_weights,
     full_size,
-    is_paged,
     local_bytes,
     num_params,
     optimizer_state_tensors,
     quantized_modules,
     uncompiled,
+    without_adapters,
 )
-from toolkit.observe.compiler_events import CompilerEvents, compiled_modules
+from toolkit.observe.timer import CompilerEvents
+from toolkit.parallel.layout import DIMENSIONS
 
 _WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"}
+_OUTSIDE_BACKWARD = -1  # torch's graph task id when autograd is idle
+# transformers calls the ranks that share a copy of the model `fsdp`, accelerate `dp_shard`, as here.
+DIMENSION_OF_MESH = {"fsdp": "dp_shard", "efsdp": "expert_shard"}
 
 
 def read_rank(
     trainer: Any,
-    gradients: RankReading,
+    gradients: Values,
     *,
     readers: Sequence[Callable[[Any, Any], Values]] = (),
     recompute_detected: bool | None,
-) -> RankReading:
+) -> Values:
     """Read one rank after its first optimizer step, except for packing, byte limits and digests.
 
     `readers` are the script's own, called with the Trainer and the model without wrappers; they override what is here.
@@ -45,7 +64,9 @@ def read_rank(
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
     engine = read_engine(trainer, wrapped, parameters)
-    compiled = compiled_modules(plain)
+    compiled, compiler = compiled_modules(plain), CompilerEvents.read()
+    in_4bit = [module.weight for module in quantized_modules(plain)]
+    held_in_4bit = zero3_parameters(in_4bit) if in_4bit and hasattr(in_4bit[0], "ds_id") else in_4bit
     reading = {
         "rank": trainer.args.process_index,
         "world_size": trainer.args.world_size,
@@ -53,7 +74,10 @@ def read_rank(
         "wrapper": type(wrapped).__name__,
         **engine,
         **gradients,
-        **read_4bit(plain),
+        "quantized_bytes": local_bytes(held_in_4bit) if in_4bit else None,
+        "quantization_constant_bytes": constant_bytes(plain) if in_4bit else None,
+        "quantized_storage_dtype": dtype_names(in_4bit),
+        "load_in_4bit": bool(in_4bit),
         "parameter_bytes": engine["parameter_bytes"] + constant_bytes(plain),
         "num_params": num_params(plain),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
@@ -61,28 +85,24 @@ def read_rank(
         "activation_checkpointing_offload": _offloads_activations(plain),
         "seed": torch.initial_seed(),
         # given to the compiler, and the compiler made a graph of it
-        "torch_compile": bool(CompilerEvents.read().graphs and compiled),
+        "torch_compile": bool(compiler.graphs and compiled),
         "compiled_modules": compiled,
-        "graph_breaks": CompilerEvents.read().graph_breaks.total(),
+        "graph_breaks": compiler.graph_breaks.total(),
         "neftune_noise_alpha": _neftune(plain),
-        "load_in_4bit": bool(quantized_modules(plain)),
         "attn_implementation": getattr(getattr(plain, "config", None), "_attn_implementation", None),
         **read_layout(trainer, plain),
     }
     for read in readers:
         reading |= read(trainer, plain)
-    return cast("RankReading", reading)
+    return reading
 
 
 def _offloads_activations(plain: Any) -> bool:
     """FSDP wraps the layer; the Trainer gives the layer a checkpoint function that saves to host memory."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
-
-    if any(isinstance(module, OffloadWrapper) for module in plain.modules()):
-        return True
-    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in plain.modules()]
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in plain.modules()]
     inner = {getattr(function, "func", function) for function in functions if function is not None}
-    return bool(inner) and torch.utils.checkpoint.checkpoint not in inner
+    wrapped = any(isinstance(module, OffloadWrapper) for module in plain.modules())
+    return wrapped or (bool(inner) and torch.utils.checkpoint.checkpoint not in inner)
 
 
 def _neftune(plain: Any) -> float | None:
@@ -93,18 +113,7 @@ def _neftune(plain: Any) -> float | None:
     return getattr(embedding, "neftune_noise_alpha", None) if hooked else None
 
 
-def read_4bit(plain: Any) -> Values:
-    """Read the 4-bit weights: the bytes that this rank holds of them and of their constants, and their storage."""
-    weights = [module.weight for module in quantized_modules(plain)]
-    held = zero3_parameters(weights) if weights and hasattr(weights[0], "ds_id") else weights
-    return {
-        "quantized_bytes": local_bytes(held) if weights else None,
-        "quantization_constant_bytes": constant_bytes(plain) if weights else None,
-        "quantized_storage_dtype": dtype_names(weights),
-    }
-
-
-def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReading:
+def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
         reading, optimizer = read_deepspeed(wrapped, parameters), wrapped.optimizer.optimizer
@@ -112,12 +121,15 @@ def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReadin
         read = read_fsdp2 if is_fsdp2(wrapped) else read_torch
         reading, optimizer = read(trainer, wrapped, parameters), trainer.optimizer
         reading["gradient_clipping"] = trainer.args.max_grad_norm
-    reading["optimizer_class"], reading["optimizer_paged"] = class_name(optimizer), is_paged(optimizer)
-    reading["frozen_dtype"] = dtype_names(frozen_weights(wrapped))
-    return reading
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return reading | {
+        "optimizer_class": f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}",
+        "optimizer_paged": bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
+        "frozen_dtype": dtype_names(frozen_weights(wrapped)),
+    }
 
 
-def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReading:
+def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
     """Read DDP, or a model that nothing shards: the parameter is its own fp32 master weight."""
     states = optimizer_state_tensors(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
@@ -135,7 +147,7 @@ def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReading
     }
 
 
-def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambda _: None) -> RankReading:
+def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambda _: None) -> Values:
     """Read the reduced gradients that this rank holds before the optimizer step.
 
     `sent_dtype` returns the dtype that ranks exchange where the script itself sends the wrapped model's gradients.
@@ -143,14 +155,100 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
     wrapped = uncompiled(trainer.model_wrapped)
     reduce_dtype: str | None
     if hasattr(wrapped, "zero_optimization_stage"):
-        tensors = deepspeed_gradients(wrapped)
-        reduce_dtype = str(wrapped.communication_data_type).removeprefix("torch.")
+        tensors, reduce_dtype = deepspeed_gradients(wrapped), dtype_name(wrapped.communication_data_type)
     else:
         tensors = [p.grad for p in wrapped.parameters() if p.grad is not None]
-        own = fsdp2_reduce_dtype(wrapped) if is_fsdp2(wrapped) else dtype_names(tensors)
-        reduce_dtype = sent_dtype(wrapped) or own
+        reduce_dtype = fsdp2_reduce_dtype(wrapped) if is_fsdp2(wrapped) else dtype_names(tensors)
+        reduce_dtype = sent_dtype(wrapped) or reduce_dtype
     return {
         "gradient_bytes": local_bytes(tensors),
         "gradient_dtype": dtype_names(tensors),
         "reduce_dtype": reduce_dtype,
     }
+
+
+# -- what only the first step shows
+
+
+class RecomputeDetector:
+    """Detects a module's forward that runs while autograd is in backward, in any module between `start` and `stop`.
+
+    A flag on a module only shows that checkpointing was requested. `detected` is None if it was never started.
+    """
+
+    def __init__(self) -> None:
+        self.detected: bool | None = None
+
+    def start(self) -> None:
+        self.detected = False
+        self.hook = register_module_forward_pre_hook(self._on_forward)
+
+    def stop(self) -> None:
+        if self.detected is not None:
+            self.hook.remove()
+
+    def _on_forward(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD:
+            self.detected = True
+
+
+def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
+    """Return the detector's answer, or the flags if it did not run or no flagged module has trained weights."""
+    flagged = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) is True or isinstance(module, CheckpointWrapper)
+    ]
+    # Layers first: FSDP2 makes subclasses of what it shards, so a class name is no evidence.
+    layers = [module for module in flagged if isinstance(module, (GradientCheckpointingLayer, CheckpointWrapper))]
+    if detected is None or not any(p.requires_grad for module in layers or flagged for p in module.parameters()):
+        return bool(flagged) or bool(detected)
+    return detected
+
+
+def read_accumulated(trainer: Any) -> Values:
+    """Read the gradients that wait for the next accumulation step: `sharded`, `whole`, or both names joined by `+`."""
+    wrapped = uncompiled(trainer.model_wrapped)
+    stage = int(wrapped.zero_optimization_stage()) if hasattr(wrapped, "zero_optimization_stage") else 0
+    own = [p.grad for p in wrapped.parameters() if p.grad is not None]
+    shards, whole = (accumulated_gradients(wrapped) if stage >= 2 else []), own
+    if is_fsdp2(wrapped):
+        shards = [gradient for gradient in own if not is_replicated_over_data_parallelism(gradient)]
+        whole = [gradient for gradient in own if is_replicated_over_data_parallelism(gradient)]
+        whole += unsharded_gradients(wrapped)
+    names = "+".join(name for name, tensors in ((SHARDED, shards), (WHOLE, whole)) if tensors)
+    return {"accumulate": names or None, "accumulated_gradient_bytes": local_bytes([*shards, *whole])}
+
+
+# -- how the ranks are divided, from the live meshes and process groups
+
+
+def read_layout(trainer: Any, model: Any) -> Values:
+    """Return `layout`, the degrees of parallelism in effect, and `batch_group`, the ranks that train on the same rows.
+
+    Both are None where the ranks are data parallel only.
+    """
+    manager = getattr(without_adapters(model), "_mesh_manager", None)
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    if manager is not None:
+        degrees = _sizes(manager._dense_mesh) | {"ep": _sizes(manager._expert_mesh)["ep"]}
+        group = manager._dense_mesh["tp"].get_group()
+    elif config is None or max(config.cp_size, config.sp_size) == 1:
+        return {"layout": None, "batch_group": None}
+    elif trainer.is_deepspeed_enabled:
+        from deepspeed.utils import groups
+
+        group = groups._get_sequence_parallel_group()
+        degrees = {"sp": dist.get_world_size(group), "dp_shard": dist.get_world_size() // dist.get_world_size(group)}
+    else:
+        mesh = trainer.accelerator.torch_device_mesh
+        degrees, group = _sizes(mesh), mesh["cp"].get_group()
+    return {
+        "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
+        "batch_group": list(map(int, dist.get_process_group_ranks(group))),
+    }
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    names = [DIMENSION_OF_MESH.get(name, name) for name in mesh.mesh_dim_names]
+    return dict(zip(names, map(int, mesh.shape), strict=True))

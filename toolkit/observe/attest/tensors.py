@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
@@ -13,23 +12,15 @@ import torch
 # `module.` comes last: it is part of the names before it.
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
-_OF_PRECISION = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def compute_dtype(training: Any) -> torch.dtype:
     """Return the dtype of forward and backward of `TrainingArguments`."""
-    return _OF_PRECISION[training.mixed_precision]
+    return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.mixed_precision]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def element_bytes(name: str | None) -> int:
-    """Return the bytes of one element by the dtype's name; 0 for None and for a mixture such as `bfloat16+float32`."""
-    dtype = getattr(torch, name or "", None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
 
 
 def without_adapters(model: Any) -> Any:
@@ -61,6 +52,11 @@ def uncompiled(module: Any) -> Any:
     return module if isinstance(module, FSDPModule) else getattr(module, "_orig_mod", module)
 
 
+def compiled_modules(model: Any) -> int:
+    """Return how many modules of a model run compiled."""
+    return sum(module._compiled_call_impl is not None for module in model.modules())
+
+
 def local_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes that this rank holds of the tensors, each storage region once."""
     seen: dict[tuple[int, int], int] = {}
@@ -87,21 +83,10 @@ def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
     return [value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
-def class_name(optimizer: Any) -> str:
-    """Return the package and the class of an optimizer inside accelerate's: `torch.AdamW`."""
-    kind = type(getattr(optimizer, "optimizer", optimizer))
-    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
-
-
-def is_paged(optimizer: Any) -> bool:
-    """Return True if the states of bitsandbytes' optimizer inside accelerate's may leave the GPU page by page."""
-    return bool(getattr(getattr(optimizer, "optimizer", optimizer), "is_paged", False))
-
-
 def dtype_names(tensors: Iterable[Any]) -> str | None:
     """Return `float32`, or several sorted names joined by `+`; None without tensors."""
     dtypes = {part.dtype for tensor in tensors for part in _plain(local(tensor))}
-    return "+".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or None
+    return "+".join(sorted(map(dtype_name, dtypes))) or None
 
 
 def frozen_weights(model: Any) -> list[Any]:
@@ -134,11 +119,6 @@ def constant_bytes(model: Any) -> int:
     return local_bytes(tensor for module in quantized_modules(model) for tensor in constants(module.quant_state))
 
 
-def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of the unsharded parameter."""
-    return tuple(getattr(parameter, "ds_shape", None) or parameter.shape)
-
-
 def clean_name(name: str) -> str:
     """Return a parameter's name without the parts that engines and wrappers add.
 
@@ -157,30 +137,25 @@ def weights_sha256(model: Any, dtype: torch.dtype) -> str:
     """
     digest = hashlib.sha256()
     for name, full in model.whole_weights() if hasattr(model, "whole_weights") else _whole_weights(model):
-        flat = full.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
         digest.update(name.encode())
-        digest.update(memoryview(flat.numpy()))
+        digest.update(_content(full.detach().to(dtype=dtype)))
     for module in quantized_modules(model):
         for tensor in constants(module.quant_state):
-            digest.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            digest.update(_content(tensor))
     return digest.hexdigest()
 
 
+def _content(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
 def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter in name order, one at a time."""
+    """Every parameter in name order, gathered one at a time."""
     for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
-        with _gathered(parameter) as full:
-            yield name, full
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
 
-
-@contextlib.contextmanager
-def _gathered(parameter: Any) -> Iterator[torch.Tensor]:
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield parameter.data
-    elif hasattr(parameter, "full_tensor"):
-        yield parameter.full_tensor()
-    else:
-        yield parameter.data
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.data
+        else:
+            yield name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data

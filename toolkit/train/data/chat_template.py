@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.data import Sample
-from toolkit.data.template_limits import MAX_RENDERED_CHARACTERS, time_limit
+from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
 
 TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block around the assistant's turns"
-
-# Rendering takes milliseconds; a rank shares its cores with others.
-MAX_RENDER_SECONDS = 20.0
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -36,7 +32,15 @@ def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_toke
     """
     chat = _Chat(tokenizer=tokenizer, messages=sample.messages or [], tools=sample.tools)
     if not supervise_all and _GENERATION_BLOCK.search(chat.template()):
-        return _encode_generation_blocks(chat, first_supervised_message=sample.first_supervised_message)
+        encoding = chat.apply(
+            len(chat.messages),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
+        context = len(chat.render(sample.first_supervised_message)) if sample.first_supervised_message else 0
+        pairs = zip(encoding["assistant_masks"], encoding["offset_mapping"], strict=True)
+        return encoding["input_ids"], [bool(generated) and first >= context for generated, (first, _) in pairs]
     text = chat.render(len(chat.messages))
     if not tokenizer.is_fast:
         raise ToolkitError("the tokenizer does not provide token offsets", hint="use a fast tokenizer")
@@ -75,19 +79,14 @@ class _Chat:
 
     def render(self, num_messages: int, *, prompt_assistant: bool = False) -> str:
         """Render the first messages, followed by the header of an assistant turn if `prompt_assistant`."""
-        text = str(self.apply(num_messages, tokenize=False, add_generation_prompt=prompt_assistant))
-        if len(text) > MAX_RENDERED_CHARACTERS:
-            what = f"the chat template renders this conversation as {len(text):,} characters"
-            raise ToolkitError(what, hint="pass `--chat_template FILE`")
-        return text
+        return str(self.apply(num_messages, tokenize=False, add_generation_prompt=prompt_assistant))
 
     def apply(self, num_messages: int, **arguments: Any) -> Any:
         """Call `apply_chat_template`; an error of the template is one that the user can fix."""
         self.template()
         messages = self.messages[:num_messages]
         try:
-            with time_limit(MAX_RENDER_SECONDS):
-                return self.tokenizer.apply_chat_template(messages, tools=self.tools, **arguments)
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **arguments)
         except Exception as error:  # a template is a program: it can raise anything
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             roles = ", ".join(message["role"] for message in messages)
@@ -121,15 +120,3 @@ def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
             remaining.pop()
         overlaps.append(bool(remaining) and last > remaining[-1][0])
     return overlaps
-
-
-def _encode_generation_blocks(chat: _Chat, *, first_supervised_message: int) -> Encoded:
-    encoding = chat.apply(
-        len(chat.messages),
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-    )
-    context_chars = len(chat.render(first_supervised_message)) if first_supervised_message else 0
-    pairs = zip(encoding["assistant_masks"], encoding["offset_mapping"], strict=True)
-    return encoding["input_ids"], [bool(generated) and first >= context_chars for generated, (first, _) in pairs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
@@ -14,27 +14,8 @@ from toolkit.observe.batches import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceStats:
-    """Counts of one data set of a run; in a stream, of its first rows."""
-
-    name: str
-    """File or hub id."""
-    format: str
-    weight: float | None
-    """Its share of the weights; None without `--dataset_weights`."""
-    rows: int
-    """All rows read, also those dropped."""
-    dropped_rows: int
-    epoch_rows: int | None
-    """Rows that it contributes to an epoch, with repeats; None for a stream."""
-    tokens: int
-    """Tokens of these rows; for a stream, of the first rows."""
-    supervised_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataStats:
-    """Counts of the tokenised rows; `tokens` and `supervised_tokens` are of an epoch's rows, after truncation."""
+class Counts:
+    """Counts of tokenised rows; tokens are of an epoch's rows, after truncation; in a stream, all of the first rows."""
 
     format: str
     rows: int
@@ -43,11 +24,27 @@ class DataStats:
     """Rows without a supervised token."""
     epoch_rows: int | None
     """Rows of an epoch: those kept, with the repeats that weights ask for; None for a stream."""
-    truncated_rows: int
-    """Rows longer than `max_seq_length`, kept or dropped."""
     tokens: int
     supervised_tokens: int
     """Labels that are not -100, without the first position of each row, which nothing predicts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceStats(Counts):
+    """Counts of one data set of a run."""
+
+    name: str
+    """File or hub id."""
+    weight: float | None
+    """Its share of the weights; None without `--dataset_weights`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStats(Counts):
+    """Counts of all data sets together."""
+
+    truncated_rows: int
+    """Rows longer than `max_seq_length`, kept or dropped."""
     longest_row_tokens: int
     """Before truncation: the `max_seq_length` that would truncate nothing."""
     sample: str
@@ -102,8 +99,7 @@ def data_stats(
 
 def of_one_source(stats: DataStats, name: str, *, weight: float | None = None) -> SourceStats:
     """Return the counts of a data set, from the statistics of its rows."""
-    shared = ("format", "rows", "dropped_rows", "epoch_rows", "tokens", "supervised_tokens")
-    return SourceStats(name=name, weight=weight, **{field: getattr(stats, field) for field in shared})
+    return SourceStats(name=name, weight=weight, **{each.name: getattr(stats, each.name) for each in fields(Counts)})
 
 
 def of_all_sources(stats: Sequence[DataStats], sources: Sequence[SourceStats]) -> DataStats:

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 
-from toolkit.data import DataSource, iter_rows, resolve_source, resolve_sources
-from toolkit.data.mixture import fractions, numbered, repeated_rows, row_and_source, rows_per_epoch
+from toolkit.data.data_files import (
+    DataSource,
+    fractions,
+    iter_rows,
+    numbered,
+    repeated_rows,
+    resolve_source,
+    resolve_sources,
+    row_and_source,
+    rows_per_epoch,
+)
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
-from toolkit.job.dataset_checks import check_val_size
+from toolkit.job.dataset_checks import check_val_size, held_out_rows
+from toolkit.observe.batches import IGNORED
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
 from toolkit.train.data.collation import Collator, PackCollator
@@ -30,18 +42,14 @@ from toolkit.train.data.data_report import (
     system_prompt_lines,
 )
 from toolkit.train.data.packing import PackedRows, packs_into_one_row
-from toolkit.train.data.stream_loader import batch_share
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import (
-    RowEncoder,
-    Tokenized,
+    EncodedSource,
     encode_rows,
     encoded_dataset,
-    keep_supervised,
     load_rows,
     row_encoder,
 )
-from toolkit.train.evaluation import EvaluationRows, held_out
 
 REPORTED_STREAM_ROWS = 100
 """Rows of a stream that are tokenised before training, for the report."""
@@ -56,22 +64,6 @@ class Data:
     evaluation: Any = None
     evaluation_stats: DataStats | None = None
     warnings: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedSource:
-    """The tokenised rows of one data set."""
-
-    name: str
-    rows: datasets.Dataset
-    encoder: RowEncoder
-
-    def supervised(self) -> Tokenized:
-        """Drop the rows without a supervised token. Raises ToolkitError if none is left."""
-        try:
-            return keep_supervised(self.rows, self.encoder)
-        except ToolkitError as error:
-            raise ToolkitError(f"{self.name}: {error.message}", hint=error.hint) from None
 
 
 def load_data(
@@ -90,8 +82,7 @@ def load_data(
             config, name = arguments.eval_dataset_config, arguments.eval_dataset
             [source] = resolve_sources([name], config=config, option="eval_dataset")
             encoded = _encode_all(tokenizer, source, arguments.eval_dataset_split, arguments, option="eval_dataset")
-            evaluation = keep_supervised(encoded.rows, encoded.encoder)
-            data = _with_evaluation(data, evaluation, arguments, training)
+            data = _with_evaluation(data, *encoded.supervised(), arguments, training)
     batch = training.train_batch_size * training.gradient_accumulation_steps
     batch *= data_parallel_size or training.world_size
     if arguments.packing and not arguments.streaming and len(data.train) < batch:
@@ -123,61 +114,58 @@ def _load_all_rows(
         rows = rows.add_column("row", numbers, feature=source.rows.features["row"])
         encoded[index] = replace(source, rows=rows)
     train, evaluation = _hold_out(encoded, arguments, training)
-    tokenized = _mixed(train, arguments.dataset_weights or None, seed=seed)
-    packs, stats = _pack(tokenized, arguments)
+    packs, stats = _pack(*_mixed(train, arguments.dataset_weights or None, seed=seed), arguments)
     warnings = system_prompt_lines([source.rows for source in encoded], arguments.system_prompt)
     data = Data(train=packs, stats=stats, warnings=warnings)
     if evaluation is None:
         return data
-    kept = keep_supervised(evaluation, encoded[0].encoder)
-    return _with_evaluation(data, replace(kept, stats=replace(kept.stats, format=stats.format)), arguments, training)
+    kept, own = EncodedSource(name="--val_size", rows=evaluation, encoder=encoded[0].encoder).supervised()
+    return _with_evaluation(data, kept, replace(own, format=stats.format), arguments, training)
 
 
 def _open_streams(
     tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any, seed: int
 ) -> Data:
     """Tokenise rows during training; the statistics are of the first rows."""
-    options = {"buffer_size": arguments.streaming_buffer_size, "seed": seed}
-    streams = [open_stream(source, arguments.dataset_split, **options) for source in sources]
+    size = arguments.streaming_buffer_size
+    streams = [open_stream(source, arguments.dataset_split, buffer_size=size, seed=seed) for source in sources]
     first = []
     for stream in streams:
-        encoder = _encoder(tokenizer, arguments, stream.data_format)
+        encoder = row_encoder(tokenizer, stream.data_format, arguments)
         head = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
         rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(stream.name)) for n, row in head]
         first.append(EncodedSource(name=stream.name, rows=encoded_dataset(rows), encoder=encoder))
-    parts = [replace(source.supervised().stats, streamed=True, epoch_rows=None) for source in first]
+    parts = [replace(source.supervised()[1], streamed=True, epoch_rows=None) for source in first]
     weights = arguments.dataset_weights or None
     shares = fractions(weights) if weights else [None] * len(parts)
     described = [of_one_source(part, s.name, weight=w) for part, s, w in zip(parts, streams, shares, strict=True)]
-    stats = replace(of_all_sources(parts, described), streamed=True)
-    mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights), **options)
+    mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights))
     return Data(
-        train=TokenStream(
-            mixed if len(streams) > 1 else streams[0],
-            [source.encoder for source in first],
-            batch_share(training),
-            packing=arguments.packing,
-        ),
-        stats=stats,
+        train=TokenStream(mixed, [source.encoder for source in first], training, packing=arguments.packing),
+        stats=replace(of_all_sources(parts, described), streamed=True),
         warnings=system_prompt_lines([source.rows for source in first], arguments.system_prompt),
     )
 
 
-def _mixed(sources: Sequence[EncodedSource], weights: Sequence[float] | None, *, seed: int) -> Tokenized:
+def _mixed(
+    sources: Sequence[EncodedSource], weights: Sequence[float] | None, *, seed: int
+) -> tuple[datasets.Dataset, DataStats]:
     """The rows of an epoch: every row once, or as often as the weights ask for."""
     parts = [source.supervised() for source in sources]
-    counts = rows_per_epoch([len(part.dataset) for part in parts], weights)
+    counts = rows_per_epoch([len(rows) for rows, _ in parts], weights)
     shares = fractions(weights) if weights else [None] * len(parts)
     epochs, described = [], []
-    for index, (source, part, count, share) in enumerate(zip(sources, parts, counts, shares, strict=True)):
-        rows = part.dataset
+    for index, (source, (rows, stats), count, share) in enumerate(zip(sources, parts, counts, shares, strict=True)):
         if count > len(rows):
             rows = rows.select(repeated_rows(len(rows), count, seed=f"{seed} {index}"))
         tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
         epochs.append(rows)
-        described.append(replace(of_one_source(part.stats, source.name, weight=share), epoch_rows=count, **tokens))
-    dataset = epochs[0] if len(epochs) == 1 else datasets.concatenate_datasets(epochs)
-    return Tokenized(dataset=dataset, stats=of_all_sources([part.stats for part in parts], described))
+        described.append(replace(of_one_source(stats, source.name, weight=share), epoch_rows=count, **tokens))
+    return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
+
+
+def _concatenated(parts: list[datasets.Dataset]) -> datasets.Dataset:
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
 def _hold_out(
@@ -200,15 +188,16 @@ def _hold_out(
         train.append(replace(source, rows=source.rows.select([i for i in range(len(source.rows)) if i not in own])))
         evaluation.append(source.rows.select(sorted(own)))
         offset += len(source.rows)
-    return train, evaluation[0] if len(evaluation) == 1 else datasets.concatenate_datasets(evaluation)
+    return train, _concatenated(evaluation)
 
 
-def _with_evaluation(data: Data, tokenized: Tokenized, arguments: DataArguments, training: Any) -> Data:
+def _with_evaluation(
+    data: Data, dataset: datasets.Dataset, stats: DataStats, arguments: DataArguments, training: Any
+) -> Data:
     """Add evaluation rows, packed like the training rows and sorted by length, since their order has no effect."""
-    lengths = tokenized.dataset["length"][:]
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    by_length = replace(tokenized, dataset=tokenized.dataset.select(longest_first))
-    rows, stats = _pack(by_length, arguments)
+    lengths = dataset["length"][:]
+    longest_first = dataset.select(sorted(range(len(lengths)), key=lambda row: -lengths[row]))
+    rows, stats = _pack(longest_first, stats, arguments)
     multiple = training.eval_batch_size * training.world_size  # of every layout's number of different batches
     return replace(data, evaluation=EvaluationRows(rows, multiple=multiple), evaluation_stats=stats)
 
@@ -217,27 +206,17 @@ def _encode_all(
     tokenizer: Any, source: DataSource, split: str, arguments: DataArguments, *, option: str = "dataset"
 ) -> EncodedSource:
     rows, data_format = load_rows(source, split, option=option)
-    encoder = _encoder(tokenizer, arguments, data_format)
+    encoder = row_encoder(tokenizer, data_format, arguments)
     encoded = encode_rows(rows, encoder, num_proc=arguments.preprocessing_num_workers)
     return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
 
 
-def _encoder(tokenizer: Any, arguments: DataArguments, data_format: str) -> RowEncoder:
-    return row_encoder(
-        tokenizer=tokenizer,
-        data_format=data_format,
-        max_seq_length=arguments.max_seq_length,
-        loss_on=arguments.loss_on,
-        system_prompt=arguments.system_prompt,
-    )
-
-
-def _pack(tokenized: Tokenized, arguments: DataArguments) -> tuple[Any, DataStats]:
+def _pack(dataset: datasets.Dataset, stats: DataStats, arguments: DataArguments) -> tuple[Any, DataStats]:
     """Packs of the rows, or the rows themselves without `--packing`."""
     if not arguments.packing:
-        return tokenized.dataset, tokenized.stats
-    packed = PackedRows(tokenized.dataset, max_tokens=arguments.max_seq_length)
-    return packed, replace(tokenized.stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
+        return dataset, stats
+    packed = PackedRows(dataset, max_tokens=arguments.max_seq_length)
+    return packed, replace(stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
 
 
 def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: ParallelLayout | None = None) -> Collator:
@@ -252,17 +231,40 @@ def row_places(numbers: tuple[int, ...], names: Sequence[str]) -> dict[str, Any]
     found = {row_and_source(number, sources=max(1, len(names))) for number in numbers}
     places: list[str] = []
     for index, name in enumerate(names):
+        rows = {row for row, source in found if source == index}
         with contextlib.suppress(ToolkitError, OSError, TypeError, ValueError):
-            in_file = _places(name, {row for row, source in found if source == index})
-            places += [f"{name}: {place}" for place in in_file] if len(names) > 1 else in_file
+            path = resolve_source(name).path
+            if path is not None and rows:
+                read = enumerate(itertools.islice(iter_rows(path), max(rows) + 1))
+                in_file = [place for number, (place, _) in read if number in rows]
+                places += [f"{name}: {place}" for place in in_file] if len(names) > 1 else in_file
     in_order = sorted(found, key=lambda pair: pair[::-1])  # data set by data set, as their places
     return {"rows": [row + 1 for row, _ in in_order], "places": places}
 
 
-def _places(name: str, rows: set[int]) -> list[str]:
-    """Places of rows, counted from 0, in a local file; none for a hub id."""
-    path = resolve_source(name).path
-    if path is None or not rows:
-        return []
-    read = itertools.islice(iter_rows(path), max(rows) + 1)
-    return [place for number, (place, _) in enumerate(read) if number in rows]
+# -- evaluation
+
+
+def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
+    """Return the numbers of the rows held out for evaluation, a fraction of them or so many; the same in every run."""
+    return set(random.Random(seed).sample(range(rows), held_out_rows(rows, val_size)))
+
+
+class EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):  # type: ignore[misc]
+    """Rows (or packs), filled up with unsupervised copies until every rank has the same number of full batches.
+
+    `multiple` is the sequences of one batch over all ranks. accelerate would fill up with rows that count twice.
+    """
+
+    def __init__(self, rows: Any, *, multiple: int) -> None:
+        self.rows = rows
+        self.length = -(-len(rows) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self.rows):
+            return dict(self.rows[index])
+        row = dict(self.rows[0])
+        return row | {"labels": [IGNORED] * len(row["labels"])}

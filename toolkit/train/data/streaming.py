@@ -1,11 +1,9 @@
 """A stream of training sequences: rows are read, shuffled, tokenised and packed while they are trained on.
 
-    rows = open_stream("rows.jsonl", "train", buffer_size=1000, seed=42)
-    share = BatchShare(rank=0, world_size=2, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    for sequence in TokenStream(rows, [encoder], share): ...
+    rows = MixedRows(streams=(open_stream("rows.jsonl", "train", buffer_size=1000, seed=42),))
+    loader = stream_loader(TokenStream(rows, [encoder], training), collator, training, device)
 
-The order of rows follows from the file, the seed and the buffer alone; every rank reads all rows. `MixedRows` makes one
-stream of several, each with its own encoder.
+The order of rows follows from the files, the seed and the buffer alone; every rank reads all rows.
 
 Rows are dealt in turn to lanes: as many as a global batch has sequences, times `LANE_GROUPS`. A lane drops its rows
 without a supervised token and packs the others. A step trains on the next sequence of each lane of one group, and the
@@ -19,30 +17,32 @@ before them without tokenising them again.
 from __future__ import annotations
 
 import itertools
+import json
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import torch
+from accelerate.data_loader import prepare_data_loader
 
-from toolkit.data import DataSource, iter_rows, resolve_source
-from toolkit.data.mixture import numbered
+from toolkit.data.data_files import DataSource, iter_rows, numbered, resolve_source
 from toolkit.errors import ToolkitError
+from toolkit.files import write_text
+from toolkit.files.json_files import read_json_object
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined
 from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub
 
-STREAM_ERROR = "stream_error"
-LANE_STATE = "lane_state"
-PLACEHOLDER = "placeholder"
+STREAM_ERROR, LANE_STATE, PLACEHOLDER = "stream_error", "lane_state", "placeholder"
 LANE_GROUPS = WORKERS[-1]  # each worker process takes whole groups
 # Packs of 1,024 tokens of chitchat conversations are 97.7 % full with 4 open packs per lane, 99.0 % with 8 and 99.6 %
 # with 32. But a lane tokenises that many packs before it yields the first.
 OPEN_PACKS = 8
+STATE_FILES = "stream_rank*.json"
 
 
 # -- rows
@@ -76,10 +76,6 @@ class RowStream:
     seed: int
     is_file: bool
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
-
     def epoch(self, number: int, *, repeat: int = 0) -> Iterator[StreamedRow]:
         """Yield every row once, in the order of this epoch and, within it, of this repeat of the data set."""
         shards = {"max_buffer_input_shards": 1} if self.is_file else {}  # otherwise each row passes through a thread
@@ -93,20 +89,14 @@ class RowStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedRows:
-    """Rows of several data sets, each shuffled in a buffer of its own.
+    """Rows of one or several data sets, each shuffled in a buffer of its own.
 
     With weights, each row is drawn from a data set with the probability of its weight, until every row of every data
     set was there; a data set that ends before begins again, in another order. Without, they follow one another.
     """
 
     streams: tuple[RowStream, ...]
-    weights: tuple[float, ...] | None
-    buffer_size: int
-    seed: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(stream.name for stream in self.streams)
+    weights: tuple[float, ...] | None = None
 
     def epoch(self, number: int) -> Iterator[StreamedRow]:
         """Yield every row at least once, in the order of this epoch."""
@@ -115,13 +105,22 @@ class MixedRows:
             index = None if row.number is None else numbered(row.number, source, sources=len(self.streams))
             yield row._replace(source=source, number=index)
 
+    def endless(self, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
+        """Yield rows with the number of their epoch. Raises ToolkitError after an epoch of less than `at_least`."""
+        for epoch in itertools.count():
+            rows = 0
+            for row in self.epoch(epoch):
+                rows += 1
+                yield epoch, row
+            check_rows_fill_a_step(rows, max(at_least, 1), ", ".join(stream.name for stream in self.streams))
+
     def _in_turn(self, epoch: int) -> Iterator[tuple[int, StreamedRow]]:
         for source, stream in enumerate(self.streams):
             for row in stream.epoch(epoch):
                 yield source, row
 
     def _drawn(self, epoch: int, weights: tuple[float, ...]) -> Iterator[tuple[int, StreamedRow]]:
-        draw, sources = random.Random(f"{self.seed} {epoch}"), range(len(self.streams))
+        draw, sources = random.Random(f"{self.streams[0].seed} {epoch}"), range(len(self.streams))
         rows = [stream.epoch(epoch) for stream in self.streams]
         repeats = [0 for _ in sources]
         while True:
@@ -136,36 +135,19 @@ class MixedRows:
             yield source, row
 
 
-def endless_rows(stream: RowStream | MixedRows, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
-    """Yield the rows of epoch after epoch, with the epoch's number.
-
-    Raises ToolkitError at the end of an epoch of fewer than `at_least` rows.
-    """
-    for epoch in itertools.count():
-        rows = 0
-        for row in stream.epoch(epoch):
-            rows += 1
-            yield epoch, row
-        check_rows_fill_a_step(rows, max(at_least, 1), ", ".join(stream.names))
-
-
 def open_stream(source: str | DataSource, split: str, *, buffer_size: int, seed: int) -> RowStream:
     """Open a local file or a hub data set. Only the first row is read, for the format."""
     source = resolve_source(source) if isinstance(source, str) else source
-    path = source.path
-    if path is not None:
-        rows = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs={"path": str(path)})
-        first: dict[str, Any] | None = next(iter_rows(path))[1]
+    first: dict[str, Any] | None
+    if source.path is not None:
+        rows = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs={"path": str(source.path)})
+        first = next(iter_rows(source.path))[1]
     else:
         rows = load_hub(source, split, streaming=True)
         first = next(iter(rows), None)
+    data_format, is_file = format_of_first_row(source.name, split, first), source.path is not None
     return RowStream(
-        name=source.name,
-        data_format=format_of_first_row(source.name, split, first),
-        rows=rows,
-        buffer_size=buffer_size,
-        seed=seed,
-        is_file=path is not None,
+        name=source.name, data_format=data_format, rows=rows, buffer_size=buffer_size, seed=seed, is_file=is_file
     )
 
 
@@ -193,142 +175,103 @@ class LaneState:
         return number >= self.taken or any(number in pack for pack in self.open)
 
 
-class DealtRow(NamedTuple):
-    """A row that was dealt to a lane."""
-
-    number: int
-    """Index of the row in its lane, from 0."""
-    row: StreamedRow
+LaneStates = dict[int, LaneState]
+"""Lane number to its position."""
 
 
-class RowDealer:
-    """Deals rows to all lanes in turn, and keeps those of its own lanes until they are taken."""
+class Lanes:
+    """Makes the sequences of some lanes: rows are dealt to all lanes in turn, and those of its own kept until taken."""
 
-    def __init__(self, rows: Iterator[tuple[int, StreamedRow]], *, lanes: int, own: Mapping[int, LaneState]) -> None:
-        self.rows, self.lanes, self.own = enumerate(rows), lanes, own
-        self.waiting: dict[int, deque[DealtRow]] = {lane: deque() for lane in own}
+    def __init__(self, stream: TokenStream, states: LaneStates) -> None:
+        """Begin each lane where its state says."""
+        self.stream, self.states = stream, states
+        self.names = [each.name for each in stream.rows.streams]
+        self.rows = enumerate(stream.rows.endless(at_least=stream.global_batch_size))
+        self.waiting: dict[int, deque[tuple[int, StreamedRow]]] = {lane: deque() for lane in states}
+        self.packs: dict[int, OpenPacks] = {}
+        self.dropped: Counter[int] = Counter()
+        """Consecutive rows of a lane without a supervised token."""
         self.rows_per_epoch: int | None = None
         """Known once the first epoch is over."""
 
-    def next_row(self, lane: int) -> DealtRow:
-        """Return the next row that the lane still has to train on."""
+    def next(self, lane: int) -> TokenRow:
+        """Return one row, or one pack of rows, with the lane's state after it."""
+        if self.stream.packing and lane not in self.packs:
+            opened = self.states[lane].open
+            rows = {number: self._next_row(lane) for number in sorted(sum(opened, ()))}
+            packs, length = (
+                [[rows[number] for number in pack] for pack in opened],
+                self.stream.encoders[0].max_seq_length,
+            )
+            self.packs[lane] = OpenPacks(max_tokens=length, at_most=OPEN_PACKS, packs=packs)
+        while True:
+            row = self._next_row(lane)
+            taken = row[LANE_STATE] + 1
+            if not row["supervised"]:
+                self.dropped[lane] += 1
+                # One epoch's rows may miss a lane.
+                if self.rows_per_epoch is not None and self.dropped[lane] >= 10 * self.rows_per_epoch:
+                    raise ToolkitError(
+                        f"{', '.join(self.names)}: no supervised token in {self.dropped[lane]:,} consecutive rows",
+                        hint="check that the answers are not empty, or raise `--max_seq_length`",
+                    )
+                continue
+            self.dropped[lane] = 0
+            if not self.stream.packing:
+                return row | {LANE_STATE: LaneState(lane=lane, taken=taken)}
+            full = self.packs[lane].add(row)
+            if full is not None:
+                numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in self.packs[lane].packs)
+                return joined(full) | {LANE_STATE: LaneState(lane=lane, taken=taken, open=numbers)}
+
+    def _next_row(self, lane: int) -> TokenRow:
+        """Tokens of the next row that the lane still has to train on; `LANE_STATE` holds its number in the lane."""
         while not self.waiting[lane]:
-            count, (epoch, row) = next(self.rows)
+            count, (epoch, dealt) = next(self.rows)
             if epoch == 1 and self.rows_per_epoch is None:
                 self.rows_per_epoch = count
-            number, receiver = divmod(count, self.lanes)
-            if receiver in self.own and self.own[receiver].needs(number):
-                self.waiting[receiver].append(DealtRow(number, row))
-        return self.waiting[lane].popleft()
-
-
-class Lane:
-    """Makes the sequences of one lane."""
-
-    def __init__(
-        self,
-        state: LaneState,
-        dealer: RowDealer,
-        encoders: Sequence[RowEncoder],
-        *,
-        names: Sequence[str],
-        packing: bool,
-    ) -> None:
-        self.number, self.taken, self.dealer = state.lane, state.taken, dealer
-        self.encoders, self.names = encoders, names
-        self.dropped = 0
-        """Consecutive rows without a supervised token."""
-        self.packs = OpenPacks(max_tokens=encoders[0].max_seq_length, at_most=OPEN_PACKS) if packing else None
-        if self.packs is not None:
-            rows = {number: self._encoded(dealer.next_row(self.number)) for number in sorted(sum(state.open, ()))}
-            self.packs.restore([[rows[number] for number in pack] for pack in state.open])
-
-    def next(self) -> TokenRow:
-        """Return one row, or one pack of rows, with the lane's state after it."""
-        while True:
-            dealt = self.dealer.next_row(self.number)
-            self.taken = dealt.number + 1
-            row = self._encoded(dealt)
-            if not row["supervised"]:
-                self.dropped += 1
-                self._check_progress()
-                continue
-            self.dropped = 0
-            rows = [row] if self.packs is None else self.packs.add(row)
-            if rows is not None:
-                return (row if self.packs is None else joined(rows)) | {LANE_STATE: self._state()}
-
-    def _state(self) -> LaneState:
-        packs = [] if self.packs is None else self.packs.packs
-        numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in packs)
-        return LaneState(lane=self.number, taken=self.taken, open=numbers)
-
-    def _check_progress(self) -> None:
-        rows_per_epoch = self.dealer.rows_per_epoch
-        if rows_per_epoch is not None and self.dropped >= 10 * rows_per_epoch:  # one epoch's rows may miss a lane
-            raise ToolkitError(
-                f"{', '.join(self.names)}: no supervised token in {self.dropped:,} consecutive rows",
-                hint="check that the answers are not empty, or raise `--max_seq_length`",
-            )
-
-    def _encoded(self, dealt: DealtRow) -> TokenRow:
-        """Tokens of a row; `LANE_STATE` holds its number in the lane."""
-        row = dealt.row
-        place = row.place_in(self.names[row.source])
-        encoded = self.encoders[row.source].encode_row(row.fields, number=row.number, place=place)
+            number, receiver = divmod(count, LANE_GROUPS * self.stream.global_batch_size)
+            if receiver in self.states and self.states[receiver].needs(number):
+                self.waiting[receiver].append((number, dealt))
+        number, row = self.waiting[lane].popleft()
+        place, encoder = row.place_in(self.names[row.source]), self.stream.encoders[row.source]
+        encoded = encoder.encode_row(row.fields, number=row.number, place=place)
         names = ["input_ids", "labels", "supervised"] + ["row"] * (row.number is not None)
-        return {name: encoded[name] for name in names} | {LANE_STATE: dealt.number}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchShare:
-    """A rank's part of every global batch."""
-
-    rank: int
-    world_size: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.world_size * self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-    def lanes(self, batch: int) -> list[int]:
-        """Return the lanes of this rank's micro-batch of this number, from 0.
-
-        Lanes are assigned as a data set that is not streamed is: by accumulation step, then by rank.
-        """
-        step, accumulation_step = divmod(batch, self.gradient_accumulation_steps)
-        group = step % LANE_GROUPS * self.global_batch_size
-        first = group + (accumulation_step * self.world_size + self.rank) * self.per_device_train_batch_size
-        return list(range(first, first + self.per_device_train_batch_size))
+        return {name: encoded[name] for name in names} | {LANE_STATE: number}
 
 
 class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[misc]
     """The endless sequences of one rank's micro-batches; in a worker process, of that worker's micro-batches."""
 
     def __init__(
-        self,
-        rows: RowStream | MixedRows,
-        encoders: Sequence[RowEncoder],
-        share: BatchShare,
-        *,
-        packing: bool = False,
+        self, rows: MixedRows, encoders: Sequence[RowEncoder], training: Any, *, packing: bool = False
     ) -> None:
-        self.rows, self.encoders, self.share, self.packing = rows, encoders, share, packing
-        self.buffer_size = rows.buffer_size
+        self.rows, self.encoders, self.packing = rows, encoders, packing
+        self.buffer_size = rows.streams[0].buffer_size
+        self.rank, self.world_size = training.process_index, training.world_size
+        self.batch_size, self.accumulation = training.train_batch_size, training.gradient_accumulation_steps
+        self.global_batch_size = self.world_size * self.batch_size * self.accumulation
         self.start_states: Mapping[int, LaneState] = {}
         """Start of the lanes that do not start with their first row."""
         self.skipped_batches = 0
+        self.states: LaneStates = {}
+        """Position of each lane of this rank, after what has been trained on."""
 
     def resume(self, states: Mapping[int, LaneState], *, batches: int) -> None:
         """Start from a checkpoint's lanes, after placeholders for the micro-batches that a resuming Trainer skips."""
         self.start_states, self.skipped_batches = states, batches
+        own = self._own_lanes(range(LANE_GROUPS * self.accumulation))
+        self.states = {lane: state for lane, state in own.items() if lane in states}
 
-    def own_states(self) -> dict[int, LaneState]:
-        """Return the start of this rank's lanes that do not start with their first row."""
-        own = self._own_lanes(range(LANE_GROUPS * self.share.gradient_accumulation_steps))
-        return {lane: state for lane, state in own.items() if lane in self.start_states}
+    def lanes(self, batch: int) -> list[int]:
+        """Return the lanes of this rank's micro-batch of this number, from 0.
+
+        Lanes are assigned as a data set that is not streamed is: by accumulation step, then by rank.
+        """
+        step, accumulation_step = divmod(batch, self.accumulation)
+        group = step % LANE_GROUPS * self.global_batch_size
+        first = group + (accumulation_step * self.world_size + self.rank) * self.batch_size
+        return list(range(first, first + self.batch_size))
 
     def __iter__(self) -> Iterator[TokenRow]:
         """Yield sequences. Errors are yielded as `STREAM_ERROR`: raised in a worker they would be tracebacks."""
@@ -340,19 +283,76 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
     def _sequences(self) -> Iterator[TokenRow]:
         worker = torch.utils.data.get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        own = self._own_lanes(range(first, LANE_GROUPS * self.share.gradient_accumulation_steps, stride))
-        lanes, batch_size = LANE_GROUPS * self.share.global_batch_size, self.share.global_batch_size
-        dealer = RowDealer(endless_rows(self.rows, at_least=batch_size), lanes=lanes, own=own)
-        started: dict[int, Lane] = {}
+        lanes = Lanes(self, self._own_lanes(range(first, LANE_GROUPS * self.accumulation, stride)))
         for batch in itertools.count(first, stride):
-            for lane in self.share.lanes(batch):
-                if batch < self.skipped_batches:
-                    yield {PLACEHOLDER: True}
-                    continue
-                if lane not in started:
-                    started[lane] = Lane(own[lane], dealer, self.encoders, names=self.rows.names, packing=self.packing)
-                yield started[lane].next()
+            for lane in self.lanes(batch):
+                yield {PLACEHOLDER: True} if batch < self.skipped_batches else lanes.next(lane)
 
-    def _own_lanes(self, batches: Iterable[int]) -> dict[int, LaneState]:
-        lanes = itertools.chain.from_iterable(map(self.share.lanes, batches))
+    def _own_lanes(self, batches: Iterable[int]) -> LaneStates:
+        lanes = itertools.chain.from_iterable(map(self.lanes, batches))
         return {lane: self.start_states.get(lane, LaneState(lane=lane)) for lane in lanes}
+
+
+# -- batches
+
+
+class StreamCollator:
+    """Adds to a collator what a stream yields beside sequences: lane states, errors and placeholders."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
+        for row in rows:
+            if STREAM_ERROR in row or PLACEHOLDER in row:
+                return row
+        batch: dict[str, Any] = self.collator([{name: row[name] for name in row if name != LANE_STATE} for row in rows])
+        return batch | {LANE_STATE: frozenset(row[LANE_STATE] for row in rows)}  # accelerate takes lists apart
+
+
+def stream_loader(stream: TokenStream, collator: Any, training: Any, device: torch.device) -> Any:
+    """Return this rank's batches, on its device; for accelerate of one process, since lanes are divided among ranks."""
+    loader = torch.utils.data.DataLoader(
+        stream,
+        batch_size=training.train_batch_size,
+        collate_fn=StreamCollator(collator),
+        num_workers=training.dataloader_num_workers,
+        pin_memory=training.dataloader_pin_memory,
+        prefetch_factor=training.dataloader_prefetch_factor,
+    )
+    return prepare_data_loader(
+        loader, device=device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
+    )
+
+
+def record_lane_states(batches: Iterator[dict[str, Any]], states: LaneStates) -> Iterator[dict[str, Any]]:
+    """Yield the batches as the model takes them, and update `states` with each. Raises the stream's error."""
+    for batch in batches:
+        if STREAM_ERROR in batch:
+            error = batch[STREAM_ERROR]
+            if not states:
+                raise error
+            # The steps so far stay valid: none of them trained on the row or on one after it.
+            resume = "fix the row, then `--resume_from_checkpoint latest` resumes from the last checkpoint"
+            raise ToolkitError(error.message, hint=resume if error.hint is None else f"{error.hint}; {resume}")
+        states.update({state.lane: state for state in batch.pop(LANE_STATE)})
+        yield batch
+
+
+# -- checkpoints
+
+
+def write_lane_states(checkpoint: Path, states: LaneStates, *, rank: int, world_size: int) -> None:
+    """Write the positions of this rank's lanes; the manifest lists the file like any other."""
+    lanes = [asdict(state) for _, state in sorted(states.items())]
+    text = json.dumps({"world_size": world_size, "lanes": lanes})
+    write_text(checkpoint / STATE_FILES.replace("*", str(rank)), text)
+
+
+def read_lane_states(checkpoint: Path) -> LaneStates | None:
+    """Read the lanes of all ranks that wrote the checkpoint, fewer or more than now; None if a file is missing."""
+    states: LaneStates = {}
+    written = [read_json_object(path) for path in checkpoint.glob(STATE_FILES)]
+    for lane in itertools.chain.from_iterable(file["lanes"] for file in written):
+        states[lane["lane"]] = LaneState(**lane | {"open": tuple(map(tuple, lane["open"]))})
+    return states if written and len(written) == written[0]["world_size"] else None

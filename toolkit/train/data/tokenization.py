@@ -1,7 +1,9 @@
 """Tokenise rows, with labels only at supervised tokens.
 
-    dataset, data_format = load_rows("faq.jsonl", "train")
-    tokenized = tokenize(dataset, tokenizer=tokenizer, data_format=data_format, max_seq_length=1024, loss_on=None)
+    rows, data_format = load_rows("faq.jsonl", "train")
+    encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=1024))
+    source = EncodedSource(name="faq.jsonl", rows=encode_rows(rows, encoder), encoder=encoder)
+    dataset, stats = source.supervised()
 
 Labels are -100 at all other tokens. They follow character spans of the rendered conversation, never token ids: where
 the pad token is also the end-of-turn token, masking by id would exclude the end of every turn from the loss.
@@ -12,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,62 +22,41 @@ from typing import Any
 import datasets
 import transformers
 
-from toolkit.data import (
-    DataSource,
-    Sample,
-    check_file,
-    check_row,
-    config_error,
-    detect_format,
-    formats,
-    iter_rows,
-    resolve_source,
-)
-from toolkit.data.formats import to_sample, with_system_prompt
+from toolkit.data import formats
+from toolkit.data.data_files import DataSource, check_file, config_error, iter_rows, resolve_source
+from toolkit.data.formats import Sample, check_row, detect_format, to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data import chat_template
 from toolkit.train.data.chat_template import Encoded, encode_chat
 from toolkit.train.data.data_report import DataStats, data_stats, no_supervised_tokens_error
 
-_JSON_ROW = "json_row"
-_PLACE = "place"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tokenized:
-    """A dataset with the columns of `COLUMNS` (`row` is a row's index as read), and its statistics."""
-
-    dataset: datasets.Dataset
-    stats: DataStats
+_JSON_ROW, _PLACE = "json_row", "place"
 
 
 # -- loading
 
 
 def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
-    """Return the rows of a local file (checked first) or of a hub data set, and their format."""
+    """Return the rows of a local file (checked first) or of a hub data set, and their format.
+
+    Of a file each row is JSON text: Arrow would infer types from the first rows, and give tool calls the keys of all.
+    """
     resolved = resolve_source(source) if isinstance(source, str) else source
-    if resolved.path is not None:
-        return _load_file(resolved.path)
-    dataset = load_hub(resolved, split, option=option)
-    return dataset, format_of_first_row(resolved.name, split, dataset[0] if len(dataset) else None)
-
-
-def _load_file(path: Path) -> tuple[datasets.Dataset, str]:
-    """Rows as JSON text: Arrow would infer types from the first rows, and give each tool call the keys of all."""
+    path = resolved.path
+    if path is None:
+        dataset = load_hub(resolved, split, option=option)
+        return dataset, format_of_first_row(resolved.name, split, dataset[0] if len(dataset) else None)
     data_format = check_file(path, max_bytes=None).format
     fingerprint = _fingerprint(path.read_bytes(), data_format)  # an edited file has another content
     try:
-        with _progress_on_first_rank_only():
-            rows = datasets.Dataset.from_generator(
-                _json_rows,
-                gen_kwargs={"path": str(path), "data_format": data_format, "content": fingerprint},
-                features=datasets.Features(
-                    {_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}
-                ),
-                fingerprint=fingerprint,
-            )
+        rows = datasets.Dataset.from_generator(
+            _json_rows,
+            gen_kwargs={"path": str(path), "data_format": data_format, "content": fingerprint},
+            features=datasets.Features({_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}),
+            fingerprint=fingerprint,
+        )
     except OSError as error:
         cache = datasets.config.HF_DATASETS_CACHE
         raise ToolkitError(f"rows cannot be cached in {cache}: {error}", hint="set HF_HOME to another folder") from None
@@ -94,8 +73,7 @@ def load_hub(source: DataSource, split: str, *, streaming: bool = False, option:
     """Load a hub data set, downloaded or (`streaming`) read lazily. Raises ToolkitError if it cannot be loaded."""
     name, config = source.name, source.config
     try:
-        with _progress_on_first_rank_only():
-            return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=_cache_of(name))
+        return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=_cache_of(Path(name)))
     except Exception as error:  # network, name, split and configuration errors have their own classes
         known: list[str] = []
         if isinstance(error, ValueError):
@@ -108,17 +86,15 @@ def load_hub(source: DataSource, split: str, *, streaming: bool = False, option:
         raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
 
 
-def _cache_of(name: str) -> str | None:
+def _cache_of(folder: Path) -> str | None:
     """A cache for the present content of a copied data set; None, the usual one, for a hub id.
 
     `datasets` 5.2 keeps the rows of a folder with a README.md in one place, also after a file of it was edited.
     """
-    folder = Path(name)
     if not folder.is_dir():
         return None
-    found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = [(str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for path, stat in found]
-    digest = hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:16]
+    found = [(str(path.resolve()), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    digest = _fingerprint([(path, stat.st_size, stat.st_mtime_ns) for path, stat in found])
     return str(Path(datasets.config.HF_DATASETS_CACHE) / "folders" / digest)
 
 
@@ -130,18 +106,6 @@ def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None)
         return detect_format(first_row)
     except ToolkitError as error:
         raise ToolkitError(f"{name}: row 1: {error.message}", hint=error.hint) from None
-
-
-@contextmanager
-def _progress_on_first_rank_only() -> Iterator[None]:
-    if os.environ.get("RANK", "0") == "0" or not datasets.is_progress_bar_enabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def _fingerprint(*parts: object) -> str:
@@ -156,76 +120,12 @@ def _fingerprint(*parts: object) -> str:
 
 # -- tokens
 
-
-def tokenize(
-    dataset: datasets.Dataset, *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None
-) -> Tokenized:
-    """Tokenise every row, truncated to `max_seq_length`; rows without a supervised token are dropped."""
-    encoder = row_encoder(
-        tokenizer=tokenizer, data_format=data_format, max_seq_length=max_seq_length, loss_on=loss_on, system_prompt=None
-    )
-    return keep_supervised(encode_rows(dataset, encoder), encoder)
-
-
-def row_encoder(
-    *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None, system_prompt: str | None
-) -> RowEncoder:
-    """Return the encoder for rows of one format.
-
-    `loss_on` is `assistant` (also the completion), `all`, or None: assistant for chat and prompt/completion, all for
-    text. Raises ToolkitError for `assistant` with text.
-    """
-    if data_format == "text" and loss_on == "assistant":
-        raise ToolkitError(
-            "`loss_on: assistant` has no effect on plain text: there is no assistant turn", hint="leave `--loss_on` out"
-        )
-    return RowEncoder(
-        tokenizer=tokenizer,
-        data_format=data_format,
-        max_seq_length=max_seq_length,
-        supervise_all=loss_on == "all" or data_format == "text",
-        system_prompt=system_prompt,
-    )
-
-
-def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int | None = None) -> datasets.Dataset:
-    """Tokenise all rows, or read them from the cache of `datasets`."""
-    num_proc = None if num_proc is None else min(num_proc, len(dataset))
-    with _progress_on_first_rank_only():
-        return dataset.map(
-            encoder,
-            with_indices=True,
-            remove_columns=dataset.column_names,
-            features=_FEATURES,
-            new_fingerprint=_fingerprint(dataset._fingerprint, *encoder.cache_key()),
-            num_proc=num_proc,
-            desc="Tokenizing",
-        )
-
-
-def encoded_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
-    """Return a dataset of a few encoded rows, in memory."""
-    return datasets.Dataset.from_list(rows, features=_FEATURES)
-
-
-def keep_supervised(encoded: datasets.Dataset, encoder: RowEncoder) -> Tokenized:
-    """Drop the rows without a supervised token. Raises ToolkitError if none is left."""
-    kept = [index for index, supervised in enumerate(encoded["supervised"][:]) if supervised]
-    if not kept:
-        raise no_supervised_tokens_error(encoded, encoder.max_seq_length)
-    stats = data_stats(encoded, kept, encoder.tokenizer, encoder.data_format, encoder.max_seq_length)
-    return Tokenized(dataset=encoded.select(kept).select_columns(COLUMNS), stats=stats)
-
-
 COLUMNS = ["input_ids", "labels", "length", "row", "supervised"]
 _FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
         "labels": datasets.List(datasets.Value("int32")),
-        "length": datasets.Value("int64"),
-        "row": datasets.Value("int64"),
-        "supervised": datasets.Value("int64"),
-        "uncut_tokens": datasets.Value("int64"),
+        **dict.fromkeys(("length", "row", "supervised", "uncut_tokens"), datasets.Value("int64")),
         "got_system_prompt": datasets.Value("bool"),
     }
 )
@@ -279,6 +179,60 @@ class RowEncoder:
         template = self.tokenizer.chat_template
         options = self.data_format, self.max_seq_length, self.supervise_all, self.system_prompt
         return vocabulary, str(special), str(template), *options
+
+
+def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> RowEncoder:
+    """Return the encoder for rows of one format.
+
+    `loss_on` is `assistant` (also the completion), `all`, or None: assistant for chat and prompt/completion, all for
+    text. Raises ToolkitError for `assistant` with text.
+    """
+    if data_format == "text" and arguments.loss_on == "assistant":
+        what = "`loss_on: assistant` has no effect on plain text: there is no assistant turn"
+        raise ToolkitError(what, hint="leave `--loss_on` out")
+    return RowEncoder(
+        tokenizer=tokenizer,
+        data_format=data_format,
+        max_seq_length=arguments.max_seq_length,
+        supervise_all=arguments.loss_on == "all" or data_format == "text",
+        system_prompt=arguments.system_prompt,
+    )
+
+
+def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int | None = None) -> datasets.Dataset:
+    """Tokenise all rows, or read them from the cache of `datasets`."""
+    return dataset.map(
+        encoder,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=_FEATURES,
+        new_fingerprint=_fingerprint(dataset._fingerprint, *encoder.cache_key()),
+        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
+    )
+
+
+def encoded_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    """Return a dataset of a few encoded rows, in memory."""
+    return datasets.Dataset.from_list(rows, features=_FEATURES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedSource:
+    """The tokenised rows of one data set."""
+
+    name: str
+    rows: datasets.Dataset
+    encoder: RowEncoder
+
+    def supervised(self) -> tuple[datasets.Dataset, DataStats]:
+        """Return the `COLUMNS` of rows with a supervised token, and statistics. Raises ToolkitError if none is left."""
+        encoder = self.encoder
+        kept = [index for index, supervised in enumerate(self.rows["supervised"][:]) if supervised]
+        if not kept:
+            error = no_supervised_tokens_error(self.rows, encoder.max_seq_length)
+            raise ToolkitError(f"{self.name}: {error.message}", hint=error.hint)
+        stats = data_stats(self.rows, kept, encoder.tokenizer, encoder.data_format, encoder.max_seq_length)
+        return self.rows.select(kept).select_columns(COLUMNS), stats
 
 
 def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_tokens: int | None = None) -> Encoded:

@@ -1,4 +1,4 @@
-"""DDP's gradient communication hooks: torch's own and top-k compression, counted and read back.
+"""DDP's gradient communication hooks, which are torch's own, counted and read back.
 
 Counted are the bytes of the tensors that a hook passes to `all_reduce` and `all_gather` on this rank, with their
 dtypes. Each hook's module sees torch.distributed through a counter, so no other communication is counted.
@@ -6,9 +6,8 @@ dtypes. Each hook's module sees torch.distributed through a counter, so no other
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import uncompiled
 from toolkit.train.active_run import ActiveRun
 
-PLAIN_HOOKS = {
+HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
     # per channel of 512: per tensor, one outlier decides the scale of a whole bucket
     "int8": quantization_hooks.quantization_perchannel_hook,
+    "power_sgd": powerSGD_hook.powerSGD_hook,
 }
 
 
@@ -42,20 +42,30 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.hook is not None
-        self.hook.end_step()
+        self.hook.at_step_ends.append(self.hook.bytes.copy())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         assert self.hook is not None
-        if self.run.writes and self.hook.steps:
+        if self.run.writes and self.hook.calls:
             self.run.folder.update_run(ddp_comm_hook=self.hook.facts())
 
 
-class CountingDist:
-    """torch.distributed with the payload of its collectives counted; everything else passes through."""
+class CountedHook:
+    """A registered hook, and the torch.distributed that it sees: the payload of its collectives is counted."""
 
-    def __init__(self) -> None:
-        self.bytes, self.ring_bytes, self.calls = 0, 0.0, 0
-        self.dtypes: set[str] = set()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.hook: Callable[[Any, Any], Any] = HOOKS[name]
+        self.calls, self.dtypes = 0, set[str]()
+        self.bytes: Counter[str] = Counter()
+        """Passed to collectives, in the buckets, and sent in a ring, so far on this rank."""
+        self.at_step_ends: list[Counter[str]] = [Counter()]
+        self.__name__ = self.__qualname__ = f"toolkit:{name}"
+
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+        self.calls += 1
+        self.bytes["uncompressed"] += bucket.buffer().nbytes
+        return self.hook(state, bucket)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -70,9 +80,20 @@ class CountingDist:
         return _Gathered(dist.all_gather(tensors, tensor, *args, **kwargs), tensors)
 
     def _count(self, tensor: torch.Tensor, ring_share: float) -> None:
-        size = tensor.numel() * tensor.element_size()
-        self.bytes, self.ring_bytes, self.calls = self.bytes + size, self.ring_bytes + ring_share * size, self.calls + 1
+        self.bytes["communication"] += tensor.nbytes
+        self.bytes["ring"] += round(ring_share * tensor.nbytes)
         self.dtypes.add(str(tensor.dtype).removeprefix("torch."))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the hook's part of run.json; bytes per step are the last step's, after any uncompressed start."""
+        before, after = self.at_step_ends[-2:]
+        return {
+            "name": self.name,
+            "steps": len(self.at_step_ends) - 1,
+            **{f"{part}_bytes_per_step": after[part] - before[part] for part in after},
+            **{f"{part}_bytes": after[part] for part in ("communication", "uncompressed")},
+            "dtypes": sorted(self.dtypes),
+        }
 
 
 class _Gathered:
@@ -85,44 +106,6 @@ class _Gathered:
         return self.work.get_future().then(lambda _: [torch.stack(self.tensors)])
 
 
-class CountedHook:
-    """A registered hook and the bytes that it has sent so far on this rank."""
-
-    def __init__(self, name: str, hook: Callable[[Any, Any], Any], counter: CountingDist) -> None:
-        self.name, self.hook, self.counter = name, hook, counter
-        self.calls, self.uncompressed_bytes = 0, 0
-        self.steps: list[tuple[int, int, float]] = []
-        """Per optimizer step: bytes passed to collectives, bytes of the buckets, bytes that a ring sends."""
-        self._before = (0, 0, 0.0)
-        self.__name__ = self.__qualname__ = f"toolkit:{name}"
-
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
-        self.calls += 1
-        self.uncompressed_bytes += bucket.buffer().numel() * bucket.buffer().element_size()
-        return self.hook(state, bucket)
-
-    def end_step(self) -> None:
-        """Close an optimizer step: record the bytes that it sent."""
-        now = (self.counter.bytes, self.uncompressed_bytes, self.counter.ring_bytes)
-        sent, uncompressed, ring = (after - before for after, before in zip(now, self._before, strict=True))
-        self.steps.append((int(sent), int(uncompressed), ring))
-        self._before = now
-
-    def facts(self) -> dict[str, Any]:
-        """Return run.json's `ddp_comm_hook`; the per-step figures are the last step's, after any uncompressed start."""
-        sent, uncompressed, ring = self.steps[-1]
-        return {
-            "name": self.name,
-            "steps": len(self.steps),
-            "communication_bytes_per_step": sent,
-            "uncompressed_bytes_per_step": uncompressed,
-            "ring_bytes_per_step": round(ring),
-            "communication_bytes": sum(step[0] for step in self.steps),
-            "uncompressed_bytes": sum(step[1] for step in self.steps),
-            "dtypes": sorted(self.counter.dtypes),
-        }
-
-
 def register_hook(wrapped: Any, arguments: ModelArguments) -> CountedHook:
     """Register `arguments.ddp_comm_hook` on the live DDP model. Raises ToolkitError where DDP does not wrap it."""
     if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
@@ -130,23 +113,15 @@ def register_hook(wrapped: Any, arguments: ModelArguments) -> CountedHook:
             f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
             hint="`--preset ddp`, with two processes or more",
         )
-    counter = CountingDist()
+    hook, state = CountedHook(str(arguments.ddp_comm_hook)), None
     for module in (default_hooks, powerSGD_hook, quantization_hooks):
-        setattr(module, "dist", counter)  # noqa: B010  (mypy)
-    name, state = str(arguments.ddp_comm_hook), None
-    function: Callable[[Any, Any], Any]
-    if name == "power_sgd":
+        setattr(module, "dist", hook)  # noqa: B010  (mypy)
+    if hook.name == "power_sgd":
         state = powerSGD_hook.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=arguments.ddp_comm_hook_power_sgd_rank,
             start_powerSGD_iter=arguments.ddp_comm_hook_power_sgd_start,
         )
-        function = powerSGD_hook.powerSGD_hook
-    elif name == "top_k":
-        state, function = TopK(arguments.ddp_comm_hook_top_k_fraction, counter), top_k_hook
-    else:
-        function = partial(PLAIN_HOOKS[name])
-    hook = CountedHook(name, function, counter)
     wrapped.register_comm_hook(state, hook)
     return hook
 
@@ -157,48 +132,7 @@ def registered_hook(wrapped: Any) -> CountedHook | None:
     return hooks[0] if hooks and hooks[0].calls else None
 
 
-class TopK:
-    """Top-k compression with error feedback: state of `top_k_hook`.
-
-    Each rank sends the `fraction` of a bucket's elements that is largest in magnitude and holds the rest back for the
-    next step's gradient, so that nothing is lost, only late (Stich et al., https://arxiv.org/abs/1809.07599).
-    """
-
-    def __init__(self, fraction: float, collectives: Any = dist) -> None:
-        self.fraction, self.collectives = fraction, collectives
-        self.unsent: dict[torch.Tensor, torch.Tensor] = {}
-        """What was not sent yet, by parameter: DDP rebuilds its buckets after the first step."""
-
-
-def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
-    buffer = bucket.buffer()
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in state.unsent:
-            gradient.add_(state.unsent[parameter].view_as(gradient))
-    k = max(1, math.ceil(state.fraction * buffer.numel()))
-    indices = buffer.abs().topk(k, sorted=False).indices
-    values = buffer[indices]
-    buffer[indices] = 0
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in state.unsent:
-            state.unsent[parameter].copy_(gradient)
-        else:
-            state.unsent[parameter] = gradient.clone()
-    ranks = dist.get_world_size()
-    sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
-    all_indices = [torch.empty_like(sent) for _ in range(ranks)]
-    all_values = [torch.empty_like(values) for _ in range(ranks)]
-    gathers = [
-        state.collectives.all_gather(all_indices, sent, async_op=True),
-        state.collectives.all_gather(all_values, values, async_op=True),
-    ]
-
-    def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        buffer.zero_()
-        for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
-            buffer.index_add_(0, rank_indices, rank_values / ranks)
-        return buffer
-
-    # Wait for both: gloo's threads may finish the second before the first.
-    return torch.futures.collect_all([work.get_future() for work in gathers]).then(add_up)
+def hook_dtype(wrapped: Any) -> str | None:
+    """Return the dtypes that DDP's communication hook has sent; None without a hook."""
+    hook = registered_hook(wrapped)
+    return None if hook is None else "+".join(sorted(hook.dtypes))

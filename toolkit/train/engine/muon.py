@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer
 
 from toolkit.models.optimizers import parse_optimizer_arguments
-from toolkit.observe.attest.optimizer import hidden_matrices
+from toolkit.observe.attest.expected import hidden_matrices
 
 MATCHES_ADAMW = "match_rms_adamw"
 Group = dict[str, Any]
@@ -67,8 +67,3 @@ def make_muon(model: Any, *, args: Any) -> MuonWithAdamW:
             decay = args.weight_decay if decays else 0.0
             groups += [{"params": found, "use_muon": uses_muon, "weight_decay": decay, **own}] if found else []
     return MuonWithAdamW(groups, lr=args.learning_rate)
-
-
-def muon_factory() -> Callable[..., MuonWithAdamW]:
-    """Return the function that makes the optimizer: the Trainer calls what it is given in place of a class."""
-    return make_muon

@@ -6,7 +6,6 @@ A preset's file knows neither the disk nor the model. accelerate fills `"nvme_pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,18 @@ def size_swap_buffers(arguments: Arguments) -> None:
         if str(block.get("nvme_path", "none")) in ("none", "auto"):
             raise ToolkitError(f"{name} is on NVMe, and no disk is named", hint=NVME_PATH_HINT)
     if (param := blocks.get("offload_param")) is not None:
-        ranks = arguments.training.world_size
-        partitions = {  # elements of each module's own tensors and its children's: loading gathers them together
-            name: [
-                ceil(parameter.numel() / ranks)
+        # Elements of each module's own tensors and its children's: loading gathers them together.
+        partitions = [
+            [
+                ceil(parameter.numel() / arguments.training.world_size)
                 for part in (module, *module.children())
                 for parameter in part.parameters(recurse=False)
             ]
-            for name, module in model_without_weights(arguments.job).named_modules()
-        }
-        sizes = buffers(partitions)
+            for module in model_without_weights(arguments.job).modules()
+        ]
+        # Buffers hold the largest partition, and there is one for each tensor that is gathered at a time.
+        largest = max((size for sizes in partitions for size in sizes), default=1)
+        sizes = {"buffer_size": largest, "buffer_count": max(2, *map(len, partitions))}
         param |= {name: value for name, value in sizes.items() if param.get(name, "auto") == "auto"}
     if blocks:
         plugin.set_deepspeed_weakref()  # what `from_pretrained` reads is a copy
@@ -64,20 +65,6 @@ class NvmeOffload(TrainerCallback):  # type: ignore[misc]
         self.run.barrier()
         if self.run.writes:
             measured_disk = (self.run.folder.read_run() or {}).get("nvme") or {}  # by the launcher
-            facts = {"swap_folder": str(self.swap_folder), **self.buffers, "swap_bytes": swap_bytes(self.swap_folder)}
+            on_disk = sum(file.stat().st_size for file in self.swap_folder.rglob("*.swp"))  # of this node's ranks
+            facts = {"swap_folder": str(self.swap_folder), **self.buffers, "swap_bytes": on_disk}
             self.run.folder.update_run(nvme=measured_disk | facts)
-
-
-def buffers(partitions: Mapping[str, list[int]]) -> dict[str, int]:
-    """Return buffers that hold the largest partition, one for each tensor that is gathered at a time.
-
-    >>> buffers({"attention": [8, 4], "head": [100]})
-    {'buffer_size': 100, 'buffer_count': 2}
-    """
-    largest = max((size for sizes in partitions.values() for size in sizes), default=1)
-    return {"buffer_size": largest, "buffer_count": max(2, *map(len, partitions.values()))}
-
-
-def swap_bytes(folder: Path) -> int:
-    """Return the bytes that the swap files of this node's ranks take on the disk."""
-    return sum(file.stat().st_size for file in folder.rglob("*.swp"))

@@ -1,18 +1,24 @@
-"""The chunked loss in a model of transformers: its forward gives the labels, its head's forward computes the loss.
+"""Cross entropy of a language-model head, a chunk of tokens at a time: the full logits never exist.
 
-Everything between and after them stays the architecture's own: position handling, the router's auxiliary loss, outputs.
-The head is called once, as a module, so that ZeRO-3 gathers its weight and every engine's hooks see one forward.
+A chunk's logits, loss and gradients are computed together in the forward, so that the head's three matrix products run
+once, as without chunks; backward only scales the gradients. Those of the head are added up in fp32 over the chunks.
+torch's `linear_cross_entropy` (2.13) works the same way for a plain linear head, but adds up a bf16 head's gradient in
+bf16 and takes neither soft-capped logits nor label smoothing; Liger's needs a GPU.
+
+In a model of transformers, its forward gives the labels and its head's forward computes the loss. Everything between
+and after them stays the architecture's own: position handling, the router's auxiliary loss, outputs. The head is called
+once, as a module, so that ZeRO-3 gathers its weight and every engine's hooks see one forward.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,37 +29,173 @@ from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
-from toolkit.train.data.collation import (
-    SUPERVISED_POSITIONS,
-    Collator,
-    next_labels,
-    supervised_positions,
-)
-from toolkit.train.model.chunked_cross_entropy import (
-    AnyHead,
-    LinearHead,
-    LogitScale,
-    LossOptions,
-    chunked_cross_entropy,
-)
-
-# Logits to see how a model changes them. The first gives the slope, the second the cap, the rest verify both.
-SLOPE_PROBE, CAP_PROBE = 2.0**-30, 2.0**60
-PROBES = (SLOPE_PROBE, CAP_PROBE, 0.0, 1.0, -1.0, 7.0, -30.0, 30.0, 55.0, -200.0)
-
-
-class UnknownHead(Exception):
-    """The model computes its loss from more than its head's logits, scaled or capped."""
+from toolkit.train.data.collation import SUPERVISED_POSITIONS, Collator, next_labels, supervised_positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Targets:
-    labels: torch.Tensor
-    """The token after each position that the head sees, flattened."""
-    positions: torch.Tensor | None
-    """Indices of those that are supervised, from the collator; None: to be read from the labels."""
-    num_items: torch.Tensor | int | None
-    label_smoothing: float
+class LogitScale:
+    """How a model changes the logits of its head: a factor (Granite, Cohere), a soft cap (Gemma 2), or nothing.
+
+    >>> LogitScale(slope=0.5)(torch.tensor([4.0]))
+    tensor([2.])
+    """
+
+    slope: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale the logits in place."""
+        if self.cap is not None:
+            return logits.mul_(self.slope / self.cap).tanh_().mul_(self.cap)
+        return logits if self.slope == 1.0 else logits.mul_(self.slope)
+
+    def scale_gradient(self, gradient: torch.Tensor, scaled: torch.Tensor | None) -> None:
+        """Multiply the gradient of scaled logits by the derivative; the logits are needed with a cap only."""
+        if self.cap is not None and scaled is not None:
+            gradient.mul_(scaled.div_(self.cap).square_().neg_().add_(1.0))
+        if self.slope != 1.0:
+            gradient.mul_(self.slope)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+    """How the loss is computed."""
+
+    chunk_tokens: int
+    scale: LogitScale = LogitScale()
+    label_smoothing: float = 0.0
+
+
+# -- the loss of a head
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: LossOptions,
+) -> torch.Tensor:
+    """Return the sum of the cross entropy at some positions; `hidden` is (tokens, size), `weight` (words, size).
+
+    The result can be backpropagated once.
+    """
+    total: torch.Tensor = _ChunkedCrossEntropy.apply(
+        hidden, labels, positions, weight, bias, options, torch.is_grad_enabled()
+    )
+    return total
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: LossOptions,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        chunks = positions.split(options.chunk_tokens)
+        of_hidden, _, _, of_weight, of_bias, *_ = (with_gradients and needs for needs in ctx.needs_input_grad)
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden_gradient = torch.zeros_like(hidden) if of_hidden else None
+        weight_sum = GradientSum(weight, num_chunks=len(chunks)) if of_weight else None
+        bias_sum = GradientSum(bias, num_chunks=len(chunks)) if bias is not None and of_bias else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for chunk in chunks:
+            inputs = hidden[chunk].to(dtype)
+            logits = torch.nn.functional.linear(inputs, matrix, offset)  # autocast finds nothing to cast
+            needed = of_hidden or of_weight or of_bias
+            loss, gradient = loss_and_gradient(logits, labels[chunk], options, with_gradient=needed)
+            total = total + loss
+            if gradient is None:
+                continue
+            if weight_sum is not None:
+                weight_sum.add_product(gradient.T, inputs)
+            if bias_sum is not None:
+                bias_sum.add(gradient.sum(0))
+            if hidden_gradient is not None:
+                # autocast computes in bf16, of an fp32 input
+                hidden_gradient[chunk] = (gradient @ matrix).to(hidden_gradient.dtype)
+            del logits, gradient  # before the next chunk's logits
+        sums = (None if each is None else each.total() for each in (weight_sum, bias_sum))
+        ctx.gradients = (hidden_gradient, *sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss keeps its gradients for one backward only")
+        gradients, ctx.gradients = ctx.gradients, None
+        of_hidden, of_weight, of_bias = (None if each is None else each.mul_(of_loss) for each in gradients)
+        return of_hidden, None, None, of_weight, of_bias, None, None
+
+
+class GradientSum:
+    """A parameter's gradient, added up over chunks in fp32; a single chunk's is kept as it is."""
+
+    def __init__(self, parameter: torch.Tensor, *, num_chunks: int) -> None:
+        self.parameter = parameter
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        self.value = torch.zeros_like(parameter, dtype=wide) if num_chunks != 1 else None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add the gradient of one chunk."""
+        self.value = gradient if self.value is None else self.value.add_(gradient)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add `left @ right`; on a GPU without rounding the product to bf16 first."""
+        value = self.value
+        if value is not None and value.dtype == left.dtype:
+            value.addmm_(left, right)
+        elif value is not None and value.is_cuda and value.dtype == torch.float32:
+            torch.addmm(value, left, right, out_dtype=torch.float32, out=value)
+        else:
+            self.add(left @ right)
+
+    def total(self) -> torch.Tensor:
+        """Return the sum in the parameter's dtype."""
+        assert self.value is not None
+        return self.value.to(self.parameter.dtype)
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, options: LossOptions, *, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the summed loss of one chunk and the gradient of its logits, which it overwrites.
+
+    With denominator Z = sum(exp(z)), a token's loss is log Z - z_label and its gradient softmax(z) - one_hot(label).
+    """
+    smoothing, index = options.label_smoothing, labels.unsqueeze(-1)
+    scores = options.scale(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    capped = scores.clone() if with_gradient and options.scale.cap is not None else None
+    scores.sub_(scores.amax(-1, keepdim=True))
+    expected = (1 - smoothing) * scores.gather(-1, index)
+    if smoothing:
+        expected += smoothing * scores.mean(-1, keepdim=True)
+    denominator = scores.exp_().sum(-1, keepdim=True)
+    loss = (denominator.log() - expected).sum()
+    if not with_gradient:
+        return loss, None
+    gradient = scores.div_(denominator)
+    if smoothing:
+        gradient.sub_(smoothing / logits.shape[-1])
+    gradient.scatter_add_(-1, index, gradient.new_full(index.shape, smoothing - 1))
+    options.scale.scale_gradient(gradient, capped)
+    return loss, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
+
+
+# -- the loss of a model
+
+
+class UnknownHead(Exception):
+    """The model computes its loss from more than the logits of a linear head, scaled or capped."""
 
 
 class ChunkedLoss:
@@ -68,7 +210,8 @@ class ChunkedLoss:
         self.chunk_tokens, self.label_smoothing = chunk_tokens, label_smoothing
         self.num_losses = 0
         """Losses computed so far."""
-        self._targets: _Targets | None = None
+        self._compute: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Computes the loss of hidden states, during a forward with labels."""
         self._loss: torch.Tensor | None = None
         self._head, self._inner = plain.get_output_embeddings(), inner_head(plain)
         self._model_forward, self._head_forward = plain.forward, self._inner.forward
@@ -86,50 +229,40 @@ class ChunkedLoss:
             positions = kwargs.pop(SUPERVISED_POSITIONS, None)
             if kwargs.get("labels") is None:
                 return self._model_forward(*args, **kwargs)
-            self._targets = _Targets(
-                labels=next_labels(kwargs),
-                positions=positions,
-                num_items=kwargs.get("num_items_in_batch"),
-                label_smoothing=self.label_smoothing if model.training else 0.0,
-            )
+            smoothing = self.label_smoothing if model.training else 0.0
+            given = (next_labels(kwargs), positions, kwargs.get("num_items_in_batch"))
+            self._compute = functools.partial(self._loss_of, *given, label_smoothing=smoothing)
             # Registered now, it runs after the hooks of every engine and takes what they return.
             hook = self._head.register_forward_hook(self._take_loss)
             try:
                 return self._model_forward(*args, **kwargs)
             finally:
                 hook.remove()
-                self._targets = self._loss = None
+                self._compute = self._loss = None
 
         return forward
 
-    def _forward_head(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        targets = self._targets
-        result: torch.Tensor = (
-            self._head_forward(hidden, *args, **kwargs) if targets is None else self._compute(hidden, targets)
-        )
+    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = (self._compute or self._head_forward)(hidden)
         return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compute(self, hidden: torch.Tensor, targets: _Targets) -> torch.Tensor:
-        labels, positions = targets.labels.to(hidden.device), targets.positions
+    def _loss_of(
+        self, labels: torch.Tensor, positions: torch.Tensor | None, items: Any, hidden: torch.Tensor, **how: float
+    ) -> torch.Tensor:
+        """`labels` are flattened; `positions` are those that are supervised, from the collator."""
+        labels = labels.to(hidden.device)
         if positions is None:
             # Fake tensors have no values: all positions are the most that there can be.
             fake = isinstance(labels, FakeTensor)
             positions = torch.arange(len(labels)) if fake else supervised_positions(labels)
-        options = LossOptions(chunk_tokens=self.chunk_tokens, scale=self.scale, label_smoothing=targets.label_smoothing)
-        total = chunked_cross_entropy(hidden.flatten(0, -2), labels, positions, *self._make_head(), options)
+        options = LossOptions(chunk_tokens=self.chunk_tokens, scale=self.scale, **how)
+        weight, bias = self._inner.weight, self._inner.bias  # read now: engines replace them between two calls
+        total = chunked_cross_entropy(hidden.flatten(0, -2), labels, positions, weight, bias, options)
         self.num_losses += 1
-        items = targets.num_items
         if items is None:
             return total / (labels != IGNORED).sum()  # nan without any, as torch's mean
         return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
-
-    def _make_head(self) -> tuple[Any, Sequence[torch.Tensor | None]]:
-        """Read the parameters now: engines replace them between two calls."""
-        if is_linear(self._inner):
-            return LinearHead, (self._inner.weight, self._inner.bias)
-        trained = [parameter for parameter in self._inner.parameters() if parameter.requires_grad]
-        return functools.partial(AnyHead, self._head_forward), trained
 
     def _take_loss(self, _head: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         """Keep the loss; the model's forward continues with the logits of an empty vocabulary."""
@@ -181,40 +314,34 @@ def inner_head(plain: Any) -> Any:
     return head if copies is None else copies[head.active_adapters[0]]
 
 
-def is_linear(head: Any) -> bool:
-    """Return True for a linear layer without adapters or quantisation; its own forward may have been replaced."""
-    return type(head).forward is torch.nn.Linear.forward
+# -- what a model does with its logits
+
+# Logits to see how a model changes them. The first gives the slope, the second the cap, the rest verify both.
+SLOPE_PROBE, CAP_PROBE = 2.0**-30, 2.0**60
+PROBES = (SLOPE_PROBE, CAP_PROBE, 0.0, 1.0, -1.0, 7.0, -30.0, 30.0, 55.0, -200.0)
 
 
 def read_logit_scale(plain: Any) -> LogitScale:
     """Return what the model does with its head's logits before the loss, seen by giving it logits.
 
     Backbone and head are left out, so no weight is read. Raises UnknownHead for anything but a factor and a soft cap,
-    and for a loss other than transformers' own.
+    for a head that is not linear or has adapters, and for a loss other than transformers' own.
     """
-    name = type(plain).__name__
+    name, head = type(plain).__name__, plain.get_output_embeddings()
     if getattr(plain, "loss_function", None) is not ForCausalLMLoss:
         raise UnknownHead(f"{name} has a loss function of its own")
-    head = plain.get_output_embeddings()
-    if head is None:
-        raise UnknownHead(f"{name} has no output embeddings")
-    if not is_linear(inner_head(plain)) and any(hasattr(p, "ds_id") for p in head.parameters()):
-        raise UnknownHead(f"the head of {name} has adapters, whose parts ZeRO-3 gathers one by one")
+    if head is None or type(inner_head(plain)).forward is not torch.nn.Linear.forward:
+        raise UnknownHead(f"the head of {name} is not a linear layer, or has adapters")
     vocab_size = int(plain.config.get_text_config().vocab_size)
     logits = torch.tensor(PROBES, dtype=torch.float64).repeat(vocab_size // len(PROBES) + 1)[:vocab_size]
     seen = _seen_by_loss(plain, head, logits)
-    scale = _fitted(seen)
-    expected = scale(logits.clone())
-    if seen.shape != logits.shape or not torch.allclose(seen, expected, rtol=1e-6, atol=1e-12):
+    scale = LogitScale()
+    if len(seen) >= len(PROBES):
+        slope, largest = float(seen[0]) / SLOPE_PROBE, float(seen[1])
+        scale = LogitScale(slope=slope, cap=largest if abs(largest) < 2.0**40 else None)
+    if seen.shape != logits.shape or not torch.allclose(seen, scale(logits.clone()), rtol=1e-6, atol=1e-12):
         raise UnknownHead(f"{name} does more with its logits than scaling and capping them")
     return scale
-
-
-def _fitted(seen: torch.Tensor) -> LogitScale:
-    if len(seen) < len(PROBES):
-        return LogitScale()
-    slope, largest = float(seen[0]) / SLOPE_PROBE, float(seen[1])
-    return LogitScale(slope=slope, cap=largest if abs(largest) < 2.0**40 else None)
 
 
 class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
@@ -255,7 +382,9 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     token, label = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=torch.int64)
     hidden = _Hidden(last_hidden_state=torch.zeros(1, 1, 1, dtype=torch.float64))
     options = {"attention_mask": torch.ones_like(token), "use_cache": False, "output_router_logits": False}
-    with _replaced(plain, {head: logits.view(1, 1, -1), plain.base_model: hidden}):
+    values = {head: logits.view(1, 1, -1), plain.base_model: hidden}
+    replaced = {name: _Replacement(values[child], child) for name, child in plain._modules.items() if child in values}
+    with patch.dict(plain._modules, replaced):
         plain.loss_function = capture
         try:
             with torch.no_grad():
@@ -267,16 +396,3 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     if len(seen) != 1:
         raise UnknownHead(f"{type(plain).__name__} does not compute one loss from its head's logits")
     return seen[0]
-
-
-@contextlib.contextmanager
-def _replaced(plain: Any, values: dict[Any, Any]) -> Iterator[None]:
-    """Let the model's children return these values; its `_modules` are put back afterwards."""
-    before = dict(plain._modules)
-    for name, child in before.items():
-        if child in values:
-            plain._modules[name] = _Replacement(values[child], child)
-    try:
-        yield
-    finally:
-        plain._modules.update(before)

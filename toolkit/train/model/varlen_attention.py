@@ -74,8 +74,8 @@ def varlen_attention(
         window = {"window_size": (before, 0), "scale": scaling, "enable_gqa": grouped}
         output = varlen_attn(query, key, value, starts, starts, longest, longest, **window)
     else:
-        settings: dict[str, Any] = {"window": sliding_window, "scale": scaling, "dropout": dropout}
-        output = _by_document(query, key, value, cu_seq_lens_q, **settings)
+        how = {"dropout_p": dropout, "scale": scaling}
+        output = _by_document(query, key, value, cu_seq_lens_q, window=sliding_window, **how)
     return output.reshape(rows, tokens, *output.shape[-2:]), None
 
 
@@ -110,43 +110,15 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents differs from row to row
 def _by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    *,
-    window: int | None,
-    dropout: float,
-    scale: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, *, window: int | None, **how: Any
 ) -> torch.Tensor:
-    lengths = starts.diff().tolist()
+    """Return the attention of one document after the other; `how` is dropout and scale."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    documents = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-    outputs = [_document(*parts, window=window, dropout=dropout, scale=scale) for parts in documents]
-    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
-
-
-def _document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    window: int | None,
-    dropout: float,
-    scale: float | None,
-) -> torch.Tensor:
-    """Causal attention of one document. With a window, a block of queries sees two windows of keys at most."""
-    tokens = query.shape[2]
-    if window is None or tokens <= window:
-        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
     outputs = []
-    for start in range(0, tokens, window):
-        first, end = max(0, start - window + 1), min(start + window, tokens)
-        at = torch.arange(start, end, device=query.device)[:, None]
-        seen = torch.arange(first, end, device=query.device)
-        mask = (seen <= at) & (seen > at - window)
-        block = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
-        outputs.append(scaled_dot_product_attention(*block, attn_mask=mask, dropout_p=dropout, scale=scale))
-    return torch.cat(outputs, dim=2)
+    for q, k, v in zip(*(part.split(starts.diff().tolist(), dim=2) for part in (query, key, value)), strict=True):
+        at = torch.arange(q.shape[2], device=q.device)
+        mask = None if window is None else (at <= at[:, None]) & (at > at[:, None] - window)
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **how))
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)

@@ -1,4 +1,7 @@
-"""The stages that one rank holds, and all ranks of a pipeline together as one model.
+"""The stages of a decoder that one rank holds, and all ranks of a pipeline together as one model.
+
+A stage keeps the forward of its architecture in transformers, which makes masks and positions itself: layers that
+belong to other stages are taken out of the model before it has weights. Each rank reads the weights of its stages only.
 
 Training goes through `pipeline_steps`. Called as a module, the pipeline computes one batch from the first stage to the
 last without gradients: for evaluations, and for the live model's logits of fixed tokens.
@@ -7,22 +10,119 @@ last without gradients: for evaluations, and for the live model's logits of fixe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, GenerationConfig
+from torch.nn import Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from toolkit.job.argument_fields import ModelArguments
+from toolkit.errors import ToolkitError
+from toolkit.files.model_weights import read_weights
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings, divide_layers
-from toolkit.train.engine.pipeline.stage import Stage, weights_reader, write_index, write_part
+from toolkit.record.folder import write_json
+from toolkit.train.arguments import Arguments
 from toolkit.train.model.loading import from_pretrained
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Stage(torch.nn.Module):  # type: ignore[misc]
+    """Some layers of a decoder. It takes token ids in the first stage and hidden states in the others."""
+
+    def __init__(self, config: Any, layers: range, *, number: int, stages: int, attention: str | None) -> None:
+        """Build the stage without weights; `load` gives it those."""
+        super().__init__()
+        self.number = number
+        self.is_first, self.is_last = number == 0, number == stages - 1
+        self.tied = bool(config.get_text_config().tie_word_embeddings)
+        extra = {} if attention is None else {"attn_implementation": attention}
+        with init_empty_weights(include_buffers=False):
+            self.decoder = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
+        backbone = self.decoder.model
+        own = torch.nn.ModuleList()
+        for index in layers:  # under their own numbers, by which weights are named
+            own.add_module(str(index), backbone.layers[index])
+        backbone.layers = own
+        # The backbone loops over the layers that it has, and looks their types up by their place among them.
+        backbone.config = copy.copy(backbone.config)
+        backbone.config.num_hidden_layers = len(layers)
+        if getattr(backbone.config, "layer_types", None):
+            backbone.config.layer_types = [backbone.config.layer_types[index] for index in layers]
+        if not self.is_first:
+            backbone.embed_tokens = None
+        if not self.is_last:
+            backbone.norm, self.decoder.lm_head = torch.nn.Identity(), None
+        elif self.tied:  # one tensor in the model's file; here each of the two ranks has a copy
+            self.decoder.lm_head.weight = Parameter(self.decoder.lm_head.weight.detach())
+        self.compute_dtype = torch.float32
+        self.micro_batches: list[dict[str, Any]] = []
+        """Mask, positions and labels of each micro-batch of the step, which are not handed on."""
+
+    @property
+    def tied_copy(self) -> Any:
+        """The head's weight where it is a second copy of the embedding; None in any other stage."""
+        return self.decoder.lm_head.weight if self.tied and self.is_last else None
+
+    def load(self, read: Callable[[str], torch.Tensor], device: torch.device) -> None:
+        """Load each parameter in fp32 with `read`, which takes its name in a model folder."""
+        for name, _ in list(self.decoder.named_parameters()):
+            stored = EMBEDDING if self.tied and name == HEAD else name
+            module, _, attribute = name.rpartition(".")
+            weight = Parameter(read(stored).to(device=device, dtype=torch.float32))
+            setattr(self.decoder.get_submodule(module), attribute, weight)
+
+    def forward(self, inputs: torch.Tensor, *, micro_batch: torch.Tensor) -> torch.Tensor:
+        """Return hidden states, or in the last stage the loss of a micro-batch of the step, given by its number."""
+        return self.compute(inputs, **self.micro_batches[int(micro_batch)])
+
+    def compute(self, inputs: torch.Tensor, *, labels: Any = None, **options: Any) -> torch.Tensor:
+        """Return hidden states; in the last stage the loss with `labels`, and logits without."""
+        given = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **options}
+        half = self.compute_dtype != torch.float32
+        with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
+            if not self.is_last:
+                given.pop("num_items_in_batch", None)
+                hidden: torch.Tensor = self.decoder.model(**given).last_hidden_state
+                return hidden
+            output = self.decoder(**given, labels=labels)
+            result: torch.Tensor = output.logits if labels is None else output.loss
+            return result
+
+
+def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads one tensor by name, from a local folder or a hub id."""
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    stored = read_weights(folder)
+    opened: dict[Path, Any] = {}
+
+    def read(tensor: str) -> torch.Tensor:
+        if tensor not in stored:
+            raise ToolkitError(
+                f"model {name!r} has no tensor {tensor!r}, which a stage of the pipeline needs",
+                hint="`--preset fsdp2` loads it through transformers, which converts older names",
+            )
+        path = stored[tensor].path
+        if path not in opened:
+            opened[path] = safe_open(path, framework="pt")
+        loaded: torch.Tensor = opened[path].get_tensor(tensor)
+        return loaded
+
+    return read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +138,8 @@ class PipelineRanks:
     """The group of the first and the last rank of this pipeline; None on ranks between them."""
     rank: int
     """This rank's place in its pipeline."""
-    size: int
-    num_replicas: int
     replica: int
+    layout: ParallelLayout
 
     @classmethod
     def of(cls, layout: ParallelLayout, device_type: str) -> PipelineRanks:
@@ -51,16 +150,9 @@ class PipelineRanks:
             both = [first, first + layout.pp - 1]
             group = dist.new_group(both)
             ends = group if dist.get_rank() in both else ends
-        return cls(
-            mesh=mesh,
-            pipeline=mesh.get_group("pp"),
-            replicas=mesh.get_group("dp_replicate"),
-            ends=ends,
-            rank=int(mesh.get_local_rank("pp")),
-            size=layout.pp,
-            num_replicas=layout.dp_replicate,
-            replica=int(mesh.get_local_rank("dp_replicate")),
-        )
+        groups = {"pipeline": mesh.get_group("pp"), "replicas": mesh.get_group("dp_replicate"), "ends": ends}
+        rank, replica = int(mesh.get_local_rank("pp")), int(mesh.get_local_rank("dp_replicate"))
+        return cls(mesh=mesh, **groups, rank=rank, replica=replica, layout=layout)
 
     def global_rank(self, rank: int) -> int:
         """Return the rank in the world of a rank of this pipeline."""
@@ -83,8 +175,6 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
             for number in settings.stages_of(ranks.rank)
         )
         self.architecture = type(self.stages[0].decoder).__name__
-        self.schedule_in_effect: str | None = None
-        """The class of torch's schedule, once a step has run."""
 
     @property
     def device(self) -> torch.device:
@@ -124,6 +214,10 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         **options: Any,
     ) -> CausalLMOutput:
         """Return the loss of a batch with `labels`, and its logits without, on every rank of the pipeline."""
+
+        def rank_of(stage: int) -> int:
+            return self.ranks.global_rank(self.settings.rank_of(stage))
+
         options["position_ids"] = position_ids
         own = {stage.number: stage for stage in self.stages}
         shape = (*input_ids.shape, self.config.get_text_config().hidden_size)
@@ -133,24 +227,21 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
                 continue
             if number > 0:
                 hidden = torch.empty(shape, device=self.device)
-                dist.recv(hidden, src=self._rank_of(number - 1), group=self.ranks.pipeline)
+                dist.recv(hidden, src=rank_of(number - 1), group=self.ranks.pipeline)
             hidden = own[number].compute(hidden, labels=labels, **options)
             if number < self.settings.stages - 1:
-                dist.send(hidden.contiguous(), dst=self._rank_of(number + 1), group=self.ranks.pipeline)
+                dist.send(hidden.contiguous(), dst=rank_of(number + 1), group=self.ranks.pipeline)
         vocabulary = self.config.get_text_config().vocab_size
         if self.settings.stages - 1 not in own:
             hidden = torch.empty(() if labels is not None else (*input_ids.shape, vocabulary), device=self.device)
         result = hidden.float().contiguous()
-        dist.broadcast(result, src=self._rank_of(self.settings.stages - 1), group=self.ranks.pipeline)
+        dist.broadcast(result, src=rank_of(self.settings.stages - 1), group=self.ranks.pipeline)
         return CausalLMOutput(logits=result) if labels is None else CausalLMOutput(loss=result)
-
-    def _rank_of(self, stage: int) -> int:
-        return self.ranks.global_rank(self.settings.rank_of(stage))
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter of the whole model in name order, one at a time. Collective."""
         own = self.own_weights()
-        holders: list[Any] = [None] * self.ranks.size
+        holders: list[Any] = [None] * self.settings.ranks
         dist.all_gather_object(holders, {name: tuple(p.shape) for name, p in own.items()}, group=self.ranks.pipeline)
         of_all = {name: (rank, shape) for rank, found in enumerate(holders) for name, shape in found.items()}
         for name, (rank, shape) in sorted(of_all.items()):
@@ -165,17 +256,24 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         return int(number)
 
     def save_pretrained(self, folder: Path, *, is_main_process: bool) -> None:
-        """Write a model folder, each rank of the first pipeline one file of weights. Collective."""
+        """Write a model folder, each rank of the first pipeline one file of weights. Collective.
+
+        Rank 0 writes the index, so that `from_pretrained` loads the folder without a merge.
+        """
         dist.barrier()  # the main process may have emptied the folder
         folder.mkdir(parents=True, exist_ok=True)
-        own = self.own_weights()
-        parts: list[Any] = [None] * self.ranks.size
-        index = {} if self.ranks.replica else write_part(folder, own, part=self.ranks.rank, parts=self.ranks.size)
+        own = {name: weight.detach().contiguous() for name, weight in self.own_weights().items()}
+        parts: list[Any] = [None] * self.settings.ranks
+        file = f"model-{self.ranks.rank + 1:05d}-of-{self.settings.ranks:05d}.safetensors"
+        if self.ranks.replica == 0:
+            save_file(own, folder / file, {"format": "pt"})
         total = sum(weight.nbytes for weight in own.values())
-        dist.all_gather_object(parts, (index, total), group=self.ranks.pipeline)
+        dist.all_gather_object(parts, (dict.fromkeys(own, file), total), group=self.ranks.pipeline)
         if is_main_process:
-            weight_map = {name: file for found, _ in parts for name, file in found.items()}
-            write_index(folder, weight_map, total_bytes=sum(total for _, total in parts))
+            weight_map = {name: file for names, _ in parts for name, file in names.items()}
+            size = {"total_size": sum(total for _, total in parts)}
+            index = {"metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
             self.config.architectures, self.config.dtype = [self.architecture], "float32"
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
@@ -187,26 +285,19 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
             stage.load(read, device)
 
 
-def load_pipeline(
-    arguments: ModelArguments,
-    settings: PipelineSettings,
-    ranks: PipelineRanks,
-    *,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    checkpoint: Path | None,
-) -> PipelineModel:
+def load_pipeline(arguments: Arguments, *, compute_dtype: torch.dtype, checkpoint: Path | None) -> PipelineModel:
     """Return the stages of this rank with their weights, from a checkpoint where the run resumes. Collective."""
-    config = from_pretrained(AutoConfig, arguments)
+    job, device = arguments.job, arguments.training.device
+    assert arguments.layout is not None
+    assert arguments.pipeline is not None
+    ranks = PipelineRanks.of(arguments.layout, device.type)
+    config = from_pretrained(AutoConfig, job)
     config.use_cache = False
-    model = PipelineModel(config, settings, ranks, attention=arguments.attn_implementation)
+    model = PipelineModel(config, arguments.pipeline, ranks, attention=job.attn_implementation)
     with contextlib.suppress(OSError):  # a model folder need not have one
-        model.generation_config = GenerationConfig.from_pretrained(
-            arguments.model_name_or_path, revision=arguments.revision
-        )
-    name, revision = str(arguments.model_name_or_path), arguments.revision
+        model.generation_config = GenerationConfig.from_pretrained(job.model_name_or_path, revision=job.revision)
+    name, revision = str(job.model_name_or_path), job.revision
     model.load(*((name, revision) if checkpoint is None else (str(checkpoint), "main")), device)
     for stage in model.stages:
         stage.compute_dtype = compute_dtype
-    model.to(device)
-    return model
+    return model.to(device)  # type: ignore[no-any-return]

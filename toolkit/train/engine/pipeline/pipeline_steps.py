@@ -7,32 +7,34 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import pad
 
+from toolkit.observe.attest.differences import Values
+from toolkit.observe.attest.tensors import dtype_names
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
-from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED
+from toolkit.parallel.layout import DIMENSIONS
+from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from toolkit.train.data.collation import SUPERVISED_POSITIONS
-from toolkit.train.engine.pipeline.pipeline_model import PipelineModel
-from toolkit.train.engine.pipeline.stage import Stage
+from toolkit.train.engine.pipeline.pipeline_model import PipelineModel, Stage
 
 Batch = dict[str, Any]
 ROWS = ("input_ids", "attention_mask", "position_ids", "labels")
+SCHEDULES = {GPIPE: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B, INTERLEAVED: ScheduleInterleaved1F1B}
 
 
 class PipelineSteps:
     """Runs the micro-batches of an optimizer step through the stages, and adds up their gradients."""
 
-    def __init__(self, model: PipelineModel, *, micro_batches: int, begin_forward: Callable[[], None]) -> None:
+    def __init__(self, model: PipelineModel, *, micro_batches: int) -> None:
         self.model, self.micro_batches = model, micro_batches
         self.shape: tuple[int, ...] = ()
         self.schedule: Any = None
-        for stage in model.stages:
-            stage.begin_forward = begin_forward
 
     def run(self, batches: list[Batch], *, num_items: Any) -> list[torch.Tensor]:
         """Return each micro-batch's share of the step's loss, on the rank of the last stage; zeros on the others.
@@ -43,7 +45,9 @@ class PipelineSteps:
         if shaped[0]["input_ids"].shape != self.shape:
             self._build(shaped[0]["input_ids"].shape)
         for stage in self.model.stages:
-            stage.micro_batches = [_options(stage, batch, num_items) for batch in shaped]
+            own = {"num_items_in_batch": num_items} if stage.is_last else {}
+            dropped = {"input_ids"} if stage.is_last else {"input_ids", "labels"}
+            stage.micro_batches = [{n: v for n, v in batch.items() if n not in dropped} | own for batch in shaped]
         device = self.model.device
         numbers, losses = torch.arange(self.micro_batches), list[torch.Tensor]()
         first = [torch.cat([batch["input_ids"] for batch in shaped])] if self.model.stages[0].is_first else []
@@ -59,14 +63,11 @@ class PipelineSteps:
         self.schedule = None  # frees the buffers of the shape before
         stages = [self._stage(stage, shape) for stage in self.model.stages]
         settings = self.model.settings
-        options = {"n_microbatches": self.micro_batches, "loss_fn": _loss_itself, "scale_grads": False}
-        if settings.schedule == INTERLEAVED:
-            self.schedule = ScheduleInterleaved1F1B(stages, **options)
-        else:
-            kind = ScheduleGPipe if settings.schedule == GPIPE else Schedule1F1B
-            self.schedule = kind(stages[0], **options)
+        # The last stage returns the loss: the logits are freed where they were made.
+        options = {"n_microbatches": self.micro_batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
+        kind = SCHEDULES[settings.schedule]
+        self.schedule = kind(stages if settings.schedule == INTERLEAVED else stages[0], **options)
         self.shape = shape
-        self.model.schedule_in_effect = type(self.schedule).__name__
 
     def _stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
         """Describe what a stage takes and returns, so that torch need not run it to find out.
@@ -85,16 +86,6 @@ class PipelineSteps:
             output_args=loss.requires_grad_() if stage.is_last else hidden,
             group=self.model.ranks.pipeline,
         )
-
-
-def _options(stage: Stage, batch: Batch, num_items: Any) -> Batch:
-    options = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
-    return options | ({"labels": batch["labels"], "num_items_in_batch": num_items} if stage.is_last else {})
-
-
-def _loss_itself(loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
-    """The last stage returns the loss: the logits are freed where they were made."""
-    return loss
 
 
 def in_one_shape(batches: Sequence[Batch], *, count: int) -> list[Batch]:
@@ -127,3 +118,29 @@ def _padded(batch: Batch, rows: int, tokens: int) -> Batch:
             inputs[name] = torch.cat([inputs[name], inputs[name][:1].expand(rows - held, -1)])
         inputs["labels"][held:] = IGNORED
     return inputs
+
+
+def read_pipeline(trainer: Any, model: Any) -> Values:
+    """Read this rank's live stages, and the schedule that has run them; nothing of another model."""
+    if not isinstance(model, PipelineModel):
+        return {}
+    schedule, mesh = trainer.steps.schedule, model.ranks.mesh
+    stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+    # The buffers in which a stage receives activations, or else their gradients.
+    infos = [info for stage in stages for info in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())]
+    received = [each.buffer for info in infos for each in info if each.buffer is not None]
+    degrees = dict(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True))
+    names = {kind: name for name, kind in SCHEDULES.items()}
+    return {
+        "engine": "pipeline",
+        "num_trainable_params": model.num_params_of_all_stages(),  # all of them are trained
+        "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
+        "batch_group": [int(rank) for rank in dist.get_process_group_ranks(model.ranks.pipeline)],
+        "pipeline_schedule": names.get(type(schedule), type(schedule).__name__),
+        "pipeline_stages": schedule._num_stages,
+        "micro_batches": schedule._n_microbatches,
+        "activation_dtype": dtype_names(received),
+        "stages": [stage.stage_index for stage in stages],
+        "layers": [int(name) for stage in model.stages for name, _ in stage.decoder.model.layers.named_children()],
+        "tied_copy_bytes": sum(stage.tied_copy.nbytes for stage in model.stages if stage.tied_copy is not None),
+    }

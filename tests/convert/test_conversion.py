@@ -1,0 +1,185 @@
+"""What holds for the configurations of every tool: refusals, defaults, the documentation's page, hostile files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conversions import convert_text
+
+from toolkit.cli.program import main
+from toolkit.convert import convert_file, yaml_text
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_aliases import ALIASES
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "from-other-tools.md").read_text()
+AXOLOTL = {"base_model": "m", "micro_batch_size": 2, "datasets": [{"path": "rows.jsonl"}]}
+LLAMA_FACTORY = {"model_name_or_path": "m", "dataset": "rows", "template": "x"}
+TRL = {"model_name_or_path": "m", "dataset_name": "a/b", "use_peft": True}
+
+
+def written(folder: Path, settings: dict[str, Any]) -> Path:
+    path = folder / "theirs.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "base_model: a/b\nrl: dpo", "preference and reinforcement learning (rl), not supervised"),
+        (
+            "a.yaml",
+            "base_model: a/b\nprocessor_type: A",
+            "on images or audio (processor_type), and the toolkit on text",
+        ),
+        ("a.yaml", "base_model: a/b\nadapter: llama-adapter", "adapter 'llama-adapter' has no counterpart"),
+        ("a.yaml", "base_model: a/b\nadapter: lora", "without lora_r"),
+        ("a.yaml", "base_model: a/b\ndeepspeed: ds.json", "no such DeepSpeed configuration: ds.json"),
+        ("l.yaml", "model_name_or_path: a/b\nstage: dpo\ndataset: x", "for stage 'dpo', not supervised fine-tuning"),
+        ("l.yaml", "model_name_or_path: a/b\ninfer_backend: huggingface", "names no dataset to train on"),
+        ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: oft\ndataset: x", "type 'oft' has no counterpart"),
+        ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: freeze\ndataset: x", "'freeze' counts layers from the"),
+        ("l.yaml", "model_name_or_path: a\nstage: sft\ndataset: x\nimage_max_pixels: 1", "images or video"),
+        ("t.sh", "trl dpo --model_name_or_path a/b", "is for `trl dpo`, not supervised fine-tuning"),
+        ("t.sh", "trl sft --dataset_name c/d", "names no model_name_or_path"),
+        ("t.sh", "trl sft --config missing.yaml", "--config missing.yaml, which does not exist"),
+        ("t.sh", "trl sft --model_name_or_path a --accelerate_config mine", "no such accelerate configuration: mine"),
+        ("t.sh", "echo hello", "has no `trl sft` command"),
+        ("x.yaml", "distributed_type: FSDP", "x.yaml is not recognised"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_a_hint(name: str, text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        convert_text(tmp_path, f"{text}\n", name=name)
+    assert words in refused.value.message
+    assert refused.value.hint
+
+
+DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "axolotl": (
+        "base_model: a/b\nlearning_rate: 1e-5\ndatasets: [{path: c/d, type: completion}]\n",
+        {
+            **{"output_dir": "./model-out", "max_seq_length": 512, "per_device_train_batch_size": 1},
+            **{"num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10},
+            **{"save_strategy": "epoch", "save_total_limit": 4},
+        },
+    ),
+    "LLaMA-Factory": (
+        "model_name_or_path: a/b\nstage: sft\ndataset: x\n",
+        {"lora_r": 8, "output_dir": "trainer_output", "max_seq_length": 2048, "activation_checkpointing": True},
+    ),
+    "TRL": (
+        "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\noutput_dir: x\n",
+        {
+            **{"lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"], "loss_on": "all"},
+            **{"learning_rate": 2e-5, "activation_checkpointing": True, "logging_steps": 10},
+        },
+    ),
+}
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("tool", DEFAULTS)
+def test_what_a_tool_does_by_default_is_written_down_and_documented(tool: str, tmp_path: Path) -> None:
+    text, defaults = DEFAULTS[tool]
+    conversion = convert_text(tmp_path, text)
+    assert conversion.tool == tool
+    assert {name: conversion.arguments[name] for name in conversion.defaults} == defaults
+    (row,) = [line for line in section("Another default").splitlines() if line.startswith(f"| {tool}")]
+    named = {"lora_target_modules": "adapters on `q_proj`"}
+    assert [name for name in defaults if named.get(name, f"`{name}`") not in row and name != "output_dir"] == []
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_every_name_that_means_the_same_is_in_the_pages_table(name: str) -> None:
+    rows = [line for line in section("Same meaning, another name").splitlines() if line.startswith("|")]
+    (row,) = [line for line in rows if f"`{name}" in line.split("|")[1]]
+    assert f"`{ALIASES[name].name}" in row.split("|")[2]
+
+
+# -- wrong or hostile files
+
+
+def test_a_key_with_a_line_break_cannot_add_an_argument(tmp_path: Path) -> None:
+    breaks = ["\n", "\r", "\x85", "\u2028"]
+    settings = AXOLOTL | {f"x{mark}trust_remote_code: true #": mark for mark in breaks}
+    conversion = convert_file(written(tmp_path, settings), "axolotl")
+    text = yaml_text(conversion, source="a\ntrust_remote_code: true", file="b\ntrust_remote_code: true")
+    assert "trust_remote_code" in text, "the keys are listed in a comment"
+    assert "trust_remote_code" not in yaml.safe_load(text)
+    assert len(conversion.not_converted) >= len(breaks)
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "words"),
+    [
+        (
+            "llama-factory",
+            LLAMA_FACTORY | {"dataset": "five"},
+            "dataset_info.json: five is 5, expected keys and values",
+        ),
+        (
+            "llama-factory",
+            LLAMA_FACTORY | {"dataset": "file"},
+            "dataset_info.json: file: file_name is 5, expected text",
+        ),
+        ("llama-factory", LLAMA_FACTORY | {"dataset": "columns"}, "prompt is [1], expected text"),
+        ("trl", TRL | {"accelerate_config": "accelerate.yaml"}, "fsdp_config is ['a'], expected keys and values"),
+        (
+            "axolotl",
+            AXOLOTL | {"datasets": [{"path": "a.jsonl", "message_property_mappings": True}]},
+            "theirs.yaml: datasets[0]: message_property_mappings is True, expected keys and values",
+        ),
+        ("axolotl", AXOLOTL | {"micro_batch_size": "two"}, "per_device_train_batch_size is 'two', expected a whole"),
+        *((tool, {}, "path") for tool in ("axolotl", "llama-factory", "trl")),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_name(
+    tool: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("accelerate.yaml").write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": ["a"]}))
+    Path("data").mkdir()
+    columns = {"hf_hub_url": "a/b", "columns": {"prompt": [1]}}
+    Path("data/dataset_info.json").write_text(json.dumps({"five": 5, "file": {"file_name": 5}, "columns": columns}))
+    too_long = {
+        "axolotl": AXOLOTL | {"deepspeed": "x" * 5000},
+        "llama-factory": LLAMA_FACTORY | {"dataset_dir": "a\0b"},
+        "trl": TRL | {"accelerate_config": "x" * 5000},
+    }
+    with pytest.raises(ToolkitError) as refused:
+        convert_file(written(tmp_path, settings or too_long[tool]), tool)
+    assert words in refused.value.message
+    assert len(refused.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("theirs.yaml", "is the input"), ("link.yaml", "is the input"), ("folder", "error: cannot write ")],
+)
+def test_the_input_and_a_folder_are_never_overwritten(
+    output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = written(tmp_path, AXOLOTL)
+    before = theirs.read_text()
+    (tmp_path / "link.yaml").symlink_to(theirs)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["convert-config", str(theirs), "--output", str(tmp_path / output), "--force"])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert (ended.value.code, len(lines), theirs.read_text()) == (2, 2, before)
+    assert message in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link.yaml", "theirs.yaml"]
+
+
+def test_a_script_of_a_million_lines_is_refused_by_its_size(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("trl x\n" * 1_000_000)
+    with pytest.raises(ToolkitError, match="more than 256 KiB"):
+        convert_file(tmp_path / "run.sh")

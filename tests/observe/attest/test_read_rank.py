@@ -1,0 +1,49 @@
+"""Activation checkpointing is detected from backward; flags decide only where backward shows nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.observe.attest.read_rank import RecomputeDetector, uses_activation_checkpointing
+
+
+@pytest.fixture
+def detector() -> Iterator[RecomputeDetector]:
+    detector = RecomputeDetector()
+    detector.start()
+    yield detector
+    detector.stop()
+
+
+class Block(torch.nn.Module):
+    def __init__(self, *, checkpointed: bool, flagged: bool) -> None:
+        super().__init__()
+        self.inner, self.checkpointed, self.gradient_checkpointing = torch.nn.Linear(2, 2), checkpointed, flagged
+
+    def forward(self, values: torch.Tensor) -> Any:
+        values = checkpoint(self.inner, values, use_reentrant=False) if self.checkpointed else self.inner(values)
+        return values.sigmoid()
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_forward_in_backward_is_detected_whatever_the_flag(
+    detector: RecomputeDetector, checkpointed: bool, flagged: bool
+) -> None:
+    block = Block(checkpointed=checkpointed, flagged=flagged)
+    block(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert detector.detected is checkpointed
+    assert uses_activation_checkpointing(block, detector.detected) is checkpointed
+
+
+def test_flags_decide_without_a_detector_or_without_trained_weights() -> None:
+    block = Block(checkpointed=True, flagged=True)
+    assert uses_activation_checkpointing(block, None)
+    assert not uses_activation_checkpointing(block, False)
+    block.requires_grad_(False)
+    assert uses_activation_checkpointing(block, False)

@@ -1,0 +1,186 @@
+"""Checkpoints that are written while training continues: the same bytes, and complete or absent whenever a rank dies.
+
+`saved_runs` has the same job, saved while training stands still.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from datetime import timedelta
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, read
+from safetensors.torch import load_file
+from transformers import modeling_utils
+
+from toolkit.checkpoint.engines import open_checkpoint
+from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+from toolkit.checkpoint.reader import MOMENTS
+from toolkit.checkpoint.verify import verify
+from toolkit.observe.checkpoint_saver import BackgroundSaver
+from toolkit.record.checkpoints import list_checkpoints
+from toolkit.record.timeline import read_timeline
+
+
+def launch(preset: str, *words: str, async_save: bool = True, **how: Any) -> CompletedProcess[str]:
+    config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+    return accelerate_launch(config, *words, "--async_save", str(async_save).lower(), **how)
+
+
+def check(ended: CompletedProcess[str]) -> None:
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    """Steps, losses and batches of rank 0."""
+    lines = (folder / "ranks" / "rank0.jsonl").read_text().splitlines()
+    return [(row["step"], row["loss"], row["batch_sha256"]) for row in map(json.loads, lines)]
+
+
+def assert_same_tensors(found: Path, expected: Path) -> None:
+    model = MetaModel(ModelFiles(expected))
+    ours, theirs = open_checkpoint(found, model), open_checkpoint(expected, model)
+    assert ours.optimized() == theirs.optimized()
+    assert ours.optimizer_step() == theirs.optimizer_step()
+    for name in theirs.shapes():
+        assert torch.equal(ours.weight(name), theirs.weight(name)), name
+    for name in theirs.optimized():
+        assert all(torch.equal(ours.moment(name, moment), theirs.moment(name, moment)) for moment in MOMENTS), name
+
+
+@pytest.mark.launch
+def test_a_background_checkpoint_has_the_tensors_of_a_synchronous_one(
+    saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    check(launch("fsdp2", *saved_job, "--save_steps", str(SAVED["fsdp2"]), "--output_dir", str(out)))
+    steps = [SAVED_STEPS, SAVED["fsdp2"]]
+    assert [checkpoint.step for checkpoint in list_checkpoints(out)] == steps
+    assert rows(out) == rows(saved_runs["fsdp2"])
+    for step in steps:
+        assert_same_tensors(out / f"checkpoint-{step}", saved_runs["fsdp2"] / f"checkpoint-{step}")
+    assert verify(out / f"checkpoint-{SAVED_STEPS}").problems == []
+    export(out / f"checkpoint-{SAVED['fsdp2']}", tmp_path / "exported")
+    assert verify(tmp_path / "exported").problems == []
+    saves = read(out / "run.json")["saves"]
+    assert [(save["kind"], save["step"]) for save in saves] == [("checkpoint", 4), ("checkpoint", 6), ("model", 6)]
+    for save, checkpoint in zip(saves, reversed(list_checkpoints(out)), strict=False):
+        assert save["bytes"] == checkpoint.bytes
+        assert 0 < save["write_seconds"] <= save["seconds"]
+        assert 0 <= save["waited_seconds"] <= save["stall_seconds"]
+    assert not list(out.glob(".saving-*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_a_model_that_is_sharded_at_load_is_saved_with_the_same_tensors(saved_job: list[str], tmp_path: Path) -> None:
+    for name in ("waiting", "background"):
+        words = [*saved_job, "--tp", "2", "--max_steps", "3", "--save_steps", "2", "--save_model", "false"]
+        words += ["--output_dir", str(tmp_path / name)]
+        check(launch("tp", *words, async_save=name == "background"))
+    for step in (2, 3):  # the weights of step 2 were copied before training went on
+        assert_same_tensors(tmp_path / "background" / f"checkpoint-{step}", tmp_path / "waiting" / f"checkpoint-{step}")
+    assert verify(tmp_path / "background" / "checkpoint-3").problems == []
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "killed",
+    [
+        *(pytest.param(f"SIGKILL:4:{moment}", marks=pytest.mark.nightly) for moment in ("shards:1", "checksums:0")),
+        "SIGKILL:4:rename:0",
+    ],
+)
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
+    killed: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    words = [*saved_job, "--save_steps", "2", "--save_model", "false", "--output_dir", str(tmp_path / "out")]
+    ended = launch("fsdp2", *words, script="signal_while_writing.py", variables={"TOOLKIT_SIGNAL": killed})
+    assert ended.returncode != 0
+    assert (tmp_path / "out" / ".saving-checkpoint-4" / "checkpoint-4").is_dir()
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "out")] == [2]
+    if "rename" in killed:
+        check(launch("fsdp2", *words, "--resume_from_checkpoint", "latest"))
+        assert rows(tmp_path / "out") == rows(saved_runs["fsdp2"])
+        assert not list((tmp_path / "out").glob(".saving-*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_job: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [*saved_job, "--max_steps", "40", "--save_steps", "4", "--output_dir", str(out)]
+    variables = {"TOOLKIT_SIGNAL": "SIGTERM:4:checksums:0:1"}
+    ended = launch("fsdp2", *words, script="signal_while_writing.py", variables=variables)
+    failure = read(out / "failure.json")
+    assert (ended.returncode, failure["kind"]) == (1, "interrupted")
+    found = list_checkpoints(out)
+    assert {4, failure["step"]} <= {checkpoint.step for checkpoint in found}
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
+    assert read_timeline(out / "timeline.jsonl")[-1].phase == "stopped"
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_the_best_checkpoint_is_kept_and_loaded_though_it_was_written_in_the_background(
+    saved_job: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2", "--val_size", "2"]
+    words += ["--load_best_model_at_end", "true", "--save_total_limit", "1"]
+    words += ["--greater_is_better", "true"]  # so that the first is the best
+    check(launch("fsdp2", *words, "--output_dir", str(out)))
+    assert [checkpoint.step for checkpoint in list_checkpoints(out)] == [2]
+    loaded = read(out / "fingerprint.json")["logits"]
+    assert loaded == read(out / "checkpoint-2" / "manifest.json")["fingerprint"]["logits"]
+
+
+@pytest.fixture
+def saver() -> BackgroundSaver:
+    return BackgroundSaver(torch.nn.Linear(2, 2), timeout=timedelta(seconds=60))
+
+
+def test_a_full_disk_in_the_background_ends_training_at_the_next_step(saver: BackgroundSaver) -> None:
+    def fill_the_disk(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    completed: list[float] = []
+    saver.writes.append(fill_the_disk)
+    saver.start(lambda _, began: completed.append(began))
+    assert saver.thread is not None
+    saver.thread.join()
+    for ask in (saver.raise_if_failed, saver.wait):
+        with pytest.raises(OSError, match="No space left"):
+            ask()
+    assert not completed
+
+
+def test_a_checkpoint_that_is_being_written_when_training_fails_is_completed(saver: BackgroundSaver) -> None:
+    may_write, completed = threading.Event(), list[float]()
+    saver.writes.append(lambda _: may_write.wait(60))
+    saver.start(lambda _, began: completed.append(began))
+    assert not completed
+    threading.Timer(0.05, may_write.set).start()
+    saver.finish_after_failure()
+    assert len(completed) == 1
+
+
+def test_what_is_deferred_is_copied_and_what_is_gathered_is_not(saver: BackgroundSaver, tmp_path: Path) -> None:
+    live, gathered = saver.model.weight.detach(), torch.ones(3)
+    with saver.deferred_writes():
+        modeling_utils.safe_save_file({"live": live, "gathered": gathered}, str(tmp_path / "model.safetensors"))
+    expected = live.clone()
+    with torch.no_grad():
+        saver.model.weight.add_(1)  # training continues
+    (write,) = saver.writes
+    write(None)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["live"], expected)
+    assert torch.equal(saved["gathered"], gathered)

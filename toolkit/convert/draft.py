@@ -1,0 +1,385 @@
+"""A conversion, the table of a tool (tables/*.yaml), and the draft in which every setting ends in exactly one place.
+
+>>> settings = {"base_model": "Qwen/Qwen3-8B", "strict": False, "loss_watchdog_patience": 3}
+>>> draft = Draft(load_dialect("axolotl"), settings)
+>>> draft.translate()
+>>> done = draft.finish(preset="ddp")
+>>> done.arguments, done.redundant, [each.key for each in done.not_converted]
+({'model_name_or_path': 'Qwen/Qwen3-8B'}, ('strict',), ['loss_watchdog_patience'])
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.files.secrets import hide_settings
+from toolkit.files.value_limits import shown, unexpected
+from toolkit.files.yaml_files import parse_yaml, read_configuration
+from toolkit.job.argument_aliases import HINTS, canonical_values
+from toolkit.job.argument_reading import argument_types, argument_words
+from toolkit.job.argument_values import check_type, is_true
+from toolkit.job.job import Job
+from toolkit.job.trainer_schema import trainer_argument_names
+from toolkit.presets import load_preset
+from toolkit.presets.support import check_supported, reasons
+
+PRESET = "--preset"
+NUM_PROCESSES = "--num-processes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotConverted:
+    """A setting without a counterpart."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """A configuration of another tool as a preset and training arguments."""
+
+    tool: str
+    preset: str
+    num_processes: int | None
+    """None where the configuration does not say."""
+    arguments: dict[str, Any]
+    defaults: tuple[str, ...]
+    """Arguments that the configuration does not set: they are the other tool's defaults, which differ from ours."""
+    notes: dict[str, str]
+    """Argument, or `--preset`, to what is different in meaning."""
+    converted: dict[str, str]
+    """Key of the configuration to the argument, or to `--preset` or `--num-processes`."""
+    redundant: tuple[str, ...]
+    """Keys that are empty, off, or say what happens here anyway."""
+    not_converted: tuple[NotConverted, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """The settings of one tool. A setting in a block or a list is named as `fsdp_config.offload_params`."""
+
+    tool: str
+    markers: tuple[str, ...] = ()
+    """Settings that only this tool has, by which its files are recognised."""
+    blocks: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()
+    """Settings that mean the same under their own name here, or under the name in `toolkit.job.argument_aliases`."""
+    moved: Mapping[str, str] = field(default_factory=dict)
+    """Setting to the argument that takes its value."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Setting that is moved to what is different in meaning."""
+    assigned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Switch to the argument and value that it sets; or setting to argument, and value of theirs to ours."""
+    redundant: Mapping[str, Any] = field(default_factory=dict)
+    """Setting, or its part after the last dot, to the values that say what happens here anyway, or `any`."""
+    on_by_default: frozenset[str] = frozenset()
+    """Switches that are on unless they are set."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Argument to what the tool does when its setting is absent, where that differs from ours."""
+    default_notes: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Setting, its part after the last dot, or the start of names (`wandb_*`) to why it has no counterpart."""
+    lora_config: Mapping[str, str] = field(default_factory=dict)
+    """Setting to the field of peft's LoraConfig."""
+    liger: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
+
+    def reason(self, key: str) -> str:
+        """Return why a setting has no counterpart."""
+        last = key.rpartition(".")[2]
+        family = (why for name, why in self.reasons.items() if name[-1] == "*" and key.startswith(name[:-1]))
+        exact = self.reasons.get(key) or self.reasons.get(last)
+        return exact or next(family, None) or HINTS.get(key) or "no counterpart"
+
+
+def _table(name: str) -> dict[str, Any]:
+    return read_configuration(Path(__file__).parent / "tables" / f"{name}.yaml")
+
+
+def _by_key(reasons: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    return {key: reason for reason, keys in reasons.items() for key in keys}
+
+
+@functools.cache
+def load_dialect(name: str) -> Dialect:
+    """Return the table of a tool, with the reasons that all tools share."""
+    table, common = _table(name), _table("common")
+    known = set(table.pop("known"))
+    if table.pop("has_training_arguments", False):
+        known |= trainer_argument_names() - set(common["other_meaning"])
+    reasons = _by_key(common["fsdp_reasons"]) | _by_key(common["reasons"]) | _by_key(table.pop("reasons"))
+    reasons |= {key: HINTS[hint] for key, hint in table.pop("hints", {}).items()}
+    on_by_default = frozenset(table.pop("on_by_default"))
+    return Dialect(**table, known=frozenset(known), on_by_default=on_by_default, reasons=reasons)
+
+
+def fsdp_settings() -> tuple[dict[str, Any], dict[str, str]]:
+    """Return settings of FSDP, without `fsdp_`, to the value that presets have anyway; and why none takes others."""
+    common = _table("common")
+    return common["fsdp_redundant"], _by_key(common["fsdp_reasons"])
+
+
+class Draft:
+    """The settings of a configuration that are still to be converted, and what became of the others.
+
+    A nested setting is addressed as in the file: `fsdp_config.offload_params`, `datasets[0].path`. What changes a
+    setting does nothing if that setting is not left.
+    """
+
+    def __init__(self, dialect: Dialect, values: Mapping[str, Any]) -> None:
+        self.dialect = dialect
+        flat = flattened(values, blocks=dialect.blocks, lists=dialect.lists)
+        # A converted file is shared: a secret in it is `***`, which a run refuses by name.
+        self.left = {key: value for key, value in hide_settings(flat).items() if value is not None}
+        self.arguments: dict[str, Any] = {}
+        self.num_processes: int | None = None
+        self.defaults: list[str] = []
+        self.notes: dict[str, str] = {}
+        self._converted: dict[str, str] = {}
+        self._redundant = [key for key, value in flat.items() if value is None]
+        self._not_converted: list[NotConverted] = []
+
+    # -- what is left
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a setting that is left, without using it."""
+        return self.left.get(key, default)
+
+    def is_on(self, key: str) -> bool:
+        """Return True if a switch is left and on."""
+        return is_true(self.left.get(key, False))
+
+    def number(self, key: str, default: float) -> float:
+        """Return a setting that is left as a number. Raises ToolkitError if it is something else."""
+        value = self.left.get(key, default)
+        parsed = _parsed(value) if isinstance(value, str) else value
+        check_type(key, parsed, "float")
+        return float(parsed)
+
+    def nested(self, prefix: str) -> dict[str, Any]:
+        """Return the settings below a prefix that are left, by their names there."""
+        return {key.removeprefix(prefix): value for key, value in self.left.items() if key.startswith(prefix)}
+
+    def among(self, *keys: str) -> list[str]:
+        """Return those of the settings that are left."""
+        return [key for key in keys if key in self.left]
+
+    def entries(self, name: str) -> list[str]:
+        """Return the prefixes of the entries of a list that are left: `datasets[0].`."""
+        return list(dict.fromkeys(f"{key.partition('.')[0]}." for key in self.left if key.startswith(f"{name}[")))
+
+    # -- what becomes of a setting
+
+    def use(self, key: str, by: str) -> None:
+        """Record that a setting decided `by`: an argument, `--preset` or `--num-processes`."""
+        if key in self.left:
+            del self.left[key]
+            self._converted[key] = by
+
+    def drop(self, *keys: str) -> None:
+        """Record settings as redundant."""
+        for key in self.among(*keys):
+            del self.left[key]
+            self._redundant.append(key)
+
+    def leave_out(self, key: str, reason: str) -> None:
+        """List a setting as not converted."""
+        if key in self.left:
+            self.report(key, self.left.pop(key), reason)
+
+    def report(self, key: str, value: Any, reason: str) -> None:
+        """List a value as not converted."""
+        self._not_converted.append(NotConverted(key=key, value=value, reason=reason))
+
+    def assign(self, argument: str, value: Any, *, keys: Collection[str], note: str | None = None) -> None:
+        """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
+        if argument in self.arguments:
+            for key in keys:
+                self.leave_out(key, f"{argument} is set already")
+            return
+        self.arguments[argument] = typed(argument, value)
+        for key in keys:
+            self.use(key, argument)
+        if note is not None:
+            self.notes.setdefault(argument, note)
+
+    def move(self, key: str, argument: str | None = None, *, note: str | None = None) -> None:
+        """Set an argument, by default the one of the same name, to the value of a setting."""
+        if key in self.left:
+            self.assign(argument or key, self.left[key], keys=[key], note=note)
+
+    def move_known(self, names: Collection[str]) -> None:
+        """Move every setting that is among `names`, to the argument of the same name or to what it is an alias of."""
+        for key in [key for key in self.left if key in names]:
+            try:
+                ((argument, value),) = canonical_values({key: self.left[key]}).items()
+            except ToolkitError as error:
+                self.leave_out(key, error.message)
+                continue
+            choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
+            if choices and str(value) not in choices:
+                self.leave_out(key, f"transformers has no {argument} {str(value)!r}: the default is used instead")
+            else:
+                self.assign(argument, value, keys=[key])
+
+    def default(self, argument: str, value: Any, *, note: str | None = None) -> None:
+        """Set an argument to the other tool's default, unless the configuration sets it."""
+        if argument not in self.arguments:
+            self.arguments[argument] = value
+            self.defaults.append(argument)
+            if note is not None:
+                self.notes[argument] = note
+
+    def take_back(self, argument: str, reason: str) -> None:
+        """Remove an argument, if it is set, and list the settings that it came from as not converted."""
+        value = self.arguments.pop(argument, None)
+        for key in [key for key, by in self._converted.items() if by == argument]:
+            del self._converted[key]
+            self.report(key, value, reason)
+        self.defaults = [name for name in self.defaults if name != argument]
+
+    # -- rules that tools share
+
+    def translate(self) -> None:
+        """Use every setting that the dialect's table decides alone, and set the tool's defaults."""
+        table = self.dialect
+        for key, value in list(self.left.items()):
+            values = table.redundant.get(key, table.redundant.get(key.rpartition(".")[2], ()))
+            if values == "any" or value in values:
+                self.drop(key)
+        for key, assignment in table.assigned.items():
+            ((argument, value),) = assignment.items()
+            if isinstance(value, dict):
+                if str(self.get(key)) in value:
+                    self.assign(argument, value[str(self.get(key))], keys=[key])
+            elif self.is_on(key):
+                self.assign(argument, value, keys=[key])
+        for key, argument in table.moved.items():
+            self.move(key, argument, note=table.notes.get(key))
+        self.move_known(table.known)
+
+    def set_defaults(self) -> None:
+        """Set what the tool does when a setting is absent, where that differs from ours."""
+        for argument, value in self.dialect.defaults.items():
+            self.default(argument, value, note=self.dialect.default_notes.get(argument))
+
+    def take_lora_config(self) -> None:
+        """Set `lora_config` from the settings that are fields of peft's LoraConfig, unless they are off."""
+        named = {key: name for key, name in self.dialect.lora_config.items() if self.get(key) not in (None, False, [])}
+        if named:
+            self.assign("lora_config", {name: self.get(key) for key, name in named.items()}, keys=list(named))
+
+    def take_warmup(self) -> None:
+        """Use the one of `warmup_steps` and `warmup_ratio` that counts, as transformers decides it."""
+        if self.get("warmup_steps") and self.get("warmup_ratio"):
+            self.leave_out("warmup_ratio", "warmup_steps is set")
+        else:
+            self.drop("warmup_steps" if self.get("warmup_ratio") else "warmup_ratio")
+
+    def take_checkpointing_options(self) -> None:
+        """Use the options of activation checkpointing; reentrant recomputation is listed, as it is off here."""
+        options = self.get("gradient_checkpointing_kwargs")
+        if options == {"use_reentrant": False}:
+            self.drop("gradient_checkpointing_kwargs")
+        elif isinstance(options, dict) and not options.get("use_reentrant"):
+            self.move("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+
+    def finish(self, *, preset: str) -> Conversion:
+        """Account for the settings that are left, and for arguments that the preset does not support."""
+        for key, value in list(self.left.items()):
+            is_one = value == 1 and key.endswith(("_parallel_size", "dp_replicate_size"))
+            is_off = value in (False, 0, "", [], {}, "false", "none", "no")
+            if is_one or (is_off and key not in self.dialect.on_by_default):
+                self.drop(key)
+            else:
+                self.leave_out(key, self.dialect.reason(key))
+        spec = load_preset(preset)
+        # A switch that the preset does not support is listed; the method itself is not among them, and is refused.
+        for reason in list(reasons(spec, Job.from_values(self.arguments))):
+            name = reason.rule.replace("-", "_")
+            if name in self.arguments:
+                self.take_back(name, f"does not work under preset {preset!r}: {reason.why}")
+        if spec.engine == "fsdp2":
+            self.take_back("activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself")
+        check_supported(spec, Job.from_values(self.arguments))
+        return Conversion(
+            tool=self.dialect.tool,
+            preset=preset,
+            num_processes=self.num_processes,
+            arguments={name: self.arguments[name] for name in argument_types() if name in self.arguments},
+            defaults=tuple(self.defaults),
+            notes={name: note for name, note in self.notes.items() if name in (*self.arguments, PRESET)},
+            converted=self._converted,
+            redundant=tuple(self._redundant),
+            not_converted=tuple(self._not_converted),
+        )
+
+
+def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Collection[str] = ()) -> dict[str, Any]:
+    """Give the settings inside blocks, and inside the entries of lists, names of their own.
+
+    >>> flattened({"fsdp": {"x": 1}, "datasets": [{"path": "a"}, "b"]}, blocks=["fsdp"], lists=["datasets"])
+    {'fsdp.x': 1, 'datasets[0].path': 'a', 'datasets[1]': 'b'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        entries = {key: value}
+        if key in lists and isinstance(value, list):
+            entries = {f"{key}[{number}]": entry for number, entry in enumerate(value)}
+        for name, entry in entries.items():
+            is_block = isinstance(entry, dict) and (key in blocks or name != key)
+            flat |= {f"{name}.{inner}": each for inner, each in entry.items()} if is_block else {name: entry}
+    return flat
+
+
+def block_of(values: Mapping[str, Any], key: str, source: object) -> dict[str, Any]:
+    """Return a nested mapping, empty where it is missing. Raises ToolkitError for any other type."""
+    value = values.get(key)
+    if not value:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise unexpected(source, key, value, "keys and values")
+    return value
+
+
+def typed(argument: str, value: Any) -> Any:
+    """Return a value in the type of the argument: PyYAML reads `2e-5` as a string, and so is every flag's value.
+
+    >>> typed("learning_rate", "2e-5"), typed("max_steps", "8"), typed("tf32", "True")
+    (2e-05, 8, True)
+
+    Raises ToolkitError for a value of the wrong type.
+    """
+    annotation = argument_types().get(argument, "str")
+    kinds = set(annotation.split(" | ")) - {"None"}
+    if kinds == {"list[str]"}:
+        value = [value] if isinstance(value, str) and argument != "dataset" else value
+    elif isinstance(value, str) and "str" not in kinds:
+        value = _parsed(value)
+    elif value is False and argument.endswith("_strategy"):
+        value = "no"  # as YAML reads an unquoted `no`
+    elif type(value) in (int, float) and annotation.startswith("str"):
+        value = str(value)
+    if kinds == {"int"} and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, dict) and "dict" not in annotation and argument != "lora_config":
+        raise ToolkitError(f"{argument} is {shown(value)}, expected a value without keys")
+    check_type(argument, value, annotation)
+    return value
+
+
+def _parsed(text: str) -> Any:
+    """A flag's value as YAML reads it; PyYAML takes `2e-5`, which has no point, as a string."""
+    try:
+        value = parse_yaml(text, "the value")
+        return float(text) if value is None or isinstance(value, str) else value
+    except (ValueError, ToolkitError):
+        return text

@@ -1,0 +1,153 @@
+"""What each rank must read under a preset: values, bytes by the shapes of the live parameters, and its optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
+from toolkit.observe.attest.differences import Values
+from toolkit.observe.attest.read_deepspeed import master_weights
+from toolkit.observe.attest.tensors import (
+    constant_bytes,
+    frozen_weights,
+    local,
+    quantized_modules,
+    uncompiled,
+)
+from toolkit.observe.parts import ExpectedRun
+from toolkit.presets.characteristics import ADAM_STATES, shard_byte_limits
+from toolkit.presets.spec import PresetSpec
+
+
+def expected_values(
+    run: ExpectedRun,
+    *,
+    compute_dtype: str,
+    on_cpu: bool = False,
+    has_frozen_weights: bool = False,
+    optimizer: Values | None = None,
+) -> Values:
+    """Return the values that every rank must read; `optimizer` is from the specification of `--optim`.
+
+    Without a preset only the settings and the world size can be checked.
+    """
+    preset, world_size, layout, expected = run.preset, run.world_size, run.layout, dict(run.settings)
+    if world_size is not None:
+        expected["world_size"] = world_size
+    if preset is None:
+        return expected
+    if preset.replicas > 1 and run.dp_shard_size is not None:
+        expected["dp_shard_size"] = run.dp_shard_size
+    # accelerate 1.15 wraps a single process in DDP on a CPU only.
+    unwrapped = preset.engine == "ddp" and world_size == 1 and not on_cpu
+    if layout is not None:
+        expected["layout"] = layout.degrees()
+        unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
+    if has_frozen_weights:
+        expected["frozen_dtype"] = compute_dtype
+    return expected | {
+        "engine": "none" if unwrapped else preset.engine,
+        "sharding": preset.sharding,
+        "offload_optimizer": preset.offload_optimizer,
+        "offload_param": preset.offload_param,
+        "compute_dtype": compute_dtype,
+        "master_dtype": "float32",  # docs/concepts/numerics.md
+        **({"optimizer_dtype": "float32"} if optimizer is None else optimizer),
+    }
+
+
+def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
+    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
+    preset = run.preset
+    if preset is None:
+        return {"byte_limits": {}, "whole_bytes": {}}
+    model = trainer.model_wrapped
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_4bit = [module.weight for module in quantized_modules(model)]
+    # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
+    deepspeed = reading["engine"] == "deepspeed"
+    parts = {
+        "parameter": [
+            (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
+            (frozen_weights(model), element_bytes(reading["frozen_dtype"])),
+            (in_4bit, element_bytes(reading["quantized_storage_dtype"])),
+        ],
+        "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
+    }
+    spec = named_optimizer(trainer.args)
+    if spec is not None and spec.is_fp32_adamw:
+        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
+    ranks = reading.get("dp_shard_size") or reading["world_size"]
+    allowed, whole = {}, {}
+    for part, tensors in parts.items():
+        shapes = [([tuple(getattr(p, "ds_shape", p.shape)) for p in parameters], size) for parameters, size in tensors]
+        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
+        allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
+        whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
+        if run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
+            allowed[part] = (0, whole[part] - (not hasattr(trainer.model, "peft_config")))
+    if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
+        states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
+        whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
+    replicated = constant_bytes(model)
+    lowest, highest = allowed["parameter"]
+    allowed["parameter"] = (lowest + replicated, highest + replicated)
+    whole["parameter"] += replicated
+    expected: Values = {"byte_limits": allowed, "whole_bytes": whole}
+    if spec is not None and not spec.is_fp32_adamw:
+        expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
+    return expected
+
+
+def element_bytes(name: str | None) -> int:
+    """Return the bytes of one element by the dtype's name; 0 for None and for a mixture such as `bfloat16+float32`."""
+    dtype = getattr(torch, name or "", None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+
+
+# -- the optimizer that `--optim` names: what it should hold is in `toolkit.models.optimizers`
+
+
+def named_optimizer(args: Any) -> OptimizerSpec | None:
+    """Return what the optimizer of some `TrainingArguments` keeps; None if that is not known."""
+    return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
+
+
+def expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:
+    """Return the values that every rank must read of its optimizer.
+
+    The dtypes of AdamW's states are the numerics contract's; those of others follow from each rank's tensors.
+    """
+    contract = {"optimizer_dtype": "float32"}
+    if spec is None:
+        return contract
+    if preset.engine == "deepspeed" and preset.offload_optimizer:
+        return contract | {"optimizer_class": "deepspeed.DeepSpeedCPUAdam", "adam_w_mode": True}
+    named = {"optimizer_class": spec.class_name, "optimizer_paged": spec.paged}
+    return contract | named if spec.is_fp32_adamw else named
+
+
+def updated_tensors(trainer: Any) -> list[UpdatedTensor]:
+    """Return the tensors that this rank's optimizer updates: parameters, their shards, or DeepSpeed's partitions."""
+    wrapped = uncompiled(trainer.model_wrapped)
+    if hasattr(wrapped, "zero_optimization_stage"):
+        return [UpdatedTensor(shape=(master.numel(),)) for master in master_weights(wrapped)]
+    embeddings = {id(m.weight) for m in wrapped.modules() if isinstance(m, torch.nn.Embedding)}
+    matrices = hidden_matrices(trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False))
+    return [
+        UpdatedTensor(shape=tuple(local(p).shape), is_embedding=id(p) in embeddings, is_hidden_matrix=id(p) in matrices)
+        for p in wrapped.parameters()
+        if p.requires_grad
+    ]
+
+
+def hidden_matrices(model: Any) -> set[int]:
+    """Return the ids of the weights that Muon trains: those of linear layers, but not the head."""
+    head = model.get_output_embeddings()
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    return {id(weight) for weight in linear if weight.ndim == 2 and weight.requires_grad} - embeddings
