@@ -15,7 +15,7 @@ import pytest
 from published_runs import MPT
 
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.read_model import shape_from_config
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.memory import (

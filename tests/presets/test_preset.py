@@ -96,18 +96,12 @@ def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)  # paths are absolute
     preset = load_preset(name)
     assert preset.as_row() == {
-        "name": name,
-        "engine": engine,
-        "sharding": sharding,
-        "parallel": PARALLEL.get(name, []),
-        "offload_optimizer": optimizer,
-        "offload_param": param,
-        "mixed_precision": "bf16",
-        "min_world_size": int(processes.partition("+")[0]),
-        "accelerate_config": str(yaml_path),
+        "name": name, "engine": engine, "sharding": sharding, "parallel": PARALLEL.get(name, []),
+        "offload_optimizer": optimizer, "offload_param": param, "mixed_precision": "bf16",
+        "min_world_size": int(processes.partition("+")[0]), "accelerate_config": str(yaml_path),
         "deepspeed_config": str(json_path) if has_json else None,
         "summary": yaml_path.read_text().splitlines()[0].removeprefix("# "),
-    }
+    }  # fmt: skip
     assert preset.summary.endswith(".")
     assert (preset.processes, preset.sharded_parts) == (processes, sharded)
     assert preset.sharded_at_load is (name in SHARDED_AT_LOAD)
