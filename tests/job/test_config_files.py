@@ -9,8 +9,7 @@ import pytest
 
 from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_reading import read_config_file
-from toolkit.job.lora_config import lora_fields
+from toolkit.job.argument_reading import lora_fields, read_config_file
 
 # A line of the YAML -> what the message says after the file's name, and its hint.
 WRONG_SHAPES = {

@@ -9,7 +9,7 @@ import pytest
 from launching import LLAMA_8B_CONFIG, toolkit
 
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.job import defaults
+from toolkit.job import argument_values as defaults
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.job import Job
 from toolkit.plan.options import PlanOptions, RecommendOptions
