@@ -17,8 +17,9 @@ from toolkit.job.job import Job
 from toolkit.launch.preflight import check_process_count
 from toolkit.models.attention import read_model_attention
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.optimizers import OPTIMIZERS
-from toolkit.models.read_model import read_model, shape_from_config
+from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, refusal
 from toolkit.plan.planned_job import PlannedJob
