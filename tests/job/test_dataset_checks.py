@@ -59,8 +59,8 @@ def test_resuming_with_another_streaming_buffer_is_refused(then: int, now: int, 
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        (["a.jsonl", "b.jsonl"], "0.7", "--dataset_weights has 1 weight for 2 data sets"),
-        ("a.jsonl", ["0.7", "0.3"], "--dataset_weights has 2 weights for 1 data set"),
+        (["a.jsonl", "b.jsonl"], "0.7", "--dataset_weights has length 1, expected 2: a weight for each data set"),
+        ("a.jsonl", ["0.7", "0.3"], "--dataset_weights has length 2, expected 1: a weight for each data set"),
         (["a.jsonl", "b.jsonl"], ["0.7", "0"], "--dataset_weights has 0, expected numbers above 0"),
         (["a.jsonl", "b.jsonl"], [0.7, -1.5], "--dataset_weights has -1.5, expected numbers above 0"),
     ],
