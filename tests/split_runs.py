@@ -92,24 +92,48 @@ PACKED = ("--packing", "true", "--per_device_train_batch_size", "2")
 FOUR_MICRO_BATCHES = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4")
 
 
-def _pipeline(model: str, *words: str, baseline: str = "", **layout: int) -> SplitRun:
-    return SplitRun(
-        preset="pipeline_1f1b", model=model, layout=layout or {"pp": 2}, words=words, baseline=baseline or model
-    )
+def _split(preset: str, model: str, *words: str, baseline: str = "", **layout: int) -> SplitRun:
+    """A run that must equal one process with the same model."""
+    return SplitRun(preset=preset, model=model, layout=layout, words=words, baseline=baseline or model)
 
 
+def _resumed(run: SplitRun, name: str, step: int) -> SplitRun:
+    """The run from a checkpoint of another one, which it must equal from there on."""
+    return replace(run, baseline="", resumes=(name, step))
+
+
+PIPELINE = "pipeline_1f1b"
 PIPELINES = {
-    "": _pipeline("llama", *SAVED),
-    "-2x2": _pipeline("llama_tied", *RECOMPUTED, dp_replicate=2, pp=2),
+    "": _split(PIPELINE, "llama", *SAVED, pp=2),
+    "-2x2": _split(PIPELINE, "llama_tied", *RECOMPUTED, dp_replicate=2, pp=2),
     # Step 3 is in the second epoch.
     "-tied": replace(
-        _pipeline("llama_tied", "--pipeline_schedule", "gpipe", *SAVED, "--save_steps", "3", baseline="llama_tied-5"),
+        _split(PIPELINE, "llama_tied", "--pipeline_schedule", "gpipe", *SAVED, "--save_steps", "3", pp=2),
+        baseline="llama_tied-5",
         steps=5,
     ),
-    "-of-four": _pipeline("llama_deep", *FOUR_MICRO_BATCHES, pp=4),
-    "-interleaved": _pipeline("llama_deep", "--pipeline_schedule", "interleaved_1f1b", *SAVED),
-    "-packed": _pipeline("llama", *PACKED, baseline="llama-packed"),
-    "-bf16": _pipeline("qwen3", "--bf16", "true", baseline="qwen3-bf16"),
+    "-of-four": _split(PIPELINE, "llama_deep", *FOUR_MICRO_BATCHES, pp=4),
+    "-interleaved": _split(PIPELINE, "llama_deep", "--pipeline_schedule", "interleaved_1f1b", *SAVED, pp=2),
+    "-packed": _split(PIPELINE, "llama", *PACKED, baseline="llama-packed", pp=2),
+    "-bf16": _split(PIPELINE, "qwen3", "--bf16", "true", baseline="qwen3-bf16", pp=2),
+}
+SPLIT = {
+    **{f"pipeline{name}": run for name, run in PIPELINES.items()},
+    "tp": _split("tp", "llama", tp=2),
+    "tp-2x2": _split("tp", "llama_tied", dp_replicate=2, tp=2),
+    "hsdp_tp": _split("hsdp_tp", "llama_one", dp_replicate=2, dp_shard=2, tp=2),
+    "fsdp2_tp": _split("fsdp2_tp", "qwen3", *SAVED, dp_shard=2, tp=2),
+    "fsdp2_tp-mha": _split("fsdp2_tp", "llama_mha", *RECOMPUTED, "--accumulate", "whole", dp_shard=2, tp=2),
+    "ep": _split("ep", "qwen3_moe", *SAVED, dp_shard=4, ep=2),
+    "ep_tp": _split("ep_tp", "qwen3_moe", dp_shard=2, tp=2, ep=2),
+    "cp": _split("cp", "llama", *SAVED, cp=2),
+    "cp-2x2": _split("cp", "qwen3", *RECOMPUTED, dp_shard=2, cp=2),
+    "ulysses": _split("ulysses", "llama", *SAVED, sp=2),
+    "ulysses-2x2": _split("ulysses", "qwen3", *RECOMPUTED, dp_shard=2, sp=2),
+    "tp-lora": _split("tp", "qwen3", *LORA, baseline="qwen3-lora", tp=2),
+    "fsdp2_tp-lora": _split("fsdp2_tp", "qwen3", *LORA, *SAVED, baseline="qwen3-lora", dp_shard=2, tp=2),
+    "ep-lora": _split("ep", "qwen3_moe", *ATTENTION_LORA, baseline="qwen3_moe-lora", dp_shard=2, ep=2),
+    "fsdp2_tp-bf16": _split("fsdp2_tp", "qwen3", "--bf16", "true", baseline="qwen3-bf16", dp_shard=2, tp=2),
 }
 RUNS = {
     **{name: _alone(name) for name in MODELS},
@@ -118,78 +142,27 @@ RUNS = {
     "qwen3_moe-lora": _alone("qwen3_moe", *ATTENTION_LORA),
     "qwen3-bf16": _alone("qwen3", "--bf16", "true"),
     "llama-packed": _alone("llama", *PACKED),
-    **{f"pipeline{name}": run for name, run in PIPELINES.items()},
-    "tp": SplitRun(preset="tp", model="llama", layout={"tp": 2}, baseline="llama"),
-    "tp-2x2": SplitRun(preset="tp", model="llama_tied", layout={"dp_replicate": 2, "tp": 2}, baseline="llama_tied"),
-    "hsdp_tp": SplitRun(
-        preset="hsdp_tp", model="llama_one", layout={"dp_replicate": 2, "dp_shard": 2, "tp": 2}, baseline="llama_one"
-    ),
-    "fsdp2_tp": SplitRun(
-        preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, words=SAVED, baseline="qwen3"
-    ),
-    "fsdp2_tp-mha": SplitRun(
-        preset="fsdp2_tp",
-        model="llama_mha",
-        layout={"dp_shard": 2, "tp": 2},
-        words=(*RECOMPUTED, "--accumulate", "whole"),
-        baseline="llama_mha",
-    ),
-    "ep": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 4, "ep": 2}, words=SAVED, baseline="qwen3_moe"),
-    "ep_tp": SplitRun(
-        preset="ep_tp", model="qwen3_moe", layout={"dp_shard": 2, "tp": 2, "ep": 2}, baseline="qwen3_moe"
-    ),
-    "cp": SplitRun(preset="cp", model="llama", layout={"cp": 2}, words=SAVED, baseline="llama"),
-    "cp-2x2": SplitRun(preset="cp", model="qwen3", layout={"dp_shard": 2, "cp": 2}, words=RECOMPUTED, baseline="qwen3"),
-    "ulysses": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, words=SAVED, baseline="llama"),
-    "ulysses-2x2": SplitRun(
-        preset="ulysses", model="qwen3", layout={"dp_shard": 2, "sp": 2}, words=RECOMPUTED, baseline="qwen3"
-    ),
-    "tp-lora": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, baseline="qwen3-lora"),
-    "fsdp2_tp-lora": SplitRun(
-        preset="fsdp2_tp",
-        model="qwen3",
-        layout={"dp_shard": 2, "tp": 2},
-        words=(*LORA, *SAVED),
-        baseline="qwen3-lora",
-    ),
-    "ep-lora": SplitRun(
-        preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, words=ATTENTION_LORA, baseline="qwen3_moe-lora"
-    ),
-    "fsdp2_tp-bf16": SplitRun(
-        preset="fsdp2_tp",
-        model="qwen3",
-        layout={"dp_shard": 2, "tp": 2},
-        words=("--bf16", "true"),
-        baseline="qwen3-bf16",
-    ),
-    "tp-without-norm-fix": SplitRun(
-        preset="tp",
-        model="qwen3",
-        layout={"tp": 2},
+    **SPLIT,
+    "tp-without-norm-fix": replace(
+        _split("tp", "qwen3", tp=2),
+        baseline="",
         without_fix="toolkit.parallel.sharded_at_load:_reduce_replicated_gradients_once",
     ),
-    "ulysses-without-token-weights": SplitRun(
-        preset="ulysses",
-        model="llama",
-        layout={"sp": 2},
+    "ulysses-without-token-weights": replace(
+        _split("ulysses", "llama", sp=2),
+        baseline="",
         without_fix="toolkit.parallel.split_sequences:_weight_by_tokens",
     ),
     # Resumed in the first epoch (step 1) or in the second (step 3), on the same mesh or on another one.
-    "fsdp2_tp-resumed": SplitRun(
-        preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, resumes=("fsdp2_tp", 1)
-    ),
-    "fsdp2_tp-resumed-on-tp": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, resumes=("fsdp2_tp", 1)),
-    "fsdp2_tp-lora-resumed-on-tp": SplitRun(
-        preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, resumes=("fsdp2_tp-lora", 1)
-    ),
-    "ep-resumed-on-two": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, resumes=("ep", 1)),
-    "pipeline-resumed": replace(PIPELINES[""], words=(), baseline="", resumes=("pipeline", 1)),
-    "pipeline-tied-resumed": replace(PIPELINES["-tied"], baseline="", resumes=("pipeline-tied", 3)),
-    "pipeline-interleaved-resumed": replace(
-        PIPELINES["-interleaved"], baseline="", resumes=("pipeline-interleaved", 1)
-    ),
-    "cp-resumed": SplitRun(preset="cp", model="llama", layout={"cp": 2}, resumes=("cp", 1)),
-    "ulysses-resumed": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, resumes=("ulysses", 1)),
+    "fsdp2_tp-resumed": _resumed(replace(SPLIT["fsdp2_tp"], words=()), "fsdp2_tp", 1),
+    "fsdp2_tp-resumed-on-tp": _resumed(_split("tp", "qwen3", tp=2), "fsdp2_tp", 1),
+    "fsdp2_tp-lora-resumed-on-tp": _resumed(SPLIT["tp-lora"], "fsdp2_tp-lora", 1),
+    "ep-resumed-on-two": _resumed(_split("ep", "qwen3_moe", dp_shard=2, ep=2), "ep", 1),
+    "pipeline-resumed": _resumed(replace(SPLIT["pipeline"], words=()), "pipeline", 1),
+    "pipeline-tied-resumed": _resumed(SPLIT["pipeline-tied"], "pipeline-tied", 3),
+    "pipeline-interleaved-resumed": _resumed(SPLIT["pipeline-interleaved"], "pipeline-interleaved", 1),
+    "cp-resumed": _resumed(replace(SPLIT["cp"], words=()), "cp", 1),
+    "ulysses-resumed": _resumed(replace(SPLIT["ulysses"], words=()), "ulysses", 1),
 }
 
 

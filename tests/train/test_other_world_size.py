@@ -40,7 +40,10 @@ def measured(folder: Path) -> Measurements:
     return measure(read_steps(RunFolder(folder)), untimed_steps=0)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=pytest.mark.nightly if name != "zero2" else ()) for name in ("ddp", "zero2", "fsdp2")],
+)
 def test_a_run_resumes_on_fewer_ranks_and_then_on_more_with_the_same_losses(
     preset: str, job: list[str], tmp_path: Path
 ) -> None:
@@ -49,16 +52,8 @@ def test_a_run_resumes_on_fewer_ranks_and_then_on_more_with_the_same_losses(
     resumed = ["--resume_from_checkpoint", str(whole / f"checkpoint-{SAVED}")]
     text = train(preset, 1, fewer, *job, *resumed)
     assert ("converting it for zero2 on 1" in text) == (preset == "zero2")
-    train(
-        preset,
-        2,
-        more,
-        *job,
-        "--resume_from_checkpoint",
-        str(fewer / f"checkpoint-{2 * SAVED}"),
-        "--save_strategy",
-        "no",
-    )
+    later = ["--resume_from_checkpoint", str(fewer / f"checkpoint-{2 * SAVED}"), "--save_strategy", "no"]
+    train(preset, 2, more, *job, *later)
 
     expected, on_one, on_two = (measured(folder).losses for folder in (whole, fewer, more))
     assert len(expected) == STEPS

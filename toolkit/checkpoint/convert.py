@@ -52,10 +52,7 @@ def convert(
     base_model: str | None = None,
     trust_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Write `out` and return its manifest. Raises ToolkitError for an impossible conversion before it writes.
-
-    `degrees` are those of the preset's dimensions of parallelism: `{"tp": 2}`.
-    """
+    """Write `out` and return its manifest; `degrees` are as in `{"tp": 2}`. Raises ToolkitError before it writes."""
     given = dict(degrees or {})
     check_degrees_given(preset, given, purpose="convert")
     check_supported(preset, Job().with_values(**given), world_size=num_processes, purpose="convert")

@@ -149,10 +149,7 @@ class _MadeOf:
 
 
 def _transforms(model: Any) -> list[Any]:
-    """transformers' conversions of the architecture, in the order of loading.
-
-    Without changes of a prefix: only the files that a model was loaded from tell whether they had it.
-    """
+    """transformers' conversions, in the order of loading; not of a prefix, which only the loaded files tell."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -225,10 +222,7 @@ class SafetensorsReader:
 
 
 class PlainReader(SafetensorsReader):
-    """Reads `optimizer.pt` beside the weights.
-
-    Its states are numbered in the order of the Trainer's parameter groups; the model's own order names them.
-    """
+    """Reads `optimizer.pt` beside the weights, whose states are numbered in the order of the parameter groups."""
 
     def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
         super().__init__(layout, model)
@@ -240,10 +234,7 @@ class PlainReader(SafetensorsReader):
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The number of each parameter's optimizer state.
-
-        Raises ToolkitError where the model does not tell which parameter a numbered state belongs to.
-        """
+        """The number of each parameter's optimizer state. Raises ToolkitError where the model does not tell."""
         groups = self.model.groups(self.model.trainable)
         sizes, saved = [len(group) for group in groups if group], [size for size in self.group_sizes if size]
         if saved and saved != sizes:

@@ -58,10 +58,7 @@ def export(
     base_model: str | None = None,
     trust_pickle: bool = False,
 ) -> ExportResult:
-    """Write the model (or adapter) of a checkpoint into `out`.
-
-    Raises ToolkitError for a damaged checkpoint, a folder that is not empty, and too little disk space.
-    """
+    """Write the model (or adapter) of a checkpoint into `out`. Raises ToolkitError, and then writes nothing."""
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_output(out, source=path)
@@ -152,10 +149,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(out: Path) -> Iterator[Path]:
-    """Yield an empty folder on the disk of `out`; whatever is still in it afterwards is removed.
-
-    Raises ToolkitError if the disk cannot be written.
-    """
+    """Yield an empty folder on the disk of `out`, removed afterwards. Raises ToolkitError for a full disk."""
     temporary = out.absolute().with_name(f".exporting-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -22,7 +22,6 @@ from toolkit.files.reading import user_path
 from toolkit.files.value_limits import CONFIGURATION
 from toolkit.models.config_fields import read_config
 from toolkit.record.checkpoints import FINGERPRINT, Fingerprint, Manifest, read_checkpoint, read_fingerprint
-from toolkit.record.folder import RunFolder
 
 ADAPTER_NAME = "default"  # peft's name of the one adapter that the training script makes
 TOKENIZER_FILES = (
@@ -64,9 +63,6 @@ class ModelFiles:
     def base(self) -> str | None:
         """The model that training started from: a folder or a hub id."""
         candidates = [self.base_override, getattr(self.manifest, "model_name_or_path", None)]
-        spec = next((run.get("spec") for folder in self.folders if (run := RunFolder(folder).read_run())), None)
-        model = spec.get("model") if isinstance(spec, dict) else None
-        candidates += [model.get("model_name_or_path") if isinstance(model, dict) else None]
         if self.adapter_config is not None:
             candidates += [read_adapter_config(self.adapter_config).get("base_model_name_or_path")]
         return next((name for name in candidates if isinstance(name, str) and name), None)
@@ -218,10 +214,7 @@ class MetaModel:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration.
-
-    Raises ToolkitError for a file that is not one, and for a module that peft would import.
-    """
+    """Return an adapter's configuration. Raises ToolkitError for another file, and for a module to import."""
     config = read_json_object(path, limits=CONFIGURATION, allow_nan=True)
     if not isinstance(config.get("peft_type"), str):
         raise ToolkitError(f"{path} has no peft_type, expected the kind of the adapter, for example `LORA`")

@@ -102,10 +102,7 @@ def without_parameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:
-    """Return the hyperparameters of one of the Trainer's parameter groups (`groups`: the names in each).
-
-    DeepSpeed drops a group without parameters, torch keeps it.
-    """
+    """Return the values of one of the Trainer's parameter groups; DeepSpeed drops a group without parameters."""
     saved = reader.hyperparameters
     if not saved:
         raise ToolkitError(f"{reader.layout.path} has no parameter groups of an optimizer")

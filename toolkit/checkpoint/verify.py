@@ -51,10 +51,7 @@ class VerifyResult:
 
 
 def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = False) -> VerifyResult:
-    """Reload and compare.
-
-    Raises ToolkitError for a folder that holds neither a checkpoint nor a model, and for one that only DeepSpeed reads.
-    """
+    """Reload and compare. Raises ToolkitError for no checkpoint or model, and for one that only DeepSpeed reads."""
     if not path.is_dir():
         raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint, an exported folder or a run folder")
     if not is_checkpoint(path):

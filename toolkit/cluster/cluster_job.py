@@ -199,10 +199,7 @@ def check_world_sizes(options: JobOptions, preset: Preset, job: Job) -> None:
 
 
 def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job: Job) -> tuple[list[str], Job]:
-    """Give an elastic run its global batch, from which each attempt works out its accumulation steps.
-
-    Raises ToolkitError for one that some number of nodes cannot keep.
-    """
+    """Give an elastic run its global batch. Raises ToolkitError where a number of nodes cannot keep it."""
     if not options.elastic:
         return argv, job
     if job.global_batch_size is None:
@@ -217,10 +214,7 @@ def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job
 
 
 def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]) -> tuple[str, ...]:
-    """Run the checks of `toolkit train` for the largest number of nodes, and return their warnings.
-
-    The GPUs need not be here.
-    """
+    """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest = world_sizes(options)[-1]
     if options.check_files:
         gpus = None if options.cpu else largest
@@ -235,11 +229,7 @@ def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]
 
 
 def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
-    """Return the time of a save as given, as measured in a run folder, or as assumed.
-
-    `async_save` is true for a job that writes while it trains. Raises ToolkitError for a `--saves-of` that has measured
-    none.
-    """
+    """Return the time of a save as given, measured in a run folder (ToolkitError without one), or assumed."""
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
         measured = measured_save_time(options.saves_of or output_dir, async_save=async_save)

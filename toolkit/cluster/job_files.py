@@ -114,10 +114,7 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> str:
 
 
 def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset: Preset | None) -> str:
-    """Return the command that checks a node for a job; clocks of nodes compare through the shared run folder.
-
-    Without the model: `doctor` plans the memory of one node's ranks, and on several nodes each rank holds less.
-    """
+    """Return the command that checks a node, without the model: `doctor` plans the memory of one node's ranks."""
     words = [f"{python} -m toolkit doctor --json --output-dir {shlex.quote(str(output_dir))}"]
     words += [f"--num-processes {options.gpus_per_node}"]
     words += [] if options.cpu else [f"--gpus-per-node {options.gpus_per_node}"]

@@ -67,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resolve(name: str, *, seconds: float) -> str:
-    """Return the address of a host; a name that is not known yet is looked up again for this many seconds.
-
-    Raises ToolkitError for a name that does not resolve from this node.
-    """
+    """Return the address of a host, looked up for this many seconds. Raises ToolkitError if it does not resolve."""
     deadline = time.monotonic() + seconds
     while True:
         try:

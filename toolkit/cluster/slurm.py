@@ -145,10 +145,7 @@ def sbatch_values(
 
 
 def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
-    """Return the sbatch file of a comparison.
-
-    Raises ToolkitError for the first preset and number of nodes that cannot train.
-    """
+    """Return the sbatch file of a comparison. Raises ToolkitError for a preset that cannot train on some nodes."""
     argv = [*options.training_arguments]
     check_no_secrets(argv)
     job = Job.from_argv(argv)

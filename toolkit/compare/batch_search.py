@@ -34,21 +34,6 @@ def largest_that_runs(runs: Callable[[int], bool], *, start: int, cap: int) -> i
     return low or None
 
 
-def most_probes(*, start: int, cap: int) -> int:
-    """Return the number of sizes that the longest search tries: any doubling may be the one that fails.
-
-    >>> most_probes(start=1, cap=2)
-    2
-    """
-    low, size, tried, most = 0, min(start, cap), 0, 0
-    while True:
-        tried += 1
-        most = max(most, tried + (size - low - 1).bit_length())
-        if size == cap:
-            return most
-        low, size = size, min(2 * size, cap)
-
-
 def search(
     known: Mapping[int, ProbeRecord], probe: Callable[[int], ProbeRecord], *, start: int, cap: int
 ) -> int | None:

@@ -37,7 +37,7 @@ from toolkit.launch.warm_start import fork_server
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
-from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.rehearse.rehearsal import refuse_rehearsals
 from toolkit.units import number, seconds
 
 # How long the processes of a killed runner may hold a run folder: ranks notice within seconds that the launcher

@@ -52,11 +52,6 @@ processes. Rows with other batches, such as those of another layout, pad the sam
 # Figures of several trials
 
 
-def geometric_mean(figures: Sequence[float]) -> float:
-    """Return the center of the figures of several trials."""
-    return math.exp(math.fsum(map(math.log, figures)) / len(figures))
-
-
 def mean_interval(figures: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
     """Return the interval of the geometric mean; None with fewer than two figures."""
     if len(figures) < 2:
@@ -158,7 +153,7 @@ def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, spec: C
         return columns | {"ratio_to_reference": 1.0, "difference": "reference"}
     interval = ratio_interval(own, speeds[baseline], confidence_of(rows))
     return columns | {
-        "ratio_to_reference": geometric_mean(own) / geometric_mean(speeds[baseline]),
+        "ratio_to_reference": statistics.geometric_mean(own) / statistics.geometric_mean(speeds[baseline]),
         "ratio_interval": interval,
         "difference": difference(interval),
     }

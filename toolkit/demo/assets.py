@@ -175,11 +175,7 @@ def _write_provenance(folder: Path) -> None:
 
 
 def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a Llama of random fp32 weights and the tokenizer to `folder`, for tests and benchmarks. Imports torch.
-
-    `sizes` are arguments of `LlamaConfig` (`hidden_size`, `num_hidden_layers`, ...). The caller's random state is not
-    changed.
-    """
+    """Write a Llama of random fp32 weights (`sizes` as in `LlamaConfig`) and the tokenizer. Imports torch."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

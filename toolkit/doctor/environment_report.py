@@ -57,10 +57,7 @@ SEVERAL_LINES = ("packages", "compilers", "disks", "variables", "files")
 
 
 def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the facts of this node and this process's environment, without secrets.
-
-    None where a fact is not known, or there is no limit; bytes are integers.
-    """
+    """Return the facts of this node and environment, without secrets; None is unknown, or no limit."""
     node = describe_node()
     facts = {
         "version": __version__,

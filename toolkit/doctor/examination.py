@@ -189,10 +189,7 @@ def all_checks() -> list[NodeCheck]:
 
 
 def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str], None]) -> Examination:
-    """Run every check; the long ones with `--long` only.
-
-    Raises ToolkitError, before, for options that cannot be checked: an unknown preset, a model without one, a number.
-    """
+    """Run every check, the long ones with `--long` only. Raises ToolkitError, before, for invalid options."""
     for name, value in (("--gpus-per-node", options.gpus_per_node), ("--num-processes", options.num_processes)):
         if value is not None and value < 1:
             raise ToolkitError(f"{name} is {value}, expected 1 or more")
@@ -243,10 +240,7 @@ def _lines(examination: Examination) -> Iterator[str]:
 
 
 def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
-    """Return the facts of each node, by its name. Raises ToolkitError without a report, and for what is none.
-
-    One report is accepted: the job file of a single node compares it too.
-    """
+    """Return the facts of each node, by its name. Raises ToolkitError without a report, and for what is none."""
     if not paths:
         raise ToolkitError(
             "--compare needs the reports of the nodes, and none is given",
@@ -267,10 +261,7 @@ def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
 
 
 def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
-    """Return the differences, errors first, then in the order of the facts.
-
-    Clocks are compared with that of the common file server; without one, only the times of the reports are known.
-    """
+    """Return the differences, errors first; clocks by their common file server, if there is one."""
     has_server = all(isinstance(facts.get("clock_offset_seconds"), int | float) for facts in nodes.values())
     left_out = {"hostname", "unix_time" if has_server else "clock_offset_seconds"}
     found = []

@@ -47,11 +47,7 @@ _LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.
 
 
 def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
-    """Compile the ops that are missing.
-
-    Raises ToolkitError without DeepSpeed or a compiler, if compilation fails, and for a folder that this user cannot
-    write, or that another one may.
-    """
+    """Compile the ops that are missing. Raises ToolkitError where that fails, and for a folder of others."""
     missing_libraries = [name for name in ("torch", "deepspeed") if installed_version(name) is None]
     if missing_libraries:
         hint = f"make setup   (in the clone), or pip install {' '.join(missing_libraries)}"
@@ -139,10 +135,7 @@ def _exclusive(folder: Path) -> Iterator[Path]:
 
 
 def _drop_stale_lock(lock: Path) -> None:
-    """A killed compilation leaves torch's lock file, for which every later load would wait forever.
-
-    The holder of the lock keeps the file open.
-    """
+    """Remove the lock of a killed compilation, for which torch waits forever; a holder keeps the file open."""
     if not lock.exists():
         return
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):

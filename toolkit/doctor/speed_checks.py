@@ -1,7 +1,4 @@
-"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node.
-
-python -m toolkit.doctor.speed_checks 2     # the all-reduce of torch, as a program of its own
-"""
+"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node."""
 
 from __future__ import annotations
 
@@ -10,34 +7,25 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from datetime import timedelta
-from statistics import median
 
 from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
-from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
-from toolkit.launch.command import threads_per_rank
+from toolkit.hardware.gpus import count_gpus
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.units import MIB
-from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
 PROGRAM_SECONDS = 600.0
-COLLECTIVE_SECONDS = 60
 # The same on every node, so that results compare; far above the sizes at which latency counts.
 PAYLOAD_BYTES = 256 * MIB
 
 
-def run_program(command: Sequence[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
+def run_program(command: Sequence[str]) -> tuple[int, str]:
     """Run a program for at most ten minutes; return its exit code and what it printed. No process is left behind."""
     with subprocess.Popen(
         command,
-        env=os.environ | (variables or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,40 +81,25 @@ def failed_tests(printed: str) -> list[str]:
     long=True,
 )
 def all_reduce(node: NodeReadings) -> Outcome:
-    """Bus bandwidth of an all-reduce of 256 MiB: by nccl-tests' `all_reduce_perf` or by torch between all GPUs, by
-    torch and gloo between two processes on a CPU.
-    """
+    """Bus bandwidth of an all-reduce of 256 MiB between all GPUs, where nccl-tests' `all_reduce_perf` is installed."""
     gpus, program = count_gpus(), shutil.which("all_reduce_perf")
-    ranks = gpus or CPU_PROCESSES
-    if gpus == 1:
-        raise NotMeasured("one GPU")
-    if gpus and program:
-        measured_by, size = "nccl-tests", str(PAYLOAD_BYTES)
-        code, printed = run_program([program, "-b", size, "-e", size, "-g", str(gpus)])
-        bandwidth = read_nccl_tests(printed)
-    elif installed_version("torch"):
-        measured_by = f"torch, {'nccl' if gpus else 'gloo'}"
-        variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-        code, printed = run_program([sys.executable, "-m", "toolkit.doctor.speed_checks", str(ranks)], variables)
-        seconds = re.search(r"^seconds (\S+)$", printed, re.MULTILINE)
-        # As nccl-tests define it: what each rank sends per second.
-        bandwidth = 2 * (ranks - 1) / ranks * PAYLOAD_BYTES / float(seconds[1]) if seconds else None
-    else:
-        raise NotMeasured("neither torch nor nccl-tests is installed")
-    kind = common_gpu(node.gpu_names) if gpus else None
+    if gpus < 2:
+        raise NotMeasured("fewer than two GPUs")
+    if program is None:
+        raise NotMeasured("nccl-tests is not installed: https://github.com/NVIDIA/nccl-tests")
+    code, printed = run_program([program, "-b", str(PAYLOAD_BYTES), "-e", str(PAYLOAD_BYTES), "-g", str(gpus)])
+    bandwidth, kind = read_nccl_tests(printed), common_gpu(node.gpu_names)
     expected = slowest_bus_bandwidth(kind, gpus) if kind else None
     outcome = Outcome(
         {
-            "measured_by": measured_by,
-            "ranks": ranks,
+            "ranks": gpus,
             "payload_bytes": PAYLOAD_BYTES,
             "bus_bytes_per_second": bandwidth and round(bandwidth),
             "planned_at_least_bytes_per_second": expected and round(expected),
-            "remark": None if gpus else "two processes on the CPU: says nothing about a GPU",
         }
     )
     if code != 0 or bandwidth is None:
-        what, fix = f"the all-reduce of {ranks} processes fails", "NCCL_DEBUG=INFO toolkit doctor --long"
+        what, fix = f"the all-reduce of {gpus} GPUs fails", "NCCL_DEBUG=INFO toolkit doctor --long"
         outcome.add(ERROR, what, _last_line(printed, code), "a result", fix)
     elif expected and bandwidth < expected:
         what = f"the all-reduce of {gpus} GPUs is slower than the planner's range"
@@ -156,41 +129,3 @@ def slowest_bus_bandwidth(gpu: Gpu, world_size: int) -> float:
     collective = Collective(name="all_reduce", purpose="doctor", payload_bytes=PAYLOAD_BYTES, group_size=world_size)
     node = Interconnect(gpu=gpu, world_size=world_size, gpus_per_node=world_size)
     return collective.sent_bytes / node.seconds(collective)[1]
-
-
-def probe(rank: int, world_size: int, store: str) -> None:
-    """Measure as one rank; rank 0 prints the median of five."""
-    import torch
-    from torch import distributed
-
-    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    distributed.init_process_group(backend, f"file://{store}", timedelta(seconds=COLLECTIVE_SECONDS), world_size, rank)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    payload, seconds = torch.ones(PAYLOAD_BYTES // 4, dtype=torch.float32, device=device), []
-    for _ in range(6):
-        payload.fill_(1.0)
-        wait()
-        distributed.barrier()
-        started = time.perf_counter()
-        distributed.all_reduce(payload)
-        wait()
-        seconds.append(time.perf_counter() - started)
-    if payload.min() != world_size or payload.max() != world_size:
-        raise RuntimeError(f"the all-reduce of ones over {world_size} ranks returned {float(payload[0])}")
-    if rank == 0:
-        print(f"seconds {median(seconds[1:])}", flush=True)
-    distributed.destroy_process_group()
-
-
-def main(world_size: int) -> None:
-    """Start the ranks, and raise the error of the first that fails."""
-    from torch import multiprocessing
-
-    with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
-        multiprocessing.spawn(probe, (world_size, f"{folder}/store"), nprocs=world_size)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -51,10 +51,7 @@ class DiskRates:
 
 
 def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
-    """Return the mount with the longest path above the folder; the later of two with the same path.
-
-    `mounts` is the text of /proc/mounts, which is read if it is not given.
-    """
+    """Return the mount of a folder, the last with the longest path above it; `mounts` is the text of /proc/mounts."""
     if mounts is None:
         mounts = Path("/proc/mounts").read_text("utf-8", errors="replace")
     target, found = folder.resolve(), None

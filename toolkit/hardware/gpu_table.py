@@ -76,10 +76,7 @@ class Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with a short name, or with the name that nvidia-smi and torch print.
-
-    Raises ToolkitError for an unknown name, with the nearest one and the options for other GPUs.
-    """
+    """Return the GPU of a short name, or of its driver's. Raises ToolkitError with the nearest for another."""
     found = known_gpu(name)
     if found is not None:
         return found
@@ -131,10 +128,7 @@ def custom_gpu(
     tflops: float | None = None,
     link_gb_per_second: float | None = None,
 ) -> Gpu:
-    """Return a GPU of the table with some numbers replaced, or one that is not in it.
-
-    Raises ToolkitError for values out of range, and for a GPU that is not in the table and has no memory size.
-    """
+    """Return a GPU with some numbers replaced, or a new one. Raises ToolkitError without a memory size."""
     for option, value in (
         ("--gpu-memory-gib", memory_gib),
         ("--gpu-tflops", tflops),

@@ -136,10 +136,7 @@ def list_gpus() -> list[Nvml]:
 
 
 class Nvml:
-    """Readings of one GPU, by its UUID as torch gives it (`get_device_properties(device).uuid`), or the driver's index.
-
-    A reading is None where the package, the driver or the GPU does not have it: containers may hide processes.
-    """
+    """Readings of one GPU, by torch's UUID or the driver's index; None for what it does not have."""
 
     def __init__(self, uuid: str | None = None, *, index: int = 0) -> None:
         self.index = index

@@ -88,10 +88,7 @@ def cpu_cores(text: str) -> float | None:
 
 
 def count_oom_kills(root: Path = CGROUP_ROOT) -> int:
-    """Return how many processes the kernel has killed for lack of memory: in this process's cgroup, or since boot.
-
-    The cgroup's own counter is preferred: /proc/vmstat counts the whole node, other containers included.
-    """
+    """Return how many processes were killed for lack of memory: in this cgroup, or on the node since boot."""
     for controller, name in (("", "memory.events"), ("memory", "memory.oom_control")):
         folders = cgroup_folders(root, controller)
         if folders and (killed := _oom_kills(folders[0] / name)) is not None:

@@ -1,14 +1,12 @@
 """End a run once its median step time is known well enough, on all ranks after the same step, without a collective.
 
-Rank 0 decides after every fifth step by its own clock, before it begins the next one, and publishes the decision in
-the process group's store. Every rank reads the decision two steps later, and finishes that step only when it has read
-it: so all of them stop there, however far one has run ahead. The gradients of a step need rank 0, so the decision has
-been there for a step when it is read. Deciding and reading are outside the steps' clock.
+Rank 0 decides after every fifth step, and publishes the decision in the process group's store. Every rank reads it two
+steps later, before it finishes that step: so all of them stop there, however far one has run ahead. The gradients of a
+step need rank 0, so the decision has been there for a step. Deciding and reading are outside the steps' clock.
 
-The bootstrap interval of the median is computed without drawing a sample. Resampling n values with replacement puts
-the median at or below the k-th smallest with the probability that at least half of the n draws do, a binomial sum; so
-the bootstrap's distribution is known exactly, and every process that has the same values has the same interval
-(Efron 1979, "Bootstrap methods: another look at the jackknife", section 3).
+The bootstrap interval of the median is exact, without drawing a sample: resampling n values with replacement puts the
+median at or below the k-th smallest with the probability that at least half of the n draws do, a binomial sum (Efron
+1979, "Bootstrap methods: another look at the jackknife", section 3).
 """
 
 from __future__ import annotations

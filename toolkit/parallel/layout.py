@@ -77,10 +77,7 @@ class ParallelLayout:
 
 
 def divide_ranks(parallel: Sequence[str], degrees: Mapping[str, int | None], *, world_size: int) -> ParallelLayout:
-    """Divide the ranks of a preset with the dimensions `parallel`; degrees that are not given are 1.
-
-    Ranks that do not fill a group are left out: `toolkit.presets.support` refuses such a world size.
-    """
+    """Divide the ranks of a preset with the dimensions `parallel`; degrees that are not given are 1."""
     given = {name: degrees.get(name) or 1 for name in parallel if name in DEGREES}
     rest = world_size // math.prod(given.get(name, 1) for name in SAME_ROWS)
     if "dp_shard" not in parallel:

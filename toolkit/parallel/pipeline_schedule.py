@@ -77,10 +77,7 @@ class PipelineSettings:
         return slowest + (self.ranks - 1) / (self.chunks * micro_batches)
 
     def problem(self, *, micro_batches: int, layers: int | None = None) -> tuple[str, str] | None:
-        """Return why the schedule cannot run, and what to type instead; None where it can.
-
-        `micro_batches` are the accumulation steps of an optimizer step; `layers` is None for an unknown model.
-        """
+        """Return why accumulation steps (`micro_batches`) and layers do not fit, and what to type instead; or None."""
         if (self.schedule == INTERLEAVED) != (self.chunks > 1):
             why = "interleaves two stages per GPU or more" if self.chunks == 1 else "has one stage per GPU"
             interleave = "`--pipeline_schedule interleaved_1f1b`"
@@ -105,10 +102,7 @@ def interleaved_rounds(micro_batches: int, *, ranks: int) -> int:
 
 
 def divide_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage, as many in each; the first stages have one more where they do not divide.
-
-    The last stage computes the head and the loss besides, which are worth several layers.
-    """
+    """Return the layers of each stage; the first have one more, since the last computes the head as well."""
     each, rest = divmod(layers, stages)
     ends = [each * stage + min(stage, rest) for stage in range(stages + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

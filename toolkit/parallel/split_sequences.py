@@ -33,10 +33,7 @@ def context_parallel_config(layout: ParallelLayout) -> Any:
 
 @functools.cache
 def ring_attention_on_cpu() -> None:
-    """Give torch's context parallelism the attention kernels of a CPU; it dispatches CUDA's alone.
-
-    Two handlers over torch's own ring templates. They wrap what they return, so no sharding rule is needed.
-    """
+    """Give torch's ring templates the attention kernels of a CPU; torch dispatches CUDA's alone."""
     import torch
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -220,10 +217,7 @@ def _attend_in_every_batch() -> None:
 
 @functools.cache
 def _weight_by_tokens() -> None:
-    """Weight each micro-batch's loss by its supervised tokens, as without sequence parallelism.
-
-    The Trainer takes the mean of the micro-batches' means there, and of the data-parallel ranks'.
-    """
+    """Weight each micro-batch's loss by its supervised tokens; the Trainer takes the mean of means here."""
     from transformers import Trainer
 
     samples, compute = Trainer.get_batch_samples, Trainer.compute_loss
