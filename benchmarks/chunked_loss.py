@@ -20,7 +20,7 @@ from record import pairs, print_table, spread, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.demo.assets import prepare_default_model
-from toolkit.job.defaults import LOSS_CHUNK_TOKENS
+from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.models.fake_tensors import LiveMemory
 from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from record import EVIDENCE, ROOT, append_line, print_table, read_lines, spread,
 from small_job import words
 
 from toolkit.cache import path_with_ninja
-from toolkit.compare.significance import geometric_mean, mean_interval
+from toolkit.compare.significance import mean_interval
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of
 from toolkit.launch.options import TrainOptions
@@ -130,7 +131,7 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.job.argument_fields import ModelArguments
+    from toolkit.job.argument_fields import DataArguments, ModelArguments
     from toolkit.train.data.tokenization import EncodedSource, encode_rows, load_rows, row_encoder
     from toolkit.train.model.loading import load_tokenizer
 
@@ -138,8 +139,7 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     model, dataset, tokens = model or prepare_default_model(), default_data_file(), scratch / "tokens"
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(model)), chat_template=None)
     rows, data_format = load_rows(str(dataset), "train")
-    options = {"max_seq_length": MAX_SEQ_LENGTH, "loss_on": None, "system_prompt": None}
-    encoder = row_encoder(tokenizer=tokenizer, data_format=data_format, **options)
+    encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=MAX_SEQ_LENGTH))
     source = EncodedSource(name=str(dataset), rows=encode_rows(rows, encoder), encoder=encoder)
     source.supervised()[0].save_to_disk(tokens)
     return Job(model=model, dataset=dataset, tokens=tokens, steps=steps, untimed_steps=untimed_steps)
@@ -169,7 +169,7 @@ def table_rows(_: dict[str, Any], pairs: Sequence[dict[str, Any]]) -> list[list[
     for case, own in cases_of(pairs).items():
         # Both sides train the same tokens, so that the ratio of tokens per second is the inverse ratio of the seconds.
         ratios = [pair["cpu_seconds"]["bare"] / pair["cpu_seconds"]["toolkit"] for pair in own]
-        mean, interval, goal = geometric_mean(ratios), mean_interval(ratios), GOALS.get(case, GOAL)
+        mean, interval, goal = statistics.geometric_mean(ratios), mean_interval(ratios), GOALS.get(case, GOAL)
         shown = f"{mean:.3f}" + ("" if interval is None else " ({:.3f} to {:.3f})".format(*interval))
         reached = f"{goal:.2f} {'reached' if mean >= goal else 'missed'}"
         rows.append([case, len(own), shown, reached, f"{max(pair['loss_difference'] for pair in own):.0e}"])

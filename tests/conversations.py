@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 
 from toolkit.data.formats import Sample
+from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.data_report import DataStats, mark_supervised
 from toolkit.train.data.tokenization import EncodedSource, encode, encode_rows, row_encoder
@@ -50,7 +51,6 @@ def tokenized(
     rows: list[dict[str, Any]] | datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any
 ) -> tuple[datasets.Dataset, DataStats]:
     """Rows with a supervised token, and their statistics."""
-    options = {"max_seq_length": 128, "loss_on": None, "system_prompt": None, **changes}
     dataset = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
-    encoder = row_encoder(tokenizer=tokenizer, data_format=data_format, **options)
+    encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
     return EncodedSource(name="rows", rows=encode_rows(dataset, encoder), encoder=encoder).supervised()

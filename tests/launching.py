@@ -144,6 +144,14 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def attested_ranks(folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank of a verified run has read back."""
+    attestation = read(folder / "attestation.json")
+    assert attestation["verdict"] == "attested"
+    found: list[dict[str, Any]] = attestation["ranks"]
+    return found
+
+
 def attested(folder: Path) -> dict[str, Any]:
     """Return every figure of an attestation, by the path of its keys."""
     return dict(_leaves(read(folder / "attestation.json")))

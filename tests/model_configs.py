@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.models.checked_counts import MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.counted_shape import shape_from_counted
-from toolkit.models.llama_family import llama_shape
+from toolkit.models.decoders import llama_shape
+from toolkit.models.read_model import MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS, shape_from_counted
 from toolkit.models.shape import ModelShape
 
 LLAMA_8B_PARAMS = 8_030_261_248
@@ -114,7 +113,7 @@ def counted_tensors(model: Any) -> ModelShape:
 
 
 def fields_of(model_type: str) -> list[dict[str, Any]]:
-    """Return the tiny configurations of any architecture of `toolkit.models.checked_counts`."""
+    """Return the tiny configurations of any architecture of `toolkit.models.read_model`."""
     known = [fields for kind, fields in ARCHITECTURES if kind == model_type]
     mixtures = (*MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS, "hunyuan_v1_dense", "ministral")
     return known or [TINY | MIXTURE if model_type in mixtures else TINY]

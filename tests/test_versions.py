@@ -1,20 +1,28 @@
-"""What is read from the source of the installed libraries, compared with what they have once imported."""
+"""What is written down or read from the source of the installed libraries is what they have once imported."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
+from toolkit.job.trainer_checks import OPTIMIZERS, optimizer_arguments, optimizer_module
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import VARLEN
-from toolkit.versions import attention_names, optimizer_module
+from toolkit.versions import attention_names
 
 
-def test_each_optimizer_needs_the_module_that_its_function_imports() -> None:
-    needed = {name: optimizer_module(name) for name in trainer_schema().fields["optim"].choices}
-    assert {name for name, module in needed.items() if module is None} == {
-        *("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-    }
-    assert needed["adamw_8bit"] == ("bitsandbytes", "pip install -U bitsandbytes")
-    assert needed["stable_adamw"] == ("optimi", "pip install torch-optimi")
-    assert needed["adamw_torch_xla"] == ("torch_xla", "pip install torch_xla")
+def test_every_optimizer_of_transformers_has_its_options_and_its_module() -> None:
+    choices = trainer_schema().fields["optim"].choices
+    assert [name for name in choices if optimizer_arguments(name) is None] == []
+    own = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+    assert {name for name in choices if optimizer_module(name) is None} == set(own)
+    assert optimizer_module("stable_adamw") == ("optimi", "pip install torch-optimi")
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name("trainer_optimizer.py").read_text()
+    names = {option for _, options, _, _ in OPTIMIZERS for option in options}
+    assert {name for name in names if f'"{name}"' not in source} == set()
 
 
 def test_the_attention_functions_are_those_of_the_library() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import BATCH_FACTS
 from toolkit.train.data.streaming import (
     LaneStates,
@@ -37,9 +38,7 @@ def write_rows(path: Path) -> Path:
 
 
 def encoder(tokenizer: Any, rows: RowStream) -> RowEncoder:
-    return row_encoder(
-        tokenizer=tokenizer, data_format=rows.data_format, max_seq_length=32, loss_on=None, system_prompt=None
-    )
+    return row_encoder(tokenizer, rows.data_format, DataArguments(max_seq_length=32))
 
 
 def token_stream(path: Path, tokenizer: Any, training: Any, *, packing: bool = False) -> TokenStream:

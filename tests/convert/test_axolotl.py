@@ -49,30 +49,14 @@ def test_a_qlora_configuration_becomes_arguments(tmp_path: Path) -> None:
     assert (conversion.tool, conversion.preset, conversion.num_processes) == ("axolotl", "ddp", None)
     given = {name: value for name, value in conversion.arguments.items() if name not in conversion.defaults}
     assert given == {
-        "model_name_or_path": "Qwen/Qwen3-8B",
-        "load_in_4bit": True,
-        "lora_r": 16,
-        "lora_alpha": 32,
-        "lora_target_modules": ["all-linear"],
-        "lora_config": {"modules_to_save": ["embed_tokens"]},
-        "dataset": "rows.jsonl",
-        "val_size": 0.05,
-        "max_seq_length": 4096,
-        "packing": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "num_train_epochs": 3,
-        "optim": "paged_adamw_8bit",
-        "lr_scheduler_type": "cosine",
-        "learning_rate": 2e-4,
-        "warmup_steps": 0.1,
-        "activation_checkpointing": True,
-        "eval_strategy": "steps",
-        "eval_steps": 0.166667,  # twice in each of three epochs
-        "save_strategy": "steps",
-        "save_steps": 0.333333,
-        "output_dir": "./out",
-    }
+        "model_name_or_path": "Qwen/Qwen3-8B", "load_in_4bit": True, "lora_r": 16, "lora_alpha": 32,
+        "lora_target_modules": ["all-linear"], "lora_config": {"modules_to_save": ["embed_tokens"]},
+        "dataset": "rows.jsonl", "val_size": 0.05, "max_seq_length": 4096, "packing": True,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 3,
+        "optim": "paged_adamw_8bit", "lr_scheduler_type": "cosine", "learning_rate": 2e-4, "warmup_steps": 0.1,
+        "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 0.166667, "save_strategy": "steps",
+        "save_steps": 0.333333, "output_dir": "./out",
+    }  # fmt: skip
     assert set(reasons_of(conversion)) == {"bf16", "loss_watchdog_threshold"}
     assert {"strict", "wandb_project", "datasets[0].roles_to_train"} <= set(conversion.redundant)
     assert unaccounted(yaml.safe_load(QLORA), conversion) == []

@@ -52,29 +52,14 @@ def test_a_lora_configuration_becomes_arguments(tmp_path: Path, monkeypatch: pyt
     conversion = convert_text(tmp_path, LORA)
     assert (conversion.tool, conversion.preset) == ("LLaMA-Factory", "ddp")
     assert conversion.arguments == {
-        "model_name_or_path": "Qwen/Qwen3-8B",
-        "attn_implementation": "flash_attention_2",
-        "lora_r": 8,  # LLaMA-Factory's default
-        "lora_target_modules": ["q_proj", "v_proj"],
-        "lora_config": {"use_dora": True},
-        "dataset": "data/faq.json",
-        "max_seq_length": 4096,
-        "packing": True,
-        "val_size": 0.1,
-        "preprocessing_num_workers": 16,
-        "output_dir": "saves/lora",
-        "per_device_train_batch_size": 1,
-        "num_train_epochs": 3.0,
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.1,
-        "gradient_accumulation_steps": 8,
-        "activation_checkpointing": True,  # LLaMA-Factory's default
-        "use_liger_kernel": True,
-        "logging_steps": 10,
-        "eval_strategy": "steps",
+        "model_name_or_path": "Qwen/Qwen3-8B", "attn_implementation": "flash_attention_2", "lora_r": 8,
+        "lora_target_modules": ["q_proj", "v_proj"], "lora_config": {"use_dora": True}, "dataset": "data/faq.json",
+        "max_seq_length": 4096, "packing": True, "val_size": 0.1, "preprocessing_num_workers": 16,
+        "output_dir": "saves/lora", "per_device_train_batch_size": 1, "num_train_epochs": 3.0, "learning_rate": 1e-4,
+        "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "gradient_accumulation_steps": 8,
+        "activation_checkpointing": True, "use_liger_kernel": True, "logging_steps": 10, "eval_strategy": "steps",
         "eval_steps": 500,
-    }
+    }  # fmt: skip
     assert conversion.defaults == ("lora_r", "activation_checkpointing")
     assert set(reasons_of(conversion)) == {"trust_remote_code", "template", "overwrite_output_dir", "bf16"}
     assert "cut off" in conversion.notes["max_seq_length"]
@@ -123,16 +108,10 @@ def test_the_format_of_v1_is_read_as_well(tmp_path: Path, monkeypatch: pytest.Mo
     conversion = convert_text(tmp_path, text)
     assert conversion.preset == "fsdp2"
     assert conversion.arguments == {
-        "model_name_or_path": "a/b",
-        "lora_r": 16,
-        "lora_alpha": 32,
-        "lora_target_modules": ["all-linear"],
-        "dataset": "data/faq.json",
-        "max_seq_length": 1024,
-        "output_dir": "trainer_output",
-        "per_device_train_batch_size": 2,
-        "use_liger_kernel": True,
-    }
+        "model_name_or_path": "a/b", "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"],
+        "dataset": "data/faq.json", "max_seq_length": 1024, "output_dir": "trainer_output",
+        "per_device_train_batch_size": 2, "use_liger_kernel": True,
+    }  # fmt: skip
     assert unaccounted(yaml.safe_load(text), conversion) == []
 
 

@@ -28,25 +28,13 @@ def test_a_command_becomes_a_preset_and_arguments(tmp_path: Path) -> None:
     assert (conversion.tool, conversion.preset, conversion.num_processes) == ("TRL", "zero2", 2)
     given = {name: value for name, value in conversion.arguments.items() if name not in conversion.defaults}
     assert given == {
-        "model_name_or_path": "Qwen/Qwen3-8B",
-        "lora_r": 16,
-        "lora_alpha": 64,
-        "dataset": "trl-lib/Capybara",
-        "packing": True,
-        "output_dir": "out",
-        "learning_rate": 2e-4,
-        "eval_strategy": "steps",
-        "eval_steps": 100,
-    }
+        "model_name_or_path": "Qwen/Qwen3-8B", "lora_r": 16, "lora_alpha": 64, "dataset": "trl-lib/Capybara",
+        "packing": True, "output_dir": "out", "learning_rate": 2e-4, "eval_strategy": "steps", "eval_steps": 100,
+    }  # fmt: skip
     assert {name: conversion.arguments[name] for name in conversion.defaults} == {
-        "lora_dropout": 0.05,
-        "lora_target_modules": ["q_proj", "v_proj"],
-        "eval_dataset": "trl-lib/Capybara",
-        "eval_dataset_split": "test",
-        "loss_on": "all",
-        "activation_checkpointing": True,
-        "logging_steps": 10,
-    }
+        "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"], "eval_dataset": "trl-lib/Capybara",
+        "eval_dataset_split": "test", "loss_on": "all", "activation_checkpointing": True, "logging_steps": 10,
+    }  # fmt: skip
     assert set(reasons_of(conversion)) == {"eos_token"}
     assert refused_by_our_checks(conversion, tmp_path) is None
 
@@ -72,17 +60,10 @@ env: {NCCL_DEBUG: INFO}
 def test_a_yaml_becomes_arguments(tmp_path: Path) -> None:
     conversion = convert_text(tmp_path, YAML)
     assert conversion.arguments == {
-        "model_name_or_path": "Qwen/Qwen3-8B",
-        "dataset": ["a/b", "rows.jsonl"],
-        "max_seq_length": 4096,
-        "loss_on": "assistant",
-        "val_size": 0.1,
-        "preprocessing_num_workers": 4,
-        "output_dir": "trainer_output",
-        "learning_rate": 1e-5,
-        "activation_checkpointing": False,
-        "logging_steps": 10,
-    }
+        "model_name_or_path": "Qwen/Qwen3-8B", "dataset": ["a/b", "rows.jsonl"], "max_seq_length": 4096,
+        "loss_on": "assistant", "val_size": 0.1, "preprocessing_num_workers": 4, "output_dir": "trainer_output",
+        "learning_rate": 1e-5, "activation_checkpointing": False, "logging_steps": 10,
+    }  # fmt: skip
     assert unaccounted(yaml.safe_load(YAML), conversion) == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.job.learning_rate import scaled_rate
+from toolkit.job.global_batch import scaled_rate
 
 
 def test_the_rate_is_scaled_and_the_arithmetic_is_shown() -> None:

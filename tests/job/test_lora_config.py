@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.lora_config import lora_fields
+from toolkit.job.argument_reading import lora_fields
 
 
 def test_any_field_of_lora_config_passes_as_flag_or_mapping() -> None:

@@ -238,7 +238,7 @@ def test_what_only_training_would_show_is_refused_before_the_launch(words: str, 
 def test_the_metrics_of_an_evaluation_are_those_that_it_computes() -> None:
     import torch
 
-    from toolkit.train.evaluation import EvaluatedTokens
+    from toolkit.train.trainer import EvaluatedTokens
 
     evaluated = EvaluatedTokens()
     evaluated.add(torch.tensor(1.0), 3)

@@ -7,8 +7,8 @@ from model_configs import EXPERTS, TINY
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.lora import RENAMED_TARGETS, check_lora_targets, lora_layers
-from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
 
 

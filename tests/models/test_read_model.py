@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from model_configs import ARCHITECTURES, EXPERTS, TINY, built, config_file, counted_tensors
 
 from toolkit.errors import ToolkitError
-from toolkit.models.read_model import read_model, types_with_formulas
+from toolkit.models import read_model as reading
+from toolkit.models.decoders import types_with_formulas
+from toolkit.models.read_model import cached_count, count_shape, read_model, shape_from_counted
 from toolkit.models.shape import Layer, ModelShape
 
 
@@ -73,28 +76,26 @@ def test_a_token_passes_through_its_own_experts_only(tmp_path: Path) -> None:
     assert shape.num_params - shape.num_active_params == experts * 3 // 4
 
 
-def test_embeddings_are_counted_once_when_tied(tmp_path: Path) -> None:
-    tied = read_model(str(config_file(tmp_path / "a", "llama", TINY | {"tie_word_embeddings": True})))
-    untied = read_model(str(config_file(tmp_path / "b", "llama", TINY)))
-    assert untied.num_params - tied.num_params == 96 * 32 == tied.num_embedding_params == untied.num_embedding_params
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"hidden_size": None}, "has no `hidden_size`"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected an integer of 1 or more"),
-        ({"vocab_size": -1}, "vocab_size is -1"),
         ({"hidden_size": 10**15}, "hidden_size is 1000000000000000, expected"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, expected an integer from 0 to 2,000"),
-        ({"intermediate_size": "big"}, "intermediate_size is 'big'"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer is 1000000000, expected an integer from 0 to 2,000"),
+        ({"model_type": "cohere", "num_hidden_layers": 10**9}, "expected an integer from 0 to 2,000"),
         ({"num_attention_heads": True}, "num_attention_heads is True"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of 4 heads"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size 32 is not a multiple of 5"),
         ({"model_type": "lama"}, "did you mean `llama`?"),
         ({"model_type": None}, "has no `model_type`"),
+        ({"model_type": 5}, "model_type is 5, expected a name"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"model_type": "phi", "resid_pdrop": 2}, "resid_pdrop is 2, expected a number from 0 to 1"),
+        ({"hidden_act": ["silu"]}, "hidden_act is ['silu'], expected text"),
+        ({"model_type": "gemma2", "layer_types": {"a": 1}}, "expected a list of names"),
+        ({"text_config": [1]}, "text_config is [1], expected keys and values"),
+        ({"_attn_implementation": "owner/kernel"}, "names code on the hub; nothing was loaded"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused_by_field(
@@ -105,18 +106,10 @@ def test_a_configuration_that_makes_no_sense_is_refused_by_field(
         read_model(str(tmp_path))
 
 
-def test_transformers_builds_no_language_model_from_another_model(tmp_path: Path) -> None:
-    """`test_remote_code_is_neither_run_nor_asked_for` shows how `read_model` reports what transformers raises."""
-    path = config_file(tmp_path, "vit", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4})
-    with pytest.raises(ValueError, match=r"Unrecognized configuration class .*ViTConfig"):
-        built(path)
-
-
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         ("no/such/folder", "no such file or folder"),
-        ("./nothing", "no such file or folder"),
         ("someone/model", "the hub cannot be reached"),
         ("some one/model", "is neither a folder nor a hub id"),
     ],
@@ -136,3 +129,115 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ToolkitError, match=r"has no config\.json"):
         read_model(str(tmp_path / "empty"))
+
+
+VALUES = {"model_type": "cohere", "hidden_size": 8}
+SAVED = {"layers": [0, 64, 2.0], "largest_layer": [0, 32, 1.0], "backward": [0, 8, 0.0], "outer": [0, 16, 0.0]}
+ANSWER: dict[str, Any] = {
+    **{"model_type": "cohere", "num_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2},
+    **{"num_kv_heads": 2, "head_dim": 4, "vocab_size": 10, "gated_mlp": True, "tied_embeddings": True},
+    **{"num_experts": None, "experts_per_token": None, "attention": "sdpa", "activation": "silu"},
+    **{"sliding_window": None, "layers_of_kind": [[["mlp.weight", [16, 8], True]]], "kind_of_layer": [0, 0]},
+    **{"outer": [["embed_tokens.weight", [10, 8], False]], "counted_rank": 8, "why_not_counted": None},
+    **{"adapters_of_layer": [[["mlp", 16, 8, 1]], [["mlp", 16, 8, 1]]], "outer_adapters": [], "renamed_targets": {}},
+    "activations": [
+        {"autocast": False, "lora": False, "mask": "none", "per_rank": False, "logit_bytes": 0, **SAVED},
+    ],
+}
+
+
+@pytest.fixture
+def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """An empty cache, and the commands of the child processes, which all give `ANSWER`."""
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 0, "a warning\n" + json.dumps(ANSWER) + "\n", "")
+
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(reading.subprocess, "run", run)
+    return started
+
+
+def test_the_second_call_starts_no_child(children: list[list[str]]) -> None:
+    first, second = (count_shape(Path("config.json"), VALUES) for _ in range(2))
+    assert len(children) == 1
+    assert children[0][1:] == ["-m", "toolkit.models.count_from_transformers", "config.json"]
+    for shape in (first, second):
+        assert (shape.counted_on, shape.activations_from, shape.num_params) == ("meta device", "saved tensors", 336)
+        assert shape.counted_activations is not None
+        assert shape.counted_activations.at(autocast=False, lora_r=None, mask="none").layers.token_bytes(3) == 70
+
+
+@pytest.mark.parametrize("library", ["transformers", "torch", "peft"])
+def test_an_upgraded_library_counts_again(
+    library: str, children: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_shape(Path("config.json"), VALUES)
+    real = reading.installed_version
+    monkeypatch.setattr(reading, "installed_version", lambda name: "99" if name == library else real(name))
+    count_shape(Path("config.json"), VALUES)
+    assert len(children) == 2
+
+
+def test_another_configuration_or_changed_counting_code_is_counted_for_itself(
+    children: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_shape(Path("config.json"), VALUES)
+    count_shape(Path("config.json"), VALUES | {"hidden_size": 16})
+    monkeypatch.setattr(reading, "COUNTING_MODULES", (*reading.COUNTING_MODULES, "shape"))
+    count_shape(Path("config.json"), VALUES)
+    assert len(children) == 3
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"model_type": "cohere"}'])
+def test_a_damaged_entry_is_counted_again_and_replaced(damaged: str, children: list[list[str]]) -> None:
+    path = cached_count(VALUES)
+    path.parent.mkdir(parents=True)
+    path.write_text(damaged)
+    assert count_shape(Path("config.json"), VALUES).num_layers == 2
+    assert len(children) == 1
+    assert json.loads(path.read_text()) == ANSWER
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # no temporary file is left
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    children: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
+    assert count_shape(Path("config.json"), VALUES).num_layers == 2
+    assert len(children) == 1
+
+
+def test_a_real_child_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    path = config_file(tmp_path, "cohere", TINY)
+    counted = read_model(str(path))  # arithmetic does not know this architecture
+    assert counted.num_params == sum(p.numel() for p in built(path).parameters())
+    assert (counted.num_layers, counted.num_kv_heads, counted.gated_mlp) == (3, 2, True)
+    assert len(set(counted.layers)) == 1
+    assert (counted.counted_on, counted.activations_from) == ("meta device", "saved tensors"), counted.why_not_counted
+    monkeypatch.setattr(reading.subprocess, "run", None)  # a second child would fail
+    assert read_model(str(path)).num_params == counted.num_params
+
+
+@pytest.mark.parametrize("garbage", [5, {"hidden_size": 5}, {"layers_of_kind": [[["w", "a", 1]]]}], ids=str)
+def test_an_answer_of_the_child_that_is_no_shape_is_an_error(garbage: Any) -> None:
+    with pytest.raises(ToolkitError, match="counted tensors are damaged"):
+        shape_from_counted(garbage)
+
+
+@pytest.mark.launch
+@pytest.mark.cold_start
+def test_remote_code_is_neither_run_nor_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: ...\n")
+    named = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
+    values = {"model_type": "vit", "hidden_size": 8, "architectures": 5, "auto_map": named}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ToolkitError, match="transformers cannot build a language model from it"):
+        read_model(str(tmp_path))
+    assert not ran.exists()

@@ -6,7 +6,7 @@ from model_configs import EXPERTS, TINY
 
 from toolkit.models.activations import Activations
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.llama_family import llama_shape
+from toolkit.models.decoders import llama_shape
 from toolkit.models.shape import ModelShape
 from toolkit.models.split import part_of_rank
 from toolkit.parallel.layout import ParallelLayout

@@ -7,7 +7,7 @@ from small_llama import LLAMA
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.read_model import shape_from_config
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.communication import step_collectives

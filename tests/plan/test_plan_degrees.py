@@ -90,13 +90,6 @@ def test_what_has_no_figures_is_refused_rather_than_planned() -> None:
         make_plans(mixture)
 
 
-def test_more_ranks_per_sequence_fit_a_longer_one() -> None:
-    job = {"max_seq_length": 65_536, "activation_checkpointing": True}
-    largest = [make_plans(request("cp", cp=cp, **job))[0].largest_micro_batch or 0 for cp in (2, 4, 8)]
-    assert largest == sorted(largest)
-    assert largest[0] < largest[-1]
-
-
 def asked(*, length: int, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
     job = PlannedJob(max_seq_length=length)
     gpu = custom_gpu(H100, memory_gib=memory_gib)
@@ -136,10 +129,3 @@ def test_a_comparison_divides_the_batch_of_a_group_by_its_ranks() -> None:
     degree = split.job.tp
     assert "--preset fsdp2_tp --preset fsdp2 --num-processes 8 " in command
     assert f"--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --tp {degree}" in command
-
-
-def test_a_named_preset_is_tried_with_all_degrees_that_the_model_allows() -> None:
-    found = recommend(asked(length=2048), [load_preset("fsdp2_tp")])
-    assert found.choice.job.tp in (2, 4)  # 8 leaves no rank for FSDP2
-    with pytest.raises(ToolkitError, match="llama has no experts"):
-        recommend(asked(length=2048), [load_preset("ep")])

@@ -15,7 +15,7 @@ import pytest
 from published_runs import MPT
 
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.read_model import shape_from_config
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.memory import (
@@ -93,20 +93,17 @@ def litgpt_bytes(row: dict[str, str]) -> int:
     return max(phase.allocated_bytes + flat.get(phase.phase, 0) for phase in plan.phases)
 
 
-def test_the_fixtures_are_whole() -> None:
-    assert (len(MEASURED), len(OUT_OF_MEMORY), len(rows("mosaicml_a100_2048"))) == (18, 2, 41)
+def test_litgpts_measured_peaks_on_average() -> None:
+    assert (len(MEASURED), len(OUT_OF_MEMORY)) == (18, 2)
+    errors = [litgpt_bytes(row) / (float(row["peak_gb"]) * GB) - 1 for row in MEASURED]
+    assert sum(map(abs, errors)) / len(errors) < 0.035
+    assert abs(sum(errors) / len(errors)) < 0.02  # no lean
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['num_gpus']}-{row['micro_batch']}")
 def test_litgpts_measured_peaks_are_planned_and_not_called_impossible(row: dict[str, str]) -> None:
     assert litgpt_bytes(row) == pytest.approx(float(row["peak_gb"]) * GB, rel=0.09)
     assert memory_verdict(litgpt_plan(row), memory_bytes=A100_40GB) != DOES_NOT_FIT
-
-
-def test_litgpts_measured_peaks_on_average() -> None:
-    errors = [litgpt_bytes(row) / (float(row["peak_gb"]) * GB) - 1 for row in MEASURED]
-    assert sum(map(abs, errors)) / len(errors) < 0.035
-    assert abs(sum(errors) / len(errors)) < 0.02  # no lean
 
 
 @pytest.mark.parametrize("row", OUT_OF_MEMORY, ids=lambda row: f"{row['model']}-{row['micro_batch']}")
@@ -138,26 +135,8 @@ def test_the_planned_states_are_the_papers_for_a_real_model() -> None:
         assert plan.states.total_bytes == pytest.approx(expected, rel=1e-3)
 
 
-# --- DeepSpeed's own estimators (deepspeed 0.19.8, `estimate_zero2/3_model_states_mem_needs`) ---
-def estimated_gib(row: dict[str, str]) -> float:
-    """Its formulas, out of our state bytes: in the step ZeRO-2 has fp32 gradients beside the bf16 ones."""
-    parameter, gradient, optimizer = STATE_BYTES["deepspeed"]
-    params, ranks, offload = int(row["num_params"]), int(row["num_gpus"]), row["offload"]
-    step_gradient = 4
-    largest = step_gradient * int(row["largest_module_params"])
-    if row["stage"] == "2":
-        on_gpu = 0 if offload == "optimizer" else (gradient + optimizer + step_gradient) * params / ranks
-        return (parameter * params + on_gpu) / GIB
-    on_gpu = {"none": parameter + step_gradient + optimizer, "optimizer": parameter, "optimizer+param": 0}[offload]
-    return (largest + on_gpu * params / ranks) / GIB
-
-
-@pytest.mark.parametrize("row", rows("deepspeed_estimator"), ids=lambda row: "-".join(list(row.values())[:6]))
-def test_deepspeeds_estimators_count_our_states(row: dict[str, str]) -> None:
-    assert estimated_gib(row) == pytest.approx(float(row["gib_per_gpu"]), abs=0.006)
-
-
 def test_the_plan_is_never_below_deepspeeds_estimate() -> None:
+    """Of deepspeed 0.19.8, `estimate_zero2/3_model_states_mem_needs`: in the step ZeRO-2 has fp32 gradients too."""
     for name, each in (("zero2", 2 + 18 / 8), ("zero3", 18 / 8), ("zero2_cpu_offload", 2), ("zero3_cpu_offload", 0)):
         plan = plan_memory(LLAMA_8B, load_preset(name), world_size=8, job=PlannedJob(activation_checkpointing=True))
         assert plan.planned_peak_bytes > each * LLAMA_8B.num_params, name

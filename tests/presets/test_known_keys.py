@@ -138,17 +138,18 @@ def test_the_accelerate_keys_and_types_are_those_of_the_installed_accelerate() -
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
+    accelerate = known.ACCELERATE_BLOCKS
     flags = {action.dest for action in launch_command_parser()._actions}
     types = {field.name: str(field.type) for field in dataclasses.fields(ClusterConfig)}
-    assert types.keys() == known.ACCELERATE_TYPES.keys()
+    assert types.keys() == accelerate[""].keys()
     # accelerate reads `fsdp_ignored_modules` from the YAML alone, and passes over `parallel`, which is the toolkit's.
     fsdp = {flag for flag in flags if flag.startswith("fsdp_")}
-    assert fsdp == known.FSDP_TYPES.keys() - {"fsdp_ignored_modules", "parallel"}
-    assert {flag for flag in flags if flag.startswith("parallelism_config_")} == known.PARALLELISM_TYPES.keys()
+    assert fsdp == accelerate["fsdp_config"].keys() - {"fsdp_ignored_modules", "parallel"}
+    assert {flag for flag in flags if flag.startswith("parallelism_config_")} == accelerate["parallelism_config"].keys()
     block = {flag for flag in flags if flag.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
-    assert block == known.DEEPSPEED_BLOCK_TYPES.keys() - {"parallel"}
+    assert block == accelerate["deepspeed_config"].keys() - {"parallel"}
     words = {"true or false": "bool", "a whole number of 0 or more": "int", "keys and values": "dict"}
-    for key, kind in known.ACCELERATE_TYPES.items():
+    for key, kind in accelerate[""].items():
         assert words.get(kind.expected, "") in types[key], key
 
 
@@ -196,7 +197,7 @@ def test_the_deepspeed_keys_and_types_are_those_of_the_installed_deepspeed() -> 
     assert {block: set(keys) for block, keys in found.items()} == {
         block: set(keys) for block, keys in known.DEEPSPEED_BLOCKS.items()
     }
-    for key, kind in known.ZERO_TYPES.items():
+    for key, kind in known.DEEPSPEED_BLOCKS["zero_optimization"].items():
         assert ("true or false" in kind.expected) == ("bool" in types[key]), key
         assert ("whole number" in kind.expected) == ("'int'" in types[key]), key
         assert ("keys and values" in kind.expected) == ("deepspeed" in types[key] and key != "stage"), key

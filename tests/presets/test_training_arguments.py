@@ -13,7 +13,7 @@ import pytest
 from launching import CPU_PRESETS, cpu_environment, read, run_warm, torchrun
 
 from toolkit.errors import ToolkitError
-from toolkit.job.defaults import LOSS_CHUNK_TOKENS
+from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.presets import load_preset, training_arguments
 
 # -- in effect

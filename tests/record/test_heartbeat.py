@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from heartbeats import STACKS, pulse
-from launching import ROOT
 
 from toolkit.record.heartbeat import (
     collect_stacks,
@@ -44,11 +43,10 @@ def test_heartbeats_are_read_in_rank_order_without_incomplete_ones(tmp_path: Pat
 
 
 def test_a_process_writes_its_stacks_when_it_is_signalled_and_a_stopped_one_cannot(tmp_path: Path) -> None:
-    program = "import sys, time; from toolkit.record.heartbeat import write_stacks_on_signal"
-    program += "; write_stacks_on_signal(open(sys.argv[1], 'w')); print(flush=True); time.sleep(60)"
+    program = "import faulthandler, signal, sys, time; file = open(sys.argv[1], 'w')"
+    program += "; faulthandler.register(signal.SIGUSR2, file); print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, str(stacks_path(tmp_path, 0))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()

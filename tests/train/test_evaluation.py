@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from conversations import tokenized
 from launching import ROOT, accelerate_launch, read
 
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import Collator, batch_facts
-from toolkit.train.evaluation import EvaluatedTokens, EvaluationRows, held_out
+from toolkit.train.data.dataset import EvaluationRows, held_out
+from toolkit.train.data.tokenization import load_rows
+from toolkit.train.trainer import EvaluatedTokens
 
 
 def test_held_out_rows_depend_on_the_seed_and_nothing_else() -> None:
@@ -55,8 +58,6 @@ def test_two_ranks_and_one_process_agree_with_a_manual_sum(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from toolkit.train.data.tokenization import load_rows, tokenize
-
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:40]))
     steps = ("--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "2")
@@ -67,11 +68,11 @@ def test_two_ranks_and_one_process_agree_with_a_manual_sum(
     assert (one["data"]["rows"], one["eval_data"]["rows"]) == (33, 7)
 
     loaded, data_format = load_rows(str(rows), "train")
-    tokenized = tokenize(loaded, tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None)
+    every, _ = tokenized(loaded, tokenizer, data_format)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     total, tokens = 0.0, 0
     for number in held_out(40, 7, seed=42):
-        batch = Collator(tokenizer)([tokenized.dataset[number]])
+        batch = Collator(tokenizer)([every[number]])
         supervised = int((batch["labels"][:, 1:] != IGNORED).sum())
         with torch.no_grad():
             total += float(model(**batch).loss) * supervised

@@ -14,7 +14,7 @@ from launching import read, torchrun_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import Measurements, measure, read_steps
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.nightly]  # ZeRO-2 in every test: test_elastic.py
 
 # 9 rows and 4 sequences per step: an epoch has 3 steps, of which the last is filled up.
 ROWS, STEPS, SAVED = 9, 6, 2
@@ -49,16 +49,8 @@ def test_a_run_resumes_on_fewer_ranks_and_then_on_more_with_the_same_losses(
     resumed = ["--resume_from_checkpoint", str(whole / f"checkpoint-{SAVED}")]
     text = train(preset, 1, fewer, *job, *resumed)
     assert ("converting it for zero2 on 1" in text) == (preset == "zero2")
-    train(
-        preset,
-        2,
-        more,
-        *job,
-        "--resume_from_checkpoint",
-        str(fewer / f"checkpoint-{2 * SAVED}"),
-        "--save_strategy",
-        "no",
-    )
+    later = ["--resume_from_checkpoint", str(fewer / f"checkpoint-{2 * SAVED}"), "--save_strategy", "no"]
+    train(preset, 2, more, *job, *later)
 
     expected, on_one, on_two = (measured(folder).losses for folder in (whole, fewer, more))
     assert len(expected) == STEPS

@@ -15,7 +15,7 @@ LORA_PARAMETERS = 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)
 TOTAL = 134_515_008 + LORA_PARAMETERS
 
 
-@pytest.fixture(scope="module", params=["zero2", "fsdp2"])
+@pytest.fixture(scope="module", params=["zero2", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, real_model: Path, faq_sharegpt: Path
 ) -> Path:

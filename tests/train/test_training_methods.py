@@ -4,77 +4,39 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, losses, read
+from launching import ROOT, accelerate_launch, attested_ranks, losses, read
 
 from toolkit.versions import is_importable
 
 pytestmark = pytest.mark.launch
+needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
 
-P = 3_219_776
+P, NORMS = 3_219_776, 5 * 64
+NOT_SAVED = ("--save_model", "false")
 Start = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Start:
-    """Return a function that trains three steps under a preset with more arguments and returns the run folder."""
-
-    def run(preset: str, *words: str, num_processes: int = 2, variables: dict[str, str] | None = None) -> Path:
-        folder = tmp_path_factory.mktemp("methods") / preset
-        job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-        job += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
-        job += ["--save_strategy", "no", "--output_dir", str(folder), *words]
-        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-        ended = accelerate_launch(config, *job, num_processes=num_processes, variables=variables)
-        assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
-        return folder
-
-    return run
+def rows_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
 
 
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    attestation = read(folder / "attestation.json")
-    assert attestation["verdict"] == "attested"
-    facts: list[dict[str, Any]] = attestation["ranks"]
-    return facts
+# -- communication hooks
 
 
-def weights(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-# name -> bytes sent in the last step, of the 4 P bytes that DDP would send, and their dtypes
-HOOKS = {
-    "bf16": (2 * P, "bfloat16"),
-    # half of 1 % of two buckets, rounded up for each: an int32 index and an fp32 value
-    "top_k": (None, "float32+int32"),
-}
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start, hook: str) -> None:
-    profiled = ["--profile_steps", "2:2"] if hook == "bf16" else []
-    folder = start("ddp", "--ddp_comm_hook", hook, "--save_model", "false", *profiled)
-    sent, dtypes = HOOKS[hook]
+def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start) -> None:
+    folder = start("ddp", "--ddp_comm_hook", "bf16", "--profile_steps", "2:2", *NOT_SAVED)
     run = read(folder / "run.json")
     facts = run["ddp_comm_hook"]
-    assert facts["uncompressed_bytes_per_step"] == 4 * P
-    if sent is not None:
-        assert facts["communication_bytes_per_step"] == sent
-    else:
-        assert 0.02 * P * 4 <= facts["communication_bytes_per_step"] <= 0.02 * P * 4 + 2 * 8
-    for rank in ranks(folder):
-        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == (hook, dtypes)
-    if profiled:
-        check_profile(folder, run["profile"])
-        check_memory_by_phase(folder, run)
+    assert (facts["uncompressed_bytes_per_step"], facts["communication_bytes_per_step"]) == (4 * P, 2 * P)
+    for rank in attested_ranks(folder):
+        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == ("bf16", "bfloat16")
+    check_profile(folder, run["profile"])
+    check_memory_by_phase(folder, run)
 
 
 # Linux adds a thread's pages to the process's peak after 64 page faults, and to its present size as soon as it is read.
@@ -83,16 +45,12 @@ RSS_LAG_BYTES = 64 * 4096
 
 def check_memory_by_phase(folder: Path, run: dict[str, Any]) -> None:
     """Resident bytes of each rank's first step, in its first row only; the run has the maximum of each phase."""
-    rows = [
-        [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("ranks/*.jsonl"))
-    ]
+    rows = [rows_of(folder, rank) for rank in (0, 1)]
     assert [["memory_by_phase" in row for row in rank] for rank in rows] == [[True, False, False]] * 2
-    first, second = (rank[0]["memory_by_phase"] for rank in rows)
-    assert first["bytes_of"] == "rss"
+    highest = max(rank[0]["peak_host_bytes"] for rank in rows) + RSS_LAG_BYTES
     for phase in ("load", "forward", "backward", "step"):
-        highest = max(rank[0]["peak_host_bytes"] for rank in rows) + RSS_LAG_BYTES
-        assert 4 * P < min(first[phase], second[phase]) <= highest
-        assert run["measured"]["memory_by_phase"][phase] == max(first[phase], second[phase])
+        held = [rank[0]["memory_by_phase"][phase] for rank in rows]
+        assert 4 * P < min(held) <= max(held) == run["measured"]["memory_by_phase"][phase] <= highest
 
 
 def check_profile(folder: Path, profile: dict[str, Any]) -> None:
@@ -103,30 +61,51 @@ def check_profile(folder: Path, profile: dict[str, Any]) -> None:
         assert sum(parts) == pytest.approx(row["step_seconds"])
         assert min(row["compute_seconds"], row["communication_seconds"]) > 0
     first, second = profile["timeline"]
-    assert (first["rank"], second["rank"]) == (0, 1)
     assert abs(first["start_unix"] - second["start_unix"]) < first["seconds"]  # one clock: the ranks meet in the step
-    for rank in (first, second):
-        assert rank["lanes"]["compute"]
-        assert rank["lanes"]["communication"]
-        assert all(0 <= start < end <= rank["seconds"] + 1e-6 for lane in rank["lanes"].values() for start, end in lane)
+    assert all(rank["lanes"]["compute"] and rank["lanes"]["communication"] for rank in (first, second))
     assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
-    lines = (folder / "ranks" / "rank0.jsonl").read_text().splitlines()
-    assert ['"profiled": true' in line for line in lines] == [False, True, False]
+    assert [row.get("profiled", False) for row in rows_of(folder)] == [False, True, False]
 
 
-@pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
+# -- compilation, loss, adapters
+
+
+@pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
     start: Start, preset: str, preset_runs: dict[str, Path]
 ) -> None:
-    compiled = ["--torch_compile", "true", "--torch_compile_backend", "aot_eager"]  # the graph without inductor's C++
+    from safetensors.torch import load_file
+
+    compiled = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")  # without inductor's C++
     folder = start(preset, *compiled, "--untimed_steps", "1")
-    for rank in ranks(folder):
+    for rank in attested_ranks(folder):
         assert (rank["torch_compile"], rank["engine"]) == (True, preset)
         assert (rank["compiled_modules"], rank["graph_breaks"]) == (2, 0)
     measured = read(folder / "run.json")["measured"]
     assert (measured["recompilations_after_first_steps"], measured["graph_breaks_after_first_steps"]) == (0, 0)
     assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
-    assert weights(folder).keys() == weights(preset_runs[preset]).keys()
+    saved = (load_file(path / "model.safetensors").keys() for path in (folder, preset_runs[preset]))
+    assert len(set(map(frozenset, saved))) == 1
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=pytest.mark.nightly if name != "zero3" else ()) for name in ("zero3", "fsdp2")]
+)
+def test_the_chunked_loss_is_that_of_the_full_logits_where_checkpointed_layers_are_sharded(
+    start: Start, preset: str
+) -> None:
+    sizes = (*NOT_SAVED, "--gradient_accumulation_steps", "2", "--max_steps", "2")
+    full = start("ddp", "--loss", "full", *sizes)
+    chunked = start(
+        preset, "--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true", *sizes
+    )
+    assert losses(chunked) == pytest.approx(losses(full), rel=1e-6)
+    # Each engine computes the norm in its own way: theirs are 1.8e-4 from DDP's with full logits too.
+    norms = [[row["grad_norm"] for row in rows_of(folder)] for folder in (chunked, full)]
+    assert norms[0] == pytest.approx(norms[1], rel=3e-4)
+    for folder, expected in ((chunked, ("chunked", 16, True)), (full, ("full", None, False))):
+        for rank in attested_ranks(folder):
+            assert (rank["loss"], rank["loss_chunk_tokens"], rank["activation_checkpointing"]) == expected
 
 
 def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> None:
@@ -139,17 +118,69 @@ def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> N
     assert "learning rate 0.001 × 4/2 (linear) = 0.002, after a warm-up of 5%" in (folder / "train.log").read_text()
 
 
-needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
-
-
 @pytest.mark.gpu
 @needs_bitsandbytes
 def test_qlora_computes_in_bf16_on_a_gpu(start: Start) -> None:
-    seen = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-    folder = start("single", "--lora_r", "4", "--load_in_4bit", "true", num_processes=1, variables=seen)
-    (rank,) = ranks(folder)
+    folder = start("single", "--lora_r", "4", "--load_in_4bit", "true", gpu=True)
+    (rank,) = attested_ranks(folder)
     assert rank["device"].startswith("cuda")
     assert (rank["load_in_4bit"], rank["compute_dtype"], rank["master_dtype"]) == (True, "bfloat16", "float32")
     assert rank["parameter_bytes"] < 4 * rank["num_params"]
-    steps = [json.loads(line) for line in (folder / "ranks" / "rank0.jsonl").read_text().splitlines()]
-    assert all(math.isfinite(step["loss"]) for step in steps)
+    assert all(math.isfinite(row["loss"]) for row in rows_of(folder))
+
+
+# -- optimizers
+
+# A rank's flat partition of everything with weight decay: 8 bits for each moment and one fp32 scale per 256 elements.
+DECAYED = (P - NORMS) // 2
+BNB_BYTES = 4 * P // 2 + 2 * (DECAYED + 4 * DECAYED // 256) + 2 * 4 * NORMS // 2 + 2 * 4 * 256
+# One row and one column of each matrix: q and o, k and v, gate, up and down; and the norms' own variance.
+LAYER_ROWS_AND_COLUMNS = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64)
+ADAFACTOR_BYTES = 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    ("preset", "optim", "expected"),
+    [
+        ("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)),
+        pytest.param(
+            "ddp", "adafactor", ("transformers.Adafactor", "float32", ADAFACTOR_BYTES), marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_an_optimizer_holds_its_own_states_and_resumes(
+    start: Start, preset: str, optim: str, expected: tuple[str, str, int]
+) -> None:
+    whole = start(preset, "--optim", optim, *NOT_SAVED, "--save_strategy", "steps", "--save_steps", "2")
+    for rank in attested_ranks(whole):
+        assert (rank["optimizer_class"], rank["optimizer_dtype"], rank["optimizer_bytes"]) == expected
+    checkpoint = str(whole / "checkpoint-2")
+    resumed = start(preset, "--optim", optim, *NOT_SAVED, "--resume_from_checkpoint", checkpoint)
+    assert losses(resumed) == losses(whole)[2:]
+
+
+@needs_bitsandbytes
+@pytest.mark.nightly
+def test_accelerates_replacement_of_an_offloaded_optimizer_is_detected(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    config, out = ROOT / "accelerate_configs" / "zero3_cpu_offload.yaml", tmp_path / "out"
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    words += ["--max_steps", "4", "--optim", "adamw_bnb_8bit", "--output_dir", str(out)]
+    ended = accelerate_launch(config, *words, script="unsupported_optimizer.py")
+    assert ended.returncode != 0
+    assert "adam_w_mode on rank 0 is False, expected True" in ended.stderr
+    ranks = read(out / "attestation.json")["ranks"]
+    assert {rank["optimizer_class"] for rank in ranks} == {"deepspeed.DeepSpeedCPUAdam"}
+
+
+def test_muon_orthogonalises_whole_matrices_where_fsdp2_shards_them(start: Start) -> None:
+    found = {}
+    for preset in ("ddp", "fsdp2"):
+        folder = start(preset, "--optim", "muon", *NOT_SAVED, script="muon_in_fp32.py")
+        found[preset], ranks = losses(folder), attested_ranks(folder)
+        assert {rank["optimizer_class"] for rank in ranks} == {"toolkit.MuonWithAdamW"}
+        hidden = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+        assert sum(rank["optimizer_bytes"] for rank in ranks) == 4 * (2 * P - hidden) * (2 if preset == "ddp" else 1)
+    assert found["fsdp2"] == pytest.approx(found["ddp"], rel=1e-6)

@@ -23,8 +23,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     without --output_dir, no files are kept.
     """
     from toolkit.presets import load_preset
-    from toolkit.rehearse.rehearsal import plan_rehearsal, rehearse_once
-    from toolkit.rehearse.result_lines import result_facts, result_lines
+    from toolkit.rehearse.rehearsal import plan_rehearsal, rehearse_once, result_facts, result_lines
 
     planned = plan_rehearsal(
         load_preset(options.preset),

@@ -33,7 +33,7 @@ from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
-from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.rehearse.rehearsal import refuse_rehearsals
 from toolkit.report.tables import one_line, rich_table
 
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
@@ -53,10 +53,7 @@ class CheckedComparison:
 
 
 def run_comparison(options: CompareOptions) -> None:
-    """Run or resume a comparison, write its report, and print its table.
-
-    Raises ToolkitError before any trial for an invalid job; a trial that fails is a row.
-    """
+    """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
     checked = check_comparison(options)
     if options.dry_run:
         print(dry_run_text(options, checked.spec, checked.unsupported))

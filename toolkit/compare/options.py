@@ -28,8 +28,7 @@ from toolkit.flags import (
     TrainingArguments,
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
-from toolkit.job.argument_values import Range, check_range
-from toolkit.job.defaults import YEAR_MINUTES
+from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind

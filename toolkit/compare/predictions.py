@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple
 
 from toolkit.cluster.slurm import Allocation
 from toolkit.compare.batch_search import (
-    PROBE_STEPS,
     completed_sizes,
-    most_probes,
     search_bounds,
     with_largest_batches,
 )
@@ -57,10 +55,7 @@ class ExpectedDuration(NamedTuple):
 
 
 def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
-    """Return every trial in running order, and the duration and cost of those that are left.
-
-    `unsupported` maps the rows that cannot run to the reason.
-    """
+    """Return every trial in running order, with duration and cost of those left. `unsupported`: row to reason."""
     ledger = Ledger(options.output_dir / LEDGER_FILE)
     records, at_largest = ledger.read(), with_largest_batches(spec, ledger)
     if options.gpu is not None:
@@ -101,11 +96,7 @@ def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, Ledger
     """One line for a row whose largest micro-batch is searched before its trials."""
     (start, cap), probes = search_bounds(spec, row), probes_of(records, row)
     if not probes:
-        most = most_probes(start=start, cap=cap)
-        return (
-            f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}: at most {most} runs of"
-            f" {PROBE_STEPS} steps"
-        )
+        return f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}, in runs of two steps"
     largest, tried = max(completed_sizes(probes.values()), default=None), ", ".join(map(str, probes))
     return f"{row.name}: of micro-batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
 

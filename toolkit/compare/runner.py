@@ -37,7 +37,7 @@ from toolkit.launch.warm_start import fork_server
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
-from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.rehearse.rehearsal import refuse_rehearsals
 from toolkit.units import number, seconds
 
 # How long the processes of a killed runner may hold a run folder: ranks notice within seconds that the launcher
@@ -132,10 +132,7 @@ class Runner:
         return Ledger(self.folder / LEDGER_FILE)
 
     def run(self, unsupported: Mapping[str, str], *, retry_failed: bool) -> None:
-        """Run every trial that the ledger lacks; after a failure the other repeats of its row are skipped.
-
-        `unsupported` maps the rows that are not run to the reason. Raises ComparisonInterrupted on a signal.
-        """
+        """Run what the ledger lacks; no other repeat of a row that failed. Raises ComparisonInterrupted on a signal."""
         trials = [trial for trial in self.spec.trials() if trial.row.name not in unsupported]
         refuse_rehearsals([self.folder / "trials" / trial.id for trial in trials])
         finished = self.ledger.read()

@@ -1,14 +1,14 @@
 """Arguments of TRL, axolotl and LLaMA-Factory, in our words.
 
-    >>> canonical_flags(["--base_model", "Qwen/Qwen3-8B", "--train_on_inputs", "false"])
-    ['--model_name_or_path', 'Qwen/Qwen3-8B', '--loss_on', 'assistant']
+    >>> canonical_values({"base_model": "Qwen/Qwen3-8B", "train_on_inputs": "false"})
+    {'model_name_or_path': 'Qwen/Qwen3-8B', 'loss_on': 'assistant'}
 
 An argument is renamed only if it means exactly the same; for the others, `HINTS` says what to type instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,32 +75,6 @@ HINTS = {
 }
 
 
-def canonical_flags(words: Sequence[str]) -> list[str]:
-    """Return command-line words with the names of other tools replaced by ours; other words are unchanged.
-
-    Raises ToolkitError for a value of such an argument that has no counterpart.
-    """
-    found: list[str] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        name, equals, given = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        alias = ALIASES.get(name) if word.startswith("--") else None
-        if alias is None:
-            found.append(word)
-            continue
-        values = [given] if equals else []
-        while not equals and position < len(words) and not words[position].startswith("--"):
-            values.append(words[position])
-            position += 1
-        if alias.values is not None and not values:
-            values = ["true"]
-        found += [f"--{alias.name}", *(str(each) for value in values for each in _as_list(_value(name, alias, value)))]
-    return found
-
-
 def canonical_values(values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
     """Return the keys and values of a configuration file in our words.
 
@@ -112,24 +86,19 @@ def canonical_values(values: Mapping[str, Any], *, where: str = "") -> dict[str,
         ours = name if alias is None else alias.name
         if ours in found or (alias is not None and ours in values):
             raise ToolkitError(f"{where}{name} and {ours} are the same argument", hint=f"keep `{ours}`")
-        found[ours] = value if alias is None or value is None else _value(name, alias, value)
+        found[ours] = value if alias is None or value is None else alias_value(name, alias, value)
     return found
 
 
-def _value(name: str, alias: Alias, value: Any) -> Any:
+def alias_value(name: str, alias: Alias, value: Any) -> Any:
+    """Return the value of another tool's argument in our words. Raises ToolkitError for one without a counterpart."""
     if alias.is_list:
         names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
         return ["all-linear" if part == "all" else part for part in names]
-    if alias.values is None:
-        return value
-    ours = alias.values.get(str(value).lower())
+    ours = value if alias.values is None else alias.values.get(str(value).lower())
     if ours is None:
         raise ToolkitError(
             f"{name} {shown(value)} has no counterpart",
             hint=f"leave it out, or see `--{alias.name}` in `python -m toolkit.train --help`",
         )
     return ours
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

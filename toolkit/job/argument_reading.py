@@ -12,19 +12,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError, nearest
+from toolkit.errors import ToolkitError, did_you_mean, nearest
 from toolkit.files.json_files import parse_json, read_json_object
 from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.files.value_limits import CONFIGURATION, shown, unexpected
-from toolkit.files.yaml_files import read_configuration
-from toolkit.job.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
+from toolkit.files.yaml_files import parse_yaml, read_configuration
+from toolkit.job.argument_aliases import ALIASES, HINTS, alias_value, canonical_values
 from toolkit.job.argument_fields import OWN_ARGUMENTS
-from toolkit.job.argument_values import FALSE_WORDS, TRUE_WORDS, as_list, check_type
-from toolkit.job.lora_config import lora_fields
+from toolkit.job.argument_values import FALSE_WORDS, TRUE_WORDS, as_list, check_type, fits
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON
 from toolkit.parallel.layout import DEGREES
+from toolkit.versions import lora_config_types
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 # Arguments whose value is a path, or may be one.
@@ -45,6 +45,13 @@ JSON_ARGUMENTS = {
     "activation_checkpointing_kwargs": '{"use_reentrant": false}',
     "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
     "accelerator_config": '{"split_batches": true}',
+}
+# Fields of peft's `LoraConfig` that are set by arguments of their own.
+LORA_ARGUMENTS = {
+    "r": "--lora_r",
+    "lora_alpha": "--lora_alpha",
+    "lora_dropout": "--lora_dropout",
+    "target_modules": "--lora_target_modules",
 }
 # Our annotations as they are written on a command line: `--lora_config` is `key=value` words there, keys in a file.
 _WORDS = {
@@ -78,7 +85,7 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     hide_words(argv)  # remembers its secrets: an error may quote a word
     rest = list(argv)
     values = read_config_file(Path(rest.pop(0))) if has_config_file(rest) else {}
-    return typed_values(values | _read_flags(canonical_flags(rest)))
+    return typed_values(values | _read_flags(rest))
 
 
 def typed_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +194,40 @@ def _json_object(name: str, value: Any) -> dict[str, Any]:
     )
 
 
+def lora_fields(value: Any) -> dict[str, Any]:
+    """Return the fields and values of `--lora_config`: `key=value` words, or a mapping of a YAML file.
+
+    >>> lora_fields(["use_dora=true", "layers_to_transform=[0, 1]"])
+    {'use_dora': True, 'layers_to_transform': [0, 1]}
+
+    They are any fields of peft's `LoraConfig`, checked against the installed one without importing it. Raises
+    ToolkitError for an unknown field (with the nearest one), or one that has an argument of its own.
+    """
+    fields, types = dict(value) if isinstance(value, dict) else {}, lora_config_types()
+    for word in [] if isinstance(value, dict) else map(str, as_list(value)):
+        name, equals, text = word.partition("=")
+        if not equals:
+            hint = f"`--lora_config {word[:80]}=true`"
+            raise ToolkitError(f"--lora_config {shown(word)} is not key=value", hint=hint)
+        try:
+            fields[name] = parse_yaml(text, f"--lora_config {name}")
+        except ToolkitError:
+            raise ToolkitError(f"--lora_config {name[:80]} is {shown(text)}, expected a YAML or JSON value") from None
+    for name, given in fields.items():
+        if name in LORA_ARGUMENTS:
+            hint = f"`{LORA_ARGUMENTS[name]} VALUE`"
+            raise ToolkitError(f"--lora_config {name} has an argument of its own", hint=hint)
+        if name not in types:
+            hint = did_you_mean(str(name), types, otherwise="see the documentation of peft's `LoraConfig`") or ""
+            raise ToolkitError(f"--lora_config has no field {shown(name)}", hint=hint)
+        # peft knows more words for `init_lora_weights` than it lists
+        if not fits(given, types[name].replace("bool | Literal", "bool | str | Literal")):
+            expected = types[name].replace("Optional", "").replace("Literal", "one of ")
+            expected = "true or false" if types[name] == "bool" else expected
+            raise ToolkitError(f"--lora_config {name} is {shown(given)}, expected {expected}")
+    return fields
+
+
 def _unquoted(value: Any) -> Any:
     """A value of a JSON word, in which `TrainingArguments` takes quoted booleans and numbers for what they hold."""
     if isinstance(value, dict):
@@ -208,11 +249,19 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
             )
         name, equals, given = word[2:].partition("=")
         name = name.replace("-", "_")
-        following = [given] if equals else _take_values(words)
+        following = [given] if equals else []
+        while not equals and words and not words[0].startswith("--"):
+            following.append(words.pop(0))
         if name not in argument_types() and name.startswith("no_") and _is_boolean(name[3:]):
             name, following = name[3:], ["false"]
-        _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
-        values[name] = _one_value(name, following)
+        alias = ALIASES.get(name)
+        if alias is None:
+            _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
+            values[name] = _one_value(name, following)
+        elif alias.values is not None and not following:
+            values[alias.name] = alias_value(name, alias, "true")
+        else:
+            values[alias.name] = alias_value(name, alias, _one_value(alias.name, following))
     return values
 
 
@@ -224,13 +273,6 @@ def _one_value(name: str, following: list[str]) -> Any:
     if not following and not _is_boolean(name):
         raise ToolkitError(f"--{name} has no value", hint=f"`--{name} VALUE`")
     return following or True
-
-
-def _take_values(words: list[str]) -> list[str]:
-    taken: list[str] = []
-    while words and not words[0].startswith("--"):
-        taken.append(words.pop(0))
-    return taken
 
 
 def _is_boolean(name: str) -> bool:

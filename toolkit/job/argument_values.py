@@ -9,8 +9,9 @@ Arguments come from a command line, where each is a word, or from a YAML file, w
 
 from __future__ import annotations
 
-import ast
+import json
 import math
+import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,15 @@ from typing import Any
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.value_limits import MAX_SHOWN, shown
 
+# Defaults and limits that options of commands share; the first two are transformers' own, so that a plain
+# `accelerate launch` and a plan mean the same job.
+PER_DEVICE_TRAIN_BATCH_SIZE = 8
+GRADIENT_ACCUMULATION_STEPS = 1
+MAX_SEQ_LENGTH = 1024
+# Adding up a trained head's gradient in fp32 moves 8 bytes per weight and chunk, so small chunks cost bandwidth: at
+# 1,024 tokens it is as much as the full loss's additional passes over the logits where the hidden size is 2,048.
+LOSS_CHUNK_TOKENS = 1024
+YEAR_MINUTES = 366 * 24 * 60
 # The words that transformers' parser accepts for a boolean.
 TRUE_WORDS = {"true", "1", "yes", "y", "t"}
 FALSE_WORDS = {"false", "0", "no", "n", "f"}
@@ -91,15 +101,20 @@ def check_type(option: str, value: Any, annotation: str) -> None:
 
 
 def fits(value: Any, annotation: str) -> bool:
-    """Return False for a value that no type of an annotation allows; types other than Python's own allow anything.
+    """Return False for a JSON value that no type of an annotation allows; types other than Python's own allow anything.
 
     >>> fits([1, 2], "Optional[Union[list[int], int]]"), fits("nope", "Optional[Union[list[int], int]]")
     (True, False)
     """
-    node = ast.parse(annotation, mode="eval").body
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-        return value in ast.literal_eval(node.slice)
-    return _fits(value, node)
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        TypeAdapter(eval(annotation, vars(typing))).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        return False
+    except (NameError, TypeError):  # a class of the library, or a value that is no JSON
+        return True
+    return True
 
 
 def check_range(option: str, value: Any, allowed: Range) -> None:
@@ -159,21 +174,3 @@ def _check_text(option: str, value: Any) -> None:
         raise ToolkitError(f"{option} is {shown(value)}, expected text", hint=QUOTE_HINT)
     if "\0" in value:
         raise ToolkitError(f"{option} is {shown(value)}, expected text without a null byte")
-
-
-def _fits(value: Any, node: ast.expr) -> bool:
-    if isinstance(node, ast.BinOp):
-        return _fits(value, node.left) or _fits(value, node.right)
-    name = ast.unparse(node.value) if isinstance(node, ast.Subscript) else ast.unparse(node)
-    inner = node.slice if isinstance(node, ast.Subscript) else None
-    parts = inner.elts if isinstance(inner, ast.Tuple) else [] if inner is None else [inner]
-    if name in ("Union", "Optional"):
-        return (name == "Optional" and value is None) or any(_fits(value, part) for part in parts)
-    if name == "Literal":  # beside other types: peft knows more words for `init_lora_weights` than it lists
-        return isinstance(value, str)
-    if name == "list" and isinstance(value, list):
-        return all(_fits(each, part) for part in parts for each in value)
-    types = {"int": int, "float": (int, float), "str": str, "bool": bool, "dict": dict, "list": list, "tuple": list}
-    if name not in types or (isinstance(value, bool) and name != "bool"):
-        return name not in types
-    return isinstance(value, types[name])  # type: ignore[arg-type]

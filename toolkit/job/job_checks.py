@@ -19,14 +19,13 @@ from toolkit.job.argument_reading import argument_words
 from toolkit.job.argument_values import as_list, check_range, check_word
 from toolkit.job.compilation import check_compilation, missing_compiler
 from toolkit.job.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
-from toolkit.job.global_batch import check_global_batch
+from toolkit.job.global_batch import check_global_batch, check_scaling
 from toolkit.job.job import Job
-from toolkit.job.learning_rate import check_scaling
 from toolkit.job.model_arguments import check_attention
-from toolkit.job.trainer_checks import check_trainer_arguments
+from toolkit.job.trainer_checks import check_trainer_arguments, optimizer_module
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import missing_attention_package
-from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module
+from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable
 
 # Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
 ARGUMENTS_OF_COMPARISON = {
@@ -41,7 +40,6 @@ ARGUMENTS_OF_COMPARISON = {
 
 # option -> the hook that reads it
 COMM_HOOK_OPTIONS = {
-    "ddp_comm_hook_top_k_fraction": "top_k",
     "ddp_comm_hook_power_sgd_rank": "power_sgd",
     "ddp_comm_hook_power_sgd_start": "power_sgd",
 }
@@ -88,8 +86,12 @@ def _check_ranges(job: Job) -> None:
             check_range(f"--{name}", job.value(name), ARGUMENTS[name].metadata["limits"])
 
 
-def _check_jit_checkpoint(job: Job) -> None:
-    """transformers 5.23 sets a flag per rank when SIGTERM arrives, and saves at the next event of that rank."""
+def _check_settings(job: Job) -> None:
+    if job.profile_steps is not None:
+        profiled_steps(job.profile_steps)
+    if job.lora_config and not job.is_lora:
+        raise ToolkitError("--lora_config needs --lora_r", hint="add `--lora_r 16`")
+    # transformers 5.23 sets a flag per rank when SIGTERM arrives, and saves at the next event of that rank
     if job.enable_jit_checkpoint:
         raise ToolkitError(
             "--enable_jit_checkpoint lets each rank save as soon as its own signal arrives: ranks that are a step apart"
@@ -98,26 +100,13 @@ def _check_jit_checkpoint(job: Job) -> None:
         )
 
 
-def _check_lora_config(job: Job) -> None:
-    if job.lora_config and not job.is_lora:
-        raise ToolkitError("--lora_config needs --lora_r", hint="add `--lora_r 16`")
-
-
 def _check_comm_hook(job: Job) -> None:
     """Check the range of the hook's options."""
     if job.ddp_comm_hook is None:
         return
-    fraction = job.ddp_comm_hook_top_k_fraction
-    if not 0 < fraction <= 1:
-        raise ToolkitError(f"--ddp_comm_hook_top_k_fraction is {fraction}, expected more than 0 and at most 1")
     for option, lowest in (("ddp_comm_hook_power_sgd_rank", 1), ("ddp_comm_hook_power_sgd_start", 2)):
         if job.value(option) < lowest:
             raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")
-
-
-def _check_profiled_steps(job: Job) -> None:
-    if job.profile_steps is not None:
-        profiled_steps(job.profile_steps)
 
 
 CHECKS: tuple[Callable[[Job], None], ...] = (
@@ -127,14 +116,12 @@ CHECKS: tuple[Callable[[Job], None], ...] = (
     check_trainer_arguments,
     check_scaling,
     check_global_batch,
-    _check_jit_checkpoint,
+    _check_settings,
     check_weights,
     check_streaming,
     check_evaluation,
     lambda job: check_attention(job.attn_implementation),
     lambda job: check_compilation(job.compilation),
-    _check_profiled_steps,
-    _check_lora_config,
     _check_comm_hook,
 )
 """In this order; the first that objects is reported."""

@@ -9,6 +9,7 @@ the installed ones accept is in `trainer_schema()`. A test gives the same argume
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
@@ -16,7 +17,6 @@ from toolkit.files.value_limits import shown
 from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON, parse_optimizer_arguments
-from toolkit.versions import optimizer_arguments
 
 # Metrics of an evaluation: `EvaluatedTokens.over_all_ranks`.
 EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")
@@ -27,6 +27,49 @@ OPTIM_ARGS_HINTS |= {"lr": "`--learning_rate`"}
 # Options of torch's Muon, and their types (`toolkit/train/engine/muon.py`).
 MUON_OPTIONS = {"momentum": "float", "nesterov": "", "ns_steps": "int", "adjust_lr_fn": ""}
 MIN_LR = ("min_lr", "min_lr_rate")
+_GALORE = {"rank": "int", "update_proj_gap": "int", "scale": "float", "proj_type": ""}
+_ADEMAMIX = {**dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), "float"), "t_alpha": "int", "t_beta3": "int"}
+_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_buffer_dtype")
+_GROKKING = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")
+# Beginning of an optimizer's name -> the options that `trainer_optimizer.py` of transformers 5.23 reads from
+# `optim_args` (text to type; empty for a word), the module that it needs, and how that is installed.
+OPTIMIZERS: tuple[tuple[str, dict[str, str], str | None, str | None], ...] = (
+    ("adamw_torch_xla", {}, "torch_xla", "torch_xla"),
+    ("adamw_torch_npu_fused", {}, "torch_npu", "torch_npu"),
+    ("adamw_torch_4bit", {"block_size": "", "bf16_stochastic_round": ""}, "torchao", "torchao"),
+    ("adamw_torch_8bit", {"block_size": "", "bf16_stochastic_round": ""}, "torchao", "torchao"),
+    ("adamw_torch", {}, None, None),
+    ("adafactor", {}, None, None),
+    ("sgd", {**dict.fromkeys(("momentum", "dampening", "weight_decay"), "float"), "nesterov": ""}, None, None),
+    ("adagrad", dict.fromkeys(("lr_decay", "weight_decay", "eps"), "float"), None, None),
+    ("rmsprop_bnb", {}, "bitsandbytes", "-U bitsandbytes"),
+    ("rmsprop", dict.fromkeys(("momentum", "alpha", "eps", "weight_decay"), "float") | {"centered": ""}, None, None),
+    ("adamw_anyprecision", dict.fromkeys(("use_kahan_summation", *_DTYPES), ""), "torchdistx", "torchdistx"),
+    ("grokadamw", dict.fromkeys(_GROKKING, "float"), "grokadamw", "grokadamw"),
+    ("stable_adamw", {"max_lr": "", "kahan_sum": "", "decouple_lr": ""}, "optimi", "torch-optimi"),
+    ("lomo", {}, "lomo_optim", "lomo-optim"),
+    ("adalomo", {}, "lomo_optim", "lomo-optim"),
+    ("ademamix", _ADEMAMIX, "bitsandbytes", "-U bitsandbytes"),
+    ("paged_ademamix", _ADEMAMIX, "bitsandbytes", "-U bitsandbytes"),
+    ("paged_", {}, "bitsandbytes", "-U bitsandbytes"),
+    ("adamw_bnb_8bit", {}, "bitsandbytes", "-U bitsandbytes"),
+    ("adamw_8bit", {}, "bitsandbytes", "-U bitsandbytes"),
+    ("lion", {}, "bitsandbytes", "-U bitsandbytes"),
+    ("galore", _GALORE, "galore_torch", "git+https://github.com/jiaweizzhao/GaLore"),
+    ("apollo", _GALORE | {"proj": "", "scale_type": ""}, "apollo_torch", "git+https://github.com/zhuhanqing/APOLLO"),
+    ("schedule_free", {"r": "float", "weight_lr_power": "float"}, "schedulefree", "schedulefree"),
+)
+
+
+def optimizer_arguments(optim: str) -> Mapping[str, str] | None:
+    """Return what `optim_args` may set for an optimizer of transformers, each with its type; None for no such one."""
+    return next((arguments for name, arguments, _, _ in OPTIMIZERS if optim.startswith(name)), None)
+
+
+def optimizer_module(optim: str) -> tuple[str, str] | None:
+    """Return the module that an optimizer needs, and the command that installs it; None for those of transformers."""
+    needed = next(((module, package) for name, _, module, package in OPTIMIZERS if optim.startswith(name)), None)
+    return (needed[0], f"pip install {needed[1]}") if needed and needed[0] else None
 
 
 def check_trainer_arguments(job: Job) -> None:

@@ -2,20 +2,28 @@
 
     trainer_schema().fields["eval_strategy"].choices      # ('no', 'steps', 'epoch')
 
-Importing transformers takes seconds, so it is asked once, in a process of its own (`toolkit.job.describe_trainer`), and
-the answer is cached by version. The package brings the answer of the version that `constraints.txt` pins.
+Importing transformers takes seconds, so it is asked once, in a process of its own, and the answer is cached by version.
+The package brings the answer of the version that `constraints.txt` pins:
+
+    python -m toolkit.job.trainer_schema > toolkit/job/trainer_schema.json
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import enum
 import functools
+import inspect
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
@@ -24,6 +32,8 @@ from toolkit.files.json_files import parse_json, read_json_object
 from toolkit.files.value_limits import CONFIGURATION
 from toolkit.versions import installed_version
 
+# What the Trainer itself passes to the function of a schedule.
+PASSED_BY_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps")
 SHIPPED = Path(__file__).with_name("trainer_schema.json")
 
 
@@ -61,15 +71,7 @@ def trainer_schema() -> TrainerSchema:
     if version is None:
         raise ToolkitError("transformers is not installed", hint="`make setup` in the clone installs it")
     shipped = read_json_object(SHIPPED, limits=CONFIGURATION)
-    return _schema(shipped if shipped["transformers"] == version else _cached(version))
-
-
-def trainer_argument_names() -> frozenset[str]:
-    """Return the names of `TrainingArguments`' fields; none where transformers is not installed."""
-    return frozenset(trainer_schema().fields if installed_version("transformers") else ())
-
-
-def _schema(described: Mapping[str, Any]) -> TrainerSchema:
+    described = shipped if shipped["transformers"] == version else _cached(version)
     fields = {
         name: TrainerField(type=field["type"], choices=tuple(field.get("choices", ())), help=field.get("help", ""))
         for name, field in described["fields"].items()
@@ -82,28 +84,28 @@ def _schema(described: Mapping[str, Any]) -> TrainerSchema:
     )
 
 
+def trainer_argument_names() -> frozenset[str]:
+    """Return the names of `TrainingArguments`' fields; none where transformers is not installed."""
+    return frozenset(trainer_schema().fields if installed_version("transformers") else ())
+
+
 def _cached(version: str) -> dict[str, Any]:
     """Read the cache, or describe the installed version and write it; a cache that nobody may write is no error."""
     file = cache_folder() / "trainer_schema" / f"{version}.json"
-    try:
+    with contextlib.suppress(ToolkitError):
         described = read_json_object(file, limits=CONFIGURATION)
         if described.get("transformers") == version:
             return described
-    except ToolkitError:
-        pass
     text = describe_installed()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
         write_text(file, text)
-    except (OSError, ToolkitError):
-        pass
     content: dict[str, Any] = parse_json(text, "the description of transformers", limits=CONFIGURATION)
     return content
 
 
 def describe_installed() -> str:
     """Import the installed transformers in a process of its own, and return its description, JSON."""
-    words = [sys.executable, "-m", "toolkit.job.describe_trainer"]
+    words = [sys.executable, "-m", "toolkit.job.trainer_schema"]
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
@@ -115,3 +117,70 @@ def describe_installed() -> str:
             hint="`python -c 'import transformers.training_args'` shows the whole error",
         )
     return ended.stdout
+
+
+# -- in the process that imports transformers
+
+
+def describe() -> dict[str, Any]:
+    """Return the fields of `TrainingArguments`, and what the schedules, trackers and the accelerator accept."""
+    import transformers
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+    from transformers.trainer_pt_utils import AcceleratorConfig
+    from transformers.training_args import TrainingArguments
+
+    hints = get_type_hints(TrainingArguments)
+    return {
+        "transformers": transformers.__version__,
+        "fields": {
+            field.name: _field(field, hints[field.name])
+            for field in dataclasses.fields(TrainingArguments)
+            if field.init
+        },
+        "schedules": {schedule.value: _schedule(make) for schedule, make in TYPE_TO_SCHEDULER_FUNCTION.items()},
+        "trackers": list(INTEGRATION_TO_CALLBACK),
+        "accelerator_config": {
+            name: _type_text(hint) for name, hint in get_type_hints(AcceleratorConfig).items() if name != "return"
+        },
+    }
+
+
+def _field(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """A field has a choice if its metadata says so, or if its type is an enum, or one inside a union or list."""
+    choices = field.metadata.get("choices") or _enum_values(hint)
+    described: dict[str, Any] = {"type": _type_text(hint)}
+    if choices:
+        described["choices"] = list(choices)
+    if help_text := field.metadata.get("help"):
+        described["help"] = " ".join(help_text.split())
+    return described
+
+
+def _enum_values(hint: Any) -> list[str]:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return [str(member.value) for member in hint]
+    return next(filter(None, map(_enum_values, get_args(hint))), [])
+
+
+def _type_text(hint: Any) -> str:
+    """The annotation without module names."""
+    text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    return re.sub(r"\b(?:\w+\.)+", "", text)
+
+
+def _schedule(make: Any) -> dict[str, bool] | None:
+    parameters = inspect.signature(make).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return {
+        name: parameter.default is inspect.Parameter.empty
+        for name, parameter in parameters.items()
+        if name not in PASSED_BY_TRAINER
+    }
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):  # a library that prints must not end up in the JSON
+        described = describe()
+    print(json.dumps(described, indent=1, ensure_ascii=False))

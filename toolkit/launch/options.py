@@ -15,8 +15,7 @@ import typer
 from toolkit.errors import ToolkitError
 from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
-from toolkit.job.argument_values import Range, check_range
-from toolkit.job.defaults import YEAR_MINUTES
+from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:
     from toolkit.presets import Preset

@@ -25,11 +25,12 @@ from toolkit.files.yaml_files import LOADER, MAX_YAML_BYTES, YAML_TAG, check_yam
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
-from toolkit.presets.known_keys import ACCELERATE_TYPES, DEEPSPEED_TYPES
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
+LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
 MAX_PATH_LENGTH = 1024
 
 _ABSENT = object()
@@ -114,15 +115,6 @@ def with_deepspeed_json(document: Document) -> Document:
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
     return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
-
-
-def may_be_linted(name: str) -> bool:
-    """Return True for the name of a file that is read in a folder.
-
-    >>> [name for name in ("ddp.yaml", "job.sbatch", "train.py") if may_be_linted(name)]
-    ['ddp.yaml', 'job.sbatch']
-    """
-    return name.endswith((*SUFFIXES, *SCRIPT_SUFFIXES))
 
 
 def _read_file(path: Path) -> Document:
@@ -325,8 +317,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         if keys & decisive:
             return kind
     known_keys: dict[str, Set[str]] = {
-        ACCELERATE: ACCELERATE_TYPES.keys(),
-        DEEPSPEED: DEEPSPEED_TYPES.keys() | set(DEEPSPEED_REMOVED),
+        ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
+        DEEPSPEED: DEEPSPEED_BLOCKS[""].keys() | set(DEEPSPEED_REMOVED),
         TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED),
     }
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}

@@ -4,9 +4,8 @@ There is one model of activations, `SavedActivations`, with two sources:
 
 - **Counting**: `toolkit.models.count_activations` runs the model on fake tensors and sums up what autograd saves. It
   works for almost any architecture, but needs torch, transformers and peft: 10 to 30 s in a child process, then cached.
-- **Formulas**, in this module, for the architectures of `toolkit.models.llama_family` and
-  `toolkit.models.other_decoders`: 0.1 s without torch, so that `toolkit plan` and `toolkit recommend` answer at once
-  and `toolkit train` can plan every run before it starts.
+- **Formulas**, in this module, for the architectures of `toolkit.models.decoders`: 0.1 s without torch, so that
+  `toolkit plan` and `toolkit recommend` answer at once and `toolkit train` can plan every run before it starts.
 
 The formulas are a fast path and not a second opinion: `tests/models/test_activations.py` counts every architecture that
 has formulas, with each option that changes the result, and fails where the bytes per token of the layers differ by more
@@ -39,8 +38,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.models.lora import adapts_experts, lora_layer
-from toolkit.models.saved_activations import SavedActivations, SavedBytes
-from toolkit.models.shape import Layer, ModelShape, Tensor
+from toolkit.models.shape import Layer, ModelShape, SavedActivations, SavedBytes, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
 # Norms that multiply by their weight in fp32 and therefore save the normalised row in fp32.
@@ -86,23 +84,25 @@ class Activations:
 
     @property
     def casts_weights(self) -> bool:
-        """True if autocast casts the model's own weights; frozen ones are held in bf16, and only adapters are cast."""
+        """True if autocast casts the model's own weights, and caches the bf16 copies until the forward ends.
+
+        It does so for trained weights only (torch, `aten/src/ATen/autocast_mode.cpp`, `cached_cast`): frozen ones are
+        held in bf16, and only adapters are cast.
+        """
         return self.autocast and self.lora_r is None
 
     def saved(self, mask: str) -> SavedActivations:
-        """Return what is saved with this attention mask, one of `toolkit.models.saved_activations.MASKS`."""
-        counted = self.shape.counted_activations
-        if counted is None:
-            return self._with_exchanges(self._from_formulas(mask))
-        return self._with_exchanges(counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask))
+        """Return what is saved with this attention mask, one of `toolkit.models.shape.MASKS`.
 
-    def _with_exchanges(self, saved: SavedActivations) -> SavedActivations:
-        """Add what the exchanges of heads (Ulysses) and of tokens (expert parallelism) save in each layer.
-
-        Attention's output in the layout of the heads, beside the same in that of the tokens, which the next linear
-        layer saves; repeated keys and values; and the experts' outputs before they are weighted, on their token's rank.
+        To that of the model, exchanges of heads (Ulysses) add attention's output in the layout of the heads, beside the
+        same in that of the tokens, which the next linear layer saves, and repeated keys and values; exchanges of tokens
+        (expert parallelism) the experts' outputs before they are weighted, on their token's rank.
         """
-        layout, shape = self.layout, self.shape
+        counted, layout, shape = self.shape.counted_activations, self.layout, self.shape
+        if counted is None:
+            saved = self._from_formulas(mask)
+        else:
+            saved = counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
         if layout is None or layout.sp == layout.ep == 1:
             return saved
         more = 0
@@ -113,9 +113,8 @@ class Activations:
         if layout.ep > 1:
             more += 2 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp
         one = SavedBytes(per_token=more)
-        return replace(
-            saved, layers=saved.layers.plus(one, shape.num_layers), largest_layer=saved.largest_layer.plus(one)
-        )
+        layers, largest = saved.layers.plus(one, shape.num_layers), saved.largest_layer.plus(one)
+        return replace(saved, layers=layers, largest_layer=largest)
 
     @property
     def exchanged_bytes_per_token(self) -> int:
@@ -140,10 +139,8 @@ class Activations:
 
         `varlen` functions take the lengths of documents and a window in place of a mask.
         """
-        if varlen:
-            return "none"
-        if padded:
-            return "padding"
+        if varlen or padded:
+            return "none" if varlen else "padding"
         window = self.shape.sliding_window
         return "window" if window is not None and seq_length >= window else "none"
 
@@ -158,8 +155,7 @@ class Activations:
         number = int(eager or self.mask_at(seq_length, padded=padded) != "none")
         if (padded or eager) and 0 < self.shape.num_sliding_layers < self.shape.num_layers:
             number = 2
-        element_bytes = self.residual_bytes if eager else 1
-        return number * element_bytes * seq_length**2 * (rows if padded else 1)
+        return number * (self.residual_bytes if eager else 1) * seq_length**2 * (rows if padded else 1)
 
     @property
     def residual_bytes(self) -> int:
@@ -177,29 +173,21 @@ class Activations:
         tp = 1 if self.layout is None else self.layout.tp
         return 2 * self.shape.vocab_size * self.shape.hidden_size // tp if self.casts_weights else 0
 
-    @property
-    def caches_weight_copies(self) -> bool:
-        """True if autocast caches its bf16 copies until the forward ends, even if the backward does not need them.
-
-        It caches copies of trained weights only (torch, `aten/src/ATen/autocast_mode.cpp`, `cached_cast`).
-        """
-        return self.casts_weights
-
     def _from_formulas(self, mask: str) -> SavedActivations:
         kinds = self.shape.layer_kinds
         by_kind = {kind: self._layer(kind, masked=mask != "none") for kind in kinds}
-        masked = self._sum(by_kind)
+        layers = self._sum(by_kind)
         if mask == "window":  # only sliding layers have a mask
             plain = self._sum({kind: self._layer(kind, masked=False) for kind in kinds})
-            sliding, layers = self.shape.num_sliding_layers, self.shape.num_layers
-            masked = SavedBytes(
+            sliding, count = self.shape.num_sliding_layers, self.shape.num_layers
+            layers = SavedBytes(
                 fixed=plain.fixed,
-                per_token=plain.per_token + (masked.per_token - plain.per_token) * sliding // layers,
-                per_position=plain.per_position + (masked.per_position - plain.per_position) * sliding / layers,
+                per_token=plain.per_token + (layers.per_token - plain.per_token) * sliding // count,
+                per_position=plain.per_position + (layers.per_position - plain.per_position) * sliding / count,
             )
         largest = max(by_kind.values(), key=lambda saved: saved.per_token)
         return SavedActivations(
-            layers=masked,
+            layers=layers,
             largest_layer=replace(largest, fixed=max(saved.fixed for saved in by_kind.values())),
             backward=self._backward(),
             outer=SavedBytes(per_token=self._outer()),
@@ -211,10 +199,9 @@ class Activations:
 
         Eager attention's backward is the peak of a layer: the activations of its MLP have been freed by then.
         """
-        width = self.shape.intermediate_size
+        width, routed = self.shape.intermediate_size, self.shape.experts_per_token or 1
         if self.shape.attention == "eager":
             return SavedBytes(per_token=-GATED_MLP_BYTES * width, per_position=6 * self.shape.num_attention_heads)
-        routed = self.shape.experts_per_token or 1
         return SavedBytes(per_token=4 * width * routed + 2 * self.residual_bytes * self.shape.hidden_size)
 
     def _sum(self, by_kind: dict[Layer, SavedBytes]) -> SavedBytes:
@@ -230,25 +217,24 @@ class Activations:
 
         With adapters the embedding is frozen, so nothing below the first adapter has a backward.
         """
-        rotary_bytes = 4 if self.shape.model_type in FP32_ROTARY_EMBEDDINGS else self.residual_bytes
-        rotary = 0 if self.shape.model_type in LEARNED_POSITIONS else 2 * rotary_bytes * self.shape.head_dim
-        if self.shape.model_type in TWO_ROTARY_EMBEDDINGS and 0 < self.shape.num_sliding_layers < self.shape.num_layers:
+        shape = self.shape
+        rotary_bytes = 4 if shape.model_type in FP32_ROTARY_EMBEDDINGS else self.residual_bytes
+        rotary = 0 if shape.model_type in LEARNED_POSITIONS else 2 * rotary_bytes * shape.head_dim
+        if shape.model_type in TWO_ROTARY_EMBEDDINGS and 0 < shape.num_sliding_layers < shape.num_layers:
             rotary *= 2
         if self.lora_r is None:
             return rotary
-        first = next((tensor.name for tensor in self.shape.layers[0] if tensor.name in FIRST_NORMS), None)
-        if first is not None:
-            biases = {tensor.name for tensor in self.shape.layers[0]}
-            return rotary - self._norm(has_bias=first.replace("weight", "bias") in biases)
-        return rotary - (self._norm_without_weight if self.shape.model_type in NORMS_WITHOUT_WEIGHTS else 0)
+        names = {tensor.name for tensor in shape.layers[0]}
+        for first in names.intersection(FIRST_NORMS):
+            return rotary - self._norm(has_bias=first.replace("weight", "bias") in names)
+        return rotary - (self._norm_without_weight if shape.model_type in NORMS_WITHOUT_WEIGHTS else 0)
 
     def _outer(self) -> int:
         """The final norm, and if the head is trained its input and the tokens that were looked up."""
         hidden = self.shape.hidden_size
         norms = [tensor for tensor in self.shape.outer if "norm" in tensor.name or "ln_" in tensor.name]
-        norm = self._norm(has_bias=any(tensor.name.endswith(".bias") for tensor in norms))
-        if not norms:
-            norm = self._norm_without_weight
+        has_bias = any(tensor.name.endswith(".bias") for tensor in norms)
+        norm = self._norm(has_bias=has_bias) if norms else self._norm_without_weight
         if self.lora_r is not None:
             return norm
         masked = self.shape.dropout and self.shape.model_type not in NO_EMBEDDING_DROPOUT
@@ -260,17 +246,14 @@ class Activations:
         if self.lora_r is None or not self.autocast:
             return every
         # The input of the first layer needs no gradient, so the A matrices that read it are not copied.
-        names: tuple[str, ...] = ATTENTION_INPUTS
-        if self.shape.model_type in (*PARALLEL_ATTENTION_AND_MLP, *SHARED_NORM_INPUT):
-            names = (*ATTENTION_INPUTS, *MLP_INPUTS)
-        readers = _count(self.shape.layers[0], names)
+        shares_input = self.shape.model_type in (*PARALLEL_ATTENTION_AND_MLP, *SHARED_NORM_INPUT)
+        readers = _count(self.shape.layers[0], (*ATTENTION_INPUTS, *MLP_INPUTS) if shares_input else ATTENTION_INPUTS)
         return every - 2 * readers * self.lora_r * self.shape.hidden_size
 
     def _fixed(self, kind: Layer) -> int:
         """bf16 copies of trained weights under autocast, and experts merged with their adapters."""
         if self.lora_r is None:
-            linear = sum(tensor.num_elements for tensor in kind if tensor.is_linear_weight)
-            return 2 * linear if self.autocast else 0
+            return 2 * sum(tensor.num_elements for tensor in kind if tensor.is_linear_weight) if self.autocast else 0
         adapters = lora_layer(self.shape, kind, self.lora_r)
         copies = 2 * sum(tensor.num_elements for tensor in adapters) if self.autocast else 0
         if not adapts_experts(self.shape):
@@ -286,44 +269,38 @@ class Activations:
     def _norm(self, *, has_bias: bool) -> int:
         """A LayerNorm, which has a bias, or an RMSNorm of the hidden width."""
         hidden = self.shape.hidden_size
-        return self.residual_bytes * (hidden + 2) if has_bias else self._rms_norm(hidden) + 4
+        if has_bias:
+            return self.residual_bytes * (hidden + 2)
+        return self._rms_norm(hidden, fp32=self.casts_weights) + 4
 
     @property
     def _norm_without_weight(self) -> int:
         """OLMo's LayerNorm, computed in fp32: its input and two statistics."""
         return 4 * self.shape.hidden_size + 8
 
-    def _rms_norm(self, width: int) -> int:
+    def _rms_norm(self, width: int, *, fp32: bool) -> int:
         """An RMSNorm without its statistic; a frozen norm needs no normalised row for its weight's gradient."""
-        normalised = 4 if self.casts_weights or self.shape.model_type in FP32_NORMS else 2
+        normalised = 4 if fp32 or self.shape.model_type in FP32_NORMS else 2
         return (4 + (normalised if self.lora_r is None else 0)) * width
 
     def _norms(self, kind: Layer) -> int:
-        """Norms of the hidden width, and those of query and key."""
-        hidden = self.shape.hidden_size
-        weights = [tensor for tensor in kind if _is_norm(tensor) and tensor.name.endswith(".weight")]
+        """Norms of the hidden width, and those of query and key: in fp32, with one statistic for what is normed."""
+        shape, hidden = self.shape, self.shape.hidden_size
+        norms = [tensor for tensor in kind if _is_norm(tensor) and tensor.name.endswith(".weight")]
         with_bias = {tensor.name.removesuffix(".bias") for tensor in kind if tensor.name.endswith(".bias")}
-        total = 0
-        for number, tensor in enumerate(weights):
+        total = DROPOUT_MASKS * hidden if shape.dropout else 0
+        for number, tensor in enumerate(norms):
             name = tensor.name.removesuffix(".weight")
             if any(part in name for part in QK_NORM):
-                total += self._qk_norm(name, tensor)
-            elif name in with_bias:
-                shared = number > 0 and self.shape.model_type in SHARED_NORM_INPUT
-                total += (0 if shared else self.residual_bytes * hidden) + 2 * self.residual_bytes
+                heads = shape.num_attention_heads if "q_" in name else shape.num_kv_heads
+                width = heads * shape.head_dim
+                together = tensor.num_elements == width and heads > 1  # all heads are normalised as one row
+                total += self._rms_norm(width, fp32=False) + 4 * (1 if together else heads)
+            elif name in with_bias and number > 0 and shape.model_type in SHARED_NORM_INPUT:
+                total += 2 * self.residual_bytes
             else:
-                total += self._norm(has_bias=False)
-        without_weights = NORMS_WITHOUT_WEIGHTS.get(self.shape.model_type, 0)
-        dropout = DROPOUT_MASKS * hidden if self.shape.dropout else 0
-        return total + without_weights * self._norm_without_weight + dropout
-
-    def _qk_norm(self, name: str, tensor: Tensor) -> int:
-        """Computed in fp32; one statistic per head, or a single one where all heads are normalised together."""
-        heads = self.shape.num_attention_heads if "q_" in name else self.shape.num_kv_heads
-        width = heads * self.shape.head_dim
-        together = tensor.num_elements == width and heads > 1
-        normalised = 4 if self.shape.model_type in FP32_NORMS else 2
-        return (4 + (normalised if self.lora_r is None else 0)) * width + 4 * (1 if together else heads)
+                total += self._norm(has_bias=name in with_bias)
+        return total + NORMS_WITHOUT_WEIGHTS.get(shape.model_type, 0) * self._norm_without_weight
 
     def _linear_inputs(self, kind: Layer) -> int:
         """Shared by all readers, or under autocast a bf16 copy for each of them."""
@@ -335,18 +312,16 @@ class Activations:
 
     def _has_frozen_mlp(self, kind: Layer) -> bool:
         """True for the dense layers of mixtures in which peft adapts only experts: frozen weights need no input."""
-        adapted = self.lora_r is not None and adapts_experts(self.shape)
-        return adapted and not _has_experts(kind)
+        return self.lora_r is not None and adapts_experts(self.shape) and not _has_experts(kind)
 
     def _attention(self, kind: Layer, *, masked: bool) -> SavedBytes:
-        heads, head_dim = self.shape.num_attention_heads, self.shape.head_dim
-        queries, keys = heads * head_dim, self.shape.num_kv_heads * head_dim
-        if self.shape.attention == "eager":
-            scores = 8 if self.shape.model_type in SOFTCAPPED else 6
-            return SavedBytes(per_token=8 * queries, per_position=scores * heads)
+        shape, heads = self.shape, self.shape.num_attention_heads
+        queries, keys = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        if shape.attention == "eager":
+            return SavedBytes(per_token=8 * queries, per_position=(8 if shape.model_type in SOFTCAPPED else 6) * heads)
         repeated = masked and keys < queries  # SDPA with a mask repeats keys and values for each head
         saved = 4 * queries + 4 * (queries if repeated else keys) + 4 * heads
-        if self.shape.model_type in PARTIAL_ROTARY:
+        if shape.model_type in PARTIAL_ROTARY:
             saved += 2 * queries
         is_gpt2 = _count(kind, ("c_attn",)) > 0  # query, key and value are all views: no rotary embedding copies them
         if _count(kind, FUSED_ATTENTION_INPUTS) and not repeated and not is_gpt2:
@@ -360,16 +335,16 @@ class Activations:
         if self._has_frozen_mlp(kind):
             per_width -= 2  # the input of the last projection
         experts = self._experts(kind) if _has_experts(kind) else 0
-        dense = sum(_input_width(tensor) for tensor in kind if _is_mlp_output(tensor))
-        return experts + per_width * (dense or (0 if experts else self.shape.intermediate_size))
+        outputs = [tensor.shape[1] for tensor in kind if _is_linear(tensor, MLP_OUTPUTS)]
+        outputs += [tensor.shape[0] for tensor in kind if tensor.name == "mlp.c_proj.weight"]  # GPT-2's is transposed
+        return experts + per_width * (sum(outputs) or (0 if experts else self.shape.intermediate_size))
 
     def _experts(self, kind: Layer) -> int:
         """One row per expert that a token goes to. Fused experts are no linear layers: autocast leaves them in fp32."""
         routed, hidden, width = self.shape.experts_per_token or 1, self.shape.hidden_size, self.shape.intermediate_size
         row = 4 * hidden + GATED_MLP_BYTES * width
-        frozen = self.lora_r is not None and not adapts_experts(self.shape)
-        if frozen:  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
-            row -= 2 * hidden + 2 * width
+        if self.lora_r is not None and not adapts_experts(self.shape):
+            row -= 2 * hidden + 2 * width  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
         router = 4 * (self.shape.num_experts or 0) + 40 * routed
         shared = 0
         if any(tensor.name == SHARED_EXPERT_GATE for tensor in kind):
@@ -382,13 +357,16 @@ class Activations:
         """The output of each A."""
         if self.lora_r is None:
             return 0
-        linear = [tensor for tensor in kind if tensor.is_linear_weight]
-        adapted = len(linear) - (_count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0)
-        return 2 * self.lora_r * adapted
+        frozen = _count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0
+        return 2 * self.lora_r * (sum(tensor.is_linear_weight for tensor in kind) - frozen)
+
+
+def _is_linear(tensor: Tensor, names: tuple[str, ...]) -> bool:
+    return tensor.is_linear_weight and tensor.name.split(".")[-2] in names
 
 
 def _count(kind: Layer, names: tuple[str, ...]) -> int:
-    return sum(1 for tensor in kind if tensor.is_linear_weight and tensor.name.split(".")[-2] in names)
+    return sum(_is_linear(tensor, names) for tensor in kind)
 
 
 def _has_experts(kind: Layer) -> bool:
@@ -397,12 +375,3 @@ def _has_experts(kind: Layer) -> bool:
 
 def _is_norm(tensor: Tensor) -> bool:
     return len(tensor.shape) == 1 and not tensor.has_weight_decay and ("norm" in tensor.name or "ln_" in tensor.name)
-
-
-def _is_mlp_output(tensor: Tensor) -> bool:
-    is_output = tensor.name.split(".")[-2] in MLP_OUTPUTS if "." in tensor.name else False
-    return tensor.is_linear_weight and (is_output or tensor.name == "mlp.c_proj.weight")
-
-
-def _input_width(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.name == "mlp.c_proj.weight" else tensor.shape[1]

@@ -8,8 +8,7 @@ transformers builds one module per layer, checks few values, and fetches an atte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,6 @@ MAX_CONFIG_BYTES = 16 * MIB
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dimensions:
-    """Sizes that every decoder has."""
-
-    layers: int
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-
 class ConfigFields:
     """The fields of one configuration; error messages name the file they came from."""
 
@@ -58,51 +44,47 @@ class ConfigFields:
         Raises ToolkitError for a missing field without a default, and for a value that cannot be a size.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
-        if name is None:
-            if default is MISSING:
-                raise self._missing(names)
+        if name is not None:
+            value = self._checked(name, lambda value: type(value) is int and value >= 1, "an integer of 1 or more")
+            check_size(self.source, name, value)
+            return int(value)
+        if default is not MISSING:
             return int(default)
-        value = self.values[name]
-        if type(value) is not int or value < 1:
-            raise unexpected(self.source, name, value, "an integer of 1 or more")
-        check_size(self.source, name, value)
-        return value
+        hint = did_you_mean(names[0], self.values, otherwise="use the config.json that is stored with the weights")
+        raise ToolkitError(f"{self.source} has no {' or '.join(f'`{name}`' for name in names)}", hint=hint)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean field. Raises ToolkitError for any other type."""
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise unexpected(self.source, name, value, "true or false")
-        return value
+        value = self._checked(name, lambda value: isinstance(value, bool), "true or false")
+        return default if value is None else bool(value)
 
     def fraction(self, name: str, *, default: float) -> float:
         """Return a number from 0 to 1. Raises ToolkitError for anything else."""
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise unexpected(self.source, name, value, "a number from 0 to 1")
-        return float(value)
+        value = self._checked(
+            name, lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"
+        )
+        return default if value is None else float(value)
 
     def text(self, *names: str, default: str) -> str:
         """Return the text under the first of the names that is present. Raises ToolkitError for any other type."""
         name = next((name for name in names if self.values.get(name)), None)
-        if name is None:
-            return default
-        value = self.values[name]
-        if not isinstance(value, str):
-            raise unexpected(self.source, name, value, "text")
-        return value
+        return default if name is None else str(self._checked(name, lambda value: isinstance(value, str), "text"))
 
     def items(self, name: str, kind: type[int] | type[str]) -> list[Any] | None:
         """Return a list of integers or of texts, or None where it is missing. Raises ToolkitError for anything else."""
+
+        def is_list(value: Any) -> bool:
+            return isinstance(value, list) and all(type(each) is kind for each in value)
+
+        items: list[Any] | None = self._checked(
+            name, is_list, f"a list of {'whole numbers' if kind is int else 'names'}"
+        )
+        return items
+
+    def _checked(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
         value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(type(each) is kind for each in value):
-            raise unexpected(self.source, name, value, f"a list of {'whole numbers' if kind is int else 'names'}")
+        if value is not None and not is_valid(value):
+            raise unexpected(self.source, name, value, expected)
         return value
 
     def kv_heads(self, heads: int, *, default: int | None = None) -> int:
@@ -117,11 +99,6 @@ class ConfigFields:
         if self.values.get("head_dim") is None and default is None and hidden % heads:
             raise ToolkitError(f"{self.source}: hidden_size {hidden} is not a multiple of {heads} num_attention_heads")
         return self.size("head_dim", default=default or hidden // heads)
-
-    def _missing(self, names: tuple[str, ...]) -> ToolkitError:
-        expected = " or ".join(f"`{name}`" for name in names)
-        hint = did_you_mean(names[0], self.values, otherwise="use the config.json that is stored with the weights")
-        return ToolkitError(f"{self.source} has no {expected}", hint=hint)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ the same, doubles, or quadruples in rows twice as long. A third length is run fo
 of these. Layers of one kind save the same, except the first layer, so only as many layers are run as it takes to meet
 each kind.
 
-`count_activations` returns JSON rows for `toolkit.models.saved_activations.read_counted`.
+`count_activations` returns JSON rows for `toolkit.models.shape.CountedActivations`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
 from toolkit.models.lora import share_inputs
+from toolkit.models.shape import COUNTED_PARTS
 
 ROWS = 2
 # Lengths that people train with: in short rows another allocation would be the highest.
@@ -33,7 +35,6 @@ WINDOW = 32  # shorter than each of them
 NO_WINDOW = 1 << 20
 RANKS = (8, 16)  # LoRA ranks: what adapters save is linear in the rank
 OUTSIDE, LOGITS, PEAK = "outside", "logits", "peak"
-PARTS = ("layers", "largest_layer", "backward", "outer")
 Row = dict[str, Any]
 Coefficients = list[Any]
 """Constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`."""
@@ -87,8 +88,12 @@ def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
         smaller, larger = (_with_adapters(config, rank, autocast=autocast) for rank in RANKS)
         rows = list(_rows_by_mask(smaller, kinds, autocast=autocast))
         yield from (key | {"lora": True} | row for row in rows)
-        slope = _difference_per_rank(rows[0], _count(larger, kinds, "none", autocast=autocast))
-        yield key | {"lora": True, "mask": "none", "per_rank": True} | slope
+        row, ranks = _count(larger, kinds, "none", autocast=autocast), RANKS[1] - RANKS[0]
+        slope = {
+            part: [round((more - less) / ranks) for less, more in zip(rows[0][part], row[part], strict=True)]
+            for part in COUNTED_PARTS
+        }
+        yield {"autocast": autocast, "per_rank": True, "lora": True, "mask": "none"} | slope | {"logit_bytes": 0}
 
 
 def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
@@ -101,14 +106,6 @@ def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[R
         yield {"mask": mask} | row | {"backward": unmasked["backward"]}
 
 
-def _difference_per_rank(smaller: Row, larger: Row) -> Row:
-    ranks = RANKS[1] - RANKS[0]
-    slopes = {
-        part: [round((b - a) / ranks) for a, b in zip(smaller[part], larger[part], strict=True)] for part in PARTS
-    }
-    return slopes | {"logit_bytes": 0}
-
-
 def _build(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     with no_init_weights():
@@ -119,8 +116,6 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
 
 def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
     """A frozen model in bf16; its adapters are in fp32 under autocast."""
-    from peft import LoraConfig, get_peft_model
-
     lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(_build(config, torch.bfloat16), lora, autocast_adapter_dtype=autocast)
     share_inputs(model)
@@ -128,7 +123,7 @@ def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
 
 
 def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bool = True) -> Row:
-    """Coefficients of each of `PARTS`; without `peaks`, `backward` is zero."""
+    """Coefficients of each of `COUNTED_PARTS`; without `peaks`, `backward` is zero."""
     names = list(decoder_layers(model))
     name_of_kind = dict(zip(kinds, names, strict=False))  # the last layer of each kind
     measure_peaks = name_of_kind.values() if peaks else ()
@@ -160,10 +155,8 @@ def _vocab_size(model: Any) -> int:
 
 def _fit(passes: list[Storages]) -> Coefficients:
     """The coefficients from two passes, or the parabola through the sums of three."""
-    if len(passes) == 2:
-        found = _fit_two(*passes)
-        assert found is not None
-        return found
+    if len(passes) == 2 and (coefficients := _fit_two(*passes)) is not None:
+        return coefficients
     sizes = [sum(storages.values()) for storages in passes]
     square = (sizes[2] - 2 * sizes[1] + sizes[0]) / 2
     line = sizes[1] - sizes[0] - 3 * square

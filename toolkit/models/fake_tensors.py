@@ -65,7 +65,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         """Storages that an engine frees and refills: their size is read each time."""
         self.num_tracked = 0
         self.phase_name = "load"
-        self.tags: list[str] = []
+        self.tag: str | None = None
         self.is_paused = False
         self.peaks: dict[str, MemoryPeak] = {}
 
@@ -80,32 +80,17 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
             self._update_peak()
         return result
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Attribute allocations inside to this phase."""
-        before, self.phase_name = self.phase_name, name
-        try:
-            yield
-        finally:
-            self.phase_name = before
+        return _replaced(self, "phase_name", name)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Ignore allocations inside, which no real run makes."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+        return _replaced(self, "is_paused", True)
 
-    @contextlib.contextmanager
-    def tagged(self, tag: str) -> Iterator[None]:
+    def tagged(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """Attribute allocations inside to a purpose instead of to the phase."""
-        self.tags.append(tag)
-        try:
-            yield
-        finally:
-            self.tags.pop()
+        return _replaced(self, "tag", tag)
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of these tensors as zero bytes: they existed before."""
@@ -128,13 +113,13 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         if key in self.live:
             return False
         is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
-        tag = self.tags[-1] if self.tags else "logits" if is_logits else self.phase_name
+        tag = self.tag or ("logits" if is_logits else self.phase_name)
         self.num_tracked += 1
         forget = weakref.ref(storage, lambda _: self._forget(key))
         entry = LiveStorage(self.num_tracked, tag, forget, storage.nbytes())
         self.live[key] = entry
         self.live_bytes += entry.bytes
-        if self.tags:
+        if self.tag is not None:
             self.resizable[key] = entry
         return True
 
@@ -143,16 +128,13 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         self.resizable.pop(key, None)
         self.live_bytes -= entry.bytes if entry is not None else 0
 
-    def _read_sizes(self) -> None:
-        """Only of resizable storages: summing up all of them at each allocation would double the time of a trace."""
+    def _update_peak(self) -> None:
+        # Sizes of resizable storages only: reading all of them at each allocation would double the time of a trace.
         for entry in list(self.resizable.values()):
             storage = entry.storage()
             size = 0 if storage is None else storage.nbytes()
             self.live_bytes += size - entry.bytes
             entry.bytes = size
-
-    def _update_peak(self) -> None:
-        self._read_sizes()
         if self.live_bytes > self.peaks.get(self.phase_name, MemoryPeak()).total_bytes:
             storages = {entry.serial: (entry.tag, entry.bytes) for entry in self.live.values() if entry.bytes}
             self.peaks[self.phase_name] = MemoryPeak(self.live_bytes, storages)
@@ -163,9 +145,8 @@ def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     """Give tensors made inside shapes but no memory, and track them in `memory`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_on_gpu())
-        if engine == "fsdp2":
-            for owner, name, context in _fsdp_contexts(memory):
-                stack.enter_context(_replaced(owner, name, _within(context, getattr(owner, name))))
+        for owner, name, context in _fsdp_contexts(memory) if engine == "fsdp2" else ():
+            stack.enter_context(_replaced(owner, name, _within(context, getattr(owner, name))))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(memory)
         yield
@@ -173,15 +154,19 @@ def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Make operators save for the backward what they save on a GPU, and keep code from reading values."""
-    attention = torch.nn.functional.scaled_dot_product_attention
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
-        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _no_packed_documents))
-        gpu_attention = functools.partial(_attention_on_gpu, attention)
-        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", gpu_attention))
-        stack.enter_context(_replaced(torch.nn.functional, "dropout", _dropout_on_gpu))
-        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", _needs_bf16))
+    """Make operators save for the backward what they save on a GPU, and keep code from reading values.
+
+    transformers would read the values of positions to find packed documents, and torch's shape rule for grouped matmuls
+    rejects fp32, which its kernels support: transformers' own implementation accepts it and saves the same tensors.
+    """
+    attention = functools.partial(_attention_on_gpu, torch.nn.functional.scaled_dot_product_attention)
+    with (
+        _replaced(torch.nn.Module, "_apply", _apply_without_swapping),
+        _replaced(masking_utils, "find_packed_sequence_indices", lambda _: None),
+        _replaced(torch.nn.functional, "scaled_dot_product_attention", attention),
+        _replaced(torch.nn.functional, "dropout", _dropout_on_gpu),
+        _replaced(moe, "_can_use_grouped_mm", lambda _, weight, *__: weight.dtype == torch.bfloat16),
+    ):
         yield
 
 
@@ -228,13 +213,10 @@ def _attention_on_gpu(attention: Any, *args: Any, dropout_p: float = 0.0, **kwar
     query, key, value = args[:3]
     if query.shape[1] == value.shape[1] and query.shape[-1] != value.shape[-1]:
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        return _FusedAttention.apply(*(_cast_for_autocast(part) for part in (query, key, value)), mask)
+        if torch.is_autocast_enabled("cpu"):  # the dtype that it would pass to the kernel
+            query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
+        return _FusedAttention.apply(query, key, value, mask)
     return attention(*args, **kwargs)
-
-
-def _cast_for_autocast(tensor: Any) -> Any:
-    """The dtype that autocast would pass to the kernel."""
-    return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
 
 
 class _FusedAttention(torch.autograd.Function):  # type: ignore[misc]
@@ -261,24 +243,11 @@ def _dropout_on_gpu(tensor: Any, p: float = 0.5, training: bool = True, inplace:
     return torch.native_dropout(tensor, p, True)[0] if training and p else tensor
 
 
-def _needs_bf16(tensor: Any, weight: Any, offs: Any) -> bool:
-    """torch's shape rule for grouped matmuls rejects fp32, which its kernels support; transformers' own implementation
-    accepts it and saves the same tensors."""
-    del tensor, offs
-    return bool(weight.dtype == torch.bfloat16)
-
-
-def _no_packed_documents(position_ids: torch.Tensor) -> None:
-    """transformers would read the position values to find packed documents, and build a mask where it cannot."""
-    del position_ids
-
-
 def _apply_without_swapping(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
     """`Module._apply` would swap each fake parameter with its copy, and fails where moving it changed nothing."""
     for part in module.modules() if recurse else [module]:
-        for key, parameter in part._parameters.items():
-            if parameter is None:
-                continue
+        present = {key: parameter for key, parameter in part._parameters.items() if parameter is not None}
+        for key, parameter in present.items():
             with torch.no_grad():
                 applied = fn(parameter)
             if applied is not parameter:

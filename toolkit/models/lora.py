@@ -49,17 +49,16 @@ def lora_layers(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LIN
 
 def lora_layer(shape: ModelShape, kind: Layer, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
     """Return the adapters of one kind of layer."""
-    if shape.counted_adapters is None:
-        experts = adapts_experts(shape)
-        adapters = tuple(adapter for tensor in kind for adapter in adapters_of(tensor, experts=experts))
-    else:
-        adapters = shape.counted_adapters[kind]
-    return _tensors(_chosen(shape, adapters, targets), rank)
+    if shape.counted_adapters is not None:
+        return _chosen(shape, shape.counted_adapters[kind], rank, targets)
+    experts = adapts_experts(shape)
+    adapters = tuple(adapter for tensor in kind for adapter in adapters_of(tensor, experts=experts))
+    return _chosen(shape, adapters, rank, targets)
 
 
 def outer_lora(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
     """Return the adapters outside the decoder layers."""
-    return _tensors(_chosen(shape, shape.outer_adapters, targets), rank)
+    return _chosen(shape, shape.outer_adapters, rank, targets)
 
 
 def adapters_of(tensor: Tensor, *, experts: bool = False) -> Adapters:
@@ -91,17 +90,17 @@ def check_lora_targets(shape: ModelShape, targets: tuple[str, ...]) -> None:
     if outside:
         raise ToolkitError(f"LoRA on {outside[0]} is not planned: only linear layers of decoder layers are")
     if not any(lora_layer(shape, kind, 1, targets) for kind in shape.layer_kinds):
-        known = sorted({_leaf(tensor.name) for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight})
+        linear = (tensor.name for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
+        known = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in linear})
         raise ToolkitError(
             f"no linear layer of {shape.model_type} is named {', '.join(names)}", hint=f"one of {', '.join(known)}"
         )
 
 
-def _chosen(shape: ModelShape, adapters: Adapters, targets: tuple[str, ...]) -> Adapters:
-    if targets == ALL_LINEAR:
-        return adapters
-    names = _parameter_names(shape, targets)
-    return tuple(adapter for adapter in adapters if _matches(adapter.target, names))
+def _chosen(shape: ModelShape, adapters: Adapters, rank: int, targets: tuple[str, ...]) -> Layer:
+    names = None if targets == ALL_LINEAR else _parameter_names(shape, targets)
+    chosen = (adapter for adapter in adapters if names is None or _matches(adapter.target, names))
+    return tuple(tensor for adapter in chosen for tensor in adapter.tensors(rank))
 
 
 def _matches(name: str, targets: Collection[str]) -> bool:
@@ -125,14 +124,6 @@ def _parameter_names(shape: ModelShape, targets: tuple[str, ...]) -> list[str]:
 
 def _renamed_targets(shape: ModelShape) -> Mapping[str, str]:
     return RENAMED_TARGETS.get(shape.model_type, {}) if shape.counted_adapters is None else shape.renamed_targets
-
-
-def _tensors(adapters: Adapters, rank: int) -> Layer:
-    return tuple(tensor for adapter in adapters for tensor in adapter.tensors(rank))
-
-
-def _leaf(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def share_inputs(model: Any) -> None:

@@ -74,7 +74,11 @@ def as_in_training(model: Any) -> Iterator[str | None]:
 
 def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
     """Return the layer's tensors as they are stored: 4-bit ones in one column of elements of the compute dtype."""
-    return tuple(_packed(tensor, element_bytes) if is_in_4bit(tensor) else tensor for tensor in layer)
+
+    def packed(tensor: Tensor) -> Tensor:
+        return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)
+
+    return tuple(packed(tensor) if is_in_4bit(tensor) else tensor for tensor in layer)
 
 
 def is_in_4bit(tensor: Tensor) -> bool:
@@ -86,10 +90,6 @@ def constant_bytes(tensor: Tensor) -> int:
     """Return the bytes of the constants that decode a 4-bit weight; `tensor` is the weight before it is packed."""
     blocks = -(-tensor.num_elements // NF4_BLOCK)
     return blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + NF4_TABLES_BYTES
-
-
-def _packed(tensor: Tensor, element_bytes: int) -> Tensor:
-    return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)
 
 
 def _4bit_modules(model: Any) -> list[Any]:

@@ -92,56 +92,49 @@ def _bitsandbytes_8bit(states: int) -> _States:
     return held
 
 
-def _torchao(bits: int) -> _States:
-    """Two moments, each with its own table of 2**bits values. A tensor that is not whole blocks stays in fp32."""
-
-    def held(tensor: UpdatedTensor) -> dict[str, int]:
-        blocks, rest = divmod(tensor.num_elements, BLOCK_ELEMENTS)
-        if tensor.num_elements < MIN_QUANTIZED_ELEMENTS or rest:
-            return _fp32(2)(tensor)
-        return {"uint8": 2 * tensor.num_elements * bits // 8, "float32": 2 * FP32_BYTES * (blocks + 2**bits)}
-
-    return held
-
-
 def _adafactor(tensor: UpdatedTensor) -> dict[str, int]:
     """Second moments as one row and one column per matrix (https://arxiv.org/abs/1804.04235); no first moment."""
     *outer, columns = tensor.shape or (1,)
     if not outer:
         return _fp32(1)(tensor)
-    rows = math.prod(outer)
-    return {"float32": FP32_BYTES * (rows + math.prod(outer[:-1]) * columns)}
-
-
-def _muon(tensor: UpdatedTensor) -> dict[str, int]:
-    """Momentum of hidden matrices; AdamW for everything else."""
-    return _fp32(1 if tensor.is_hidden_matrix else 2)(tensor)
-
-
-_TABLES_BYTES = FP32_BYTES * 256  # bitsandbytes' `dynamic` and `udynamic` code tables, one per state
-_BNB_SUMMARY = "8 bits per element and fp32 per block of 256; fp32 for embeddings and below 4,096 elements"
+    return {"float32": FP32_BYTES * (math.prod(outer) + math.prod(outer[:-1]) * columns)}
 
 
 def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> OptimizerSpec:
-    moments = "momentum and variance" if states == 2 else "momentum"
+    in_8bit = "8 bits per element and fp32 per block of 256; fp32 for embeddings and below 4,096 elements"
     return OptimizerSpec(
         optim=optim,
         class_name=f"bitsandbytes.{name}",
         states=_fp32(states) if bits == 32 else _bitsandbytes_8bit(states),
-        shared_bytes=0 if bits == 32 else states * _TABLES_BYTES,
-        summary=f"{moments}: " + ("fp32" if bits == 32 else _BNB_SUMMARY),
+        # Its `dynamic` and `udynamic` code tables, one per state.
+        shared_bytes=0 if bits == 32 else states * FP32_BYTES * 256,
+        summary=f"{MOMENTS if states == 2 else 'momentum'}: {'fp32' if bits == 32 else in_8bit}",
         paged=optim.startswith("paged"),
         is_fp32_adamw=name == "AdamW" and bits == 32,
     )
 
 
-_ADAMW = OptimizerSpec(
-    optim="adamw_torch_fused",
-    class_name="torch.AdamW",
-    states=_fp32(2),
-    summary="momentum and variance: fp32",
-    is_fp32_adamw=True,
-)
+def _torchao(optim: str, *, bits: int) -> OptimizerSpec:
+    """Two moments, each with its own table of 2**bits values. A tensor that is not whole blocks stays in fp32."""
+
+    def states(tensor: UpdatedTensor) -> dict[str, int]:
+        blocks, rest = divmod(tensor.num_elements, BLOCK_ELEMENTS)
+        if tensor.num_elements < MIN_QUANTIZED_ELEMENTS or rest:
+            return _fp32(2)(tensor)
+        return {"uint8": 2 * tensor.num_elements * bits // 8, "float32": 2 * FP32_BYTES * (blocks + 2**bits)}
+
+    kept = f"{bits} bits and fp32 per block of 256; fp32 below 4,096 elements or part of a block"
+    name = f"torchao.AdamW{bits}bit"
+    return OptimizerSpec(optim=optim, class_name=name, states=states, summary=f"{MOMENTS}: {kept}")
+
+
+def _torch(optim: str, class_name: str, states: _States, summary: str) -> OptimizerSpec:
+    return OptimizerSpec(optim=optim, class_name=class_name, states=states, summary=summary)
+
+
+MOMENTS = "momentum and variance"
+_ADAMW = replace(_torch("adamw_torch_fused", "torch.AdamW", _fp32(2), f"{MOMENTS}: fp32"), is_fp32_adamw=True)
+_MUON_SUMMARY = "momentum of hidden matrices: fp32; AdamW's two for embeddings, head and norms"
 _ALL = (
     _ADAMW,
     replace(_ADAMW, optim="adamw_torch", step_copies=1),  # torch's foreach kernels; fused ones make no copy
@@ -149,37 +142,17 @@ _ALL = (
     _bitsandbytes("adamw_8bit", "AdamW", 2, bits=8),
     _bitsandbytes("paged_adamw_8bit", "AdamW", 2, bits=8),
     _bitsandbytes("paged_adamw_32bit", "AdamW", 2, bits=32),
-    OptimizerSpec(
-        optim="adamw_torch_8bit",
-        class_name="torchao.AdamW8bit",
-        states=_torchao(8),
-        summary="momentum and variance: 8 bits and fp32 per block of 256; fp32 below 4,096 elements or part of a block",
-    ),
-    OptimizerSpec(
-        optim="adamw_torch_4bit",
-        class_name="torchao.AdamW4bit",
-        states=_torchao(4),
-        summary="momentum and variance: 4 bits and fp32 per block of 256; fp32 below 4,096 elements or part of a block",
-    ),
-    OptimizerSpec(
-        optim="adafactor",
-        class_name="transformers.Adafactor",
-        states=_adafactor,
-        summary="variance: fp32, one row and one column per matrix",
-    ),
+    _torchao("adamw_torch_8bit", bits=8),
+    _torchao("adamw_torch_4bit", bits=4),
+    _torch("adafactor", "transformers.Adafactor", _adafactor, "variance: fp32, one row and one column per matrix"),
     _bitsandbytes("lion_32bit", "Lion", 1, bits=32),
     _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
     _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
     _bitsandbytes("paged_lion_8bit", "Lion", 1, bits=8),
-    OptimizerSpec(
-        optim=MUON,
-        class_name="toolkit.MuonWithAdamW",
-        states=_muon,
-        summary="momentum of hidden matrices: fp32; AdamW's two for embeddings, head and norms",
-    ),
-    OptimizerSpec(optim="adagrad", class_name="torch.Adagrad", states=_fp32(1), summary="sum of squares: fp32"),
-    OptimizerSpec(optim="rmsprop", class_name="torch.RMSprop", states=_fp32(1), summary="variance: fp32"),
-    OptimizerSpec(optim="sgd", class_name="torch.SGD", states=_fp32(0), summary="nothing; momentum in fp32 if set"),
+    _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each), _MUON_SUMMARY),
+    _torch("adagrad", "torch.Adagrad", _fp32(1), "sum of squares: fp32"),
+    _torch("rmsprop", "torch.RMSprop", _fp32(1), "variance: fp32"),
+    _torch("sgd", "torch.SGD", _fp32(0), "nothing; momentum in fp32 if set"),
 )
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {spec.optim: spec for spec in _ALL}
 """By name in `TrainingArguments.optim`, the Trainer's default first."""

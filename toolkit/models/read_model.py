@@ -3,31 +3,45 @@
     $ toolkit plan Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8
 
 Architectures with formulas are read here in milliseconds. transformers builds all others on the meta device, in a child
-process whose answer is cached (`toolkit.models.counted_shape`).
+process (`python -m toolkit.models.count_from_transformers`) that imports torch and takes 10 to 30 s. Its answer depends
+on the configuration, on the counting code and on the installed libraries only, so it is stored under a hash of these in
+`cache_folder() / "counted-models"` and read in a millisecond from then on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files import write_text
+from toolkit.files.json_files import parse_json, read_json
 from toolkit.files.reading import user_path
 from toolkit.files.value_limits import MAX_SHOWN_PATH, shown
 from toolkit.models.config_fields import ConfigFields, read_config
-from toolkit.models.counted_shape import count_shape
-from toolkit.models.llama_family import LLAMA_FAMILY, llama_shape
-from toolkit.models.other_decoders import OTHER_DECODERS
-from toolkit.models.shape import ModelShape
-from toolkit.versions import model_types
+from toolkit.models.decoders import shape_from_config, types_with_formulas
+from toolkit.models.shape import Adapter, CountedActivations, ModelShape, Tensor
+from toolkit.versions import installed_version, model_types
 
 CONFIG = "config.json"
 HUB_SECONDS = 5
 UNGATED = "Qwen/Qwen3-8B"
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+COUNTING_SECONDS = 300
+COUNTING_MODULES = ("count_from_transformers", "count_activations", "fake_tensors")
+COUNTING_LIBRARIES = ("transformers", "torch", "peft")
+MAX_REASON = 300  # characters of what transformers says
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -44,27 +58,89 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
         return shape
     if not count:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
-    return count_shape(path, fields.values, hint=_known())
+    return count_shape(path, fields.values)
 
 
-def shape_from_config(fields: ConfigFields) -> ModelShape | None:
-    """Return the shape by formula, or None for an architecture or option that has none.
+def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of the model that `config` describes; `values` are its fields.
 
-    >>> shape_from_config(ConfigFields({"model_type": "bert"}, "config.json")) is None
-    True
-
-    Raises ToolkitError for a field that is missing or invalid.
+    Raises ToolkitError if transformers cannot build a language model from it.
     """
-    model_type = str(fields.values.get("model_type"))
-    if model_type in LLAMA_FAMILY:
-        return llama_shape(model_type, fields)
-    other = OTHER_DECODERS.get(model_type)
-    return None if other is None else other(fields)
+    path = cached_count(values)
+    with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
+        return shape_from_counted(read_json(path))
+    counted = _run_child(config)
+    shape = shape_from_counted(counted)
+    with contextlib.suppress(OSError):  # a read-only cache is no error
+        write_text(path, json.dumps(counted))
+    return shape
 
 
-def types_with_formulas() -> list[str]:
-    """Return the model types that need no counting."""
-    return sorted([*LLAMA_FAMILY, *OTHER_DECODERS])
+def cached_count(values: Mapping[str, Any]) -> Path:
+    """Return the path of the cache entry of a configuration, whether or not it exists.
+
+    The name is a hash of everything that decides the answer, so an upgrade of a library counts again.
+    """
+    versions = {library: installed_version(library) for library in COUNTING_LIBRARIES}
+    digest = hashlib.sha256(json.dumps([values, versions], sort_keys=True).encode())
+    for module in COUNTING_MODULES:
+        digest.update((Path(__file__).parent / f"{module}.py").read_bytes())
+    return cache_folder() / "counted-models" / f"{digest.hexdigest()}.json"
+
+
+def _run_child(config: Path) -> Any:
+    command = [sys.executable, "-m", "toolkit.models.count_from_transformers", str(config)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,  # a library that would ask a question gets no answer
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=COUNTING_SECONDS,
+            check=False,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolkitError(f"{config}: transformers did not build the model within {COUNTING_SECONDS} s") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+        raise ToolkitError(
+            f"{config}: transformers cannot build a language model from it: {reason[:MAX_REASON]}",
+            hint=f"architectures that need no transformers: {_known()}",
+        )
+    lines = done.stdout.splitlines()
+    return parse_json(lines[-1] if lines else "", f"{config}: what transformers counted")
+
+
+def shape_from_counted(counted: Any) -> ModelShape:
+    """Return the shape that the child process describes. Raises ToolkitError for anything else."""
+    try:
+        fields = dict(counted)
+        kinds = [tuple(map(_tensor, layer)) for layer in fields.pop("layers_of_kind")]
+        layers = tuple(kinds[number] for number in fields.pop("kind_of_layer"))
+        adapters = [tuple(map(_adapter, layer)) for layer in fields.pop("adapters_of_layer")]
+        return ModelShape(
+            layers=layers,
+            outer=tuple(map(_tensor, fields.pop("outer"))),
+            counted_on="meta device",
+            counted_activations=CountedActivations.read(fields.pop("activations"), fields.pop("counted_rank")),
+            counted_adapters=dict(zip(layers, adapters, strict=True)),  # layers with equal tensors have equal adapters
+            outer_adapters=tuple(map(_adapter, fields.pop("outer_adapters"))),
+            **fields,
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise ToolkitError(f"counted tensors are damaged: {' '.join(str(error).split())[:MAX_REASON]}") from None
+
+
+def _tensor(named: tuple[str, list[int], bool]) -> Tensor:
+    name, shape, in_linear = named
+    return Tensor(name=name, shape=tuple(shape), in_linear=in_linear)
+
+
+def _adapter(sizes: tuple[str, int, int, int]) -> Adapter:
+    target, rows, columns, rank = sizes
+    return Adapter(target=target, rows=rows, columns=columns, rank_multiple=rank)
 
 
 def check_unquantized(model: str) -> None:
@@ -178,3 +254,33 @@ def _is_reachable(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+# Architectures without formulas whose planned tensors `tests/models/test_checked_counts.py` compares with those that
+# transformers builds, and peft adds, on the meta device, as it does for all with formulas.
+DENSE = (
+    *("apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cwm", "diffllama", "doge", "ernie4_5"),
+    *("exaone4", "falcon", "gemma4_text", "glm", "glm4", "gpt_bigcode", "gptj", "helium", "hunyuan_v1_dense"),
+    *("internlm3", "lfm2", "ministral", "ministral3", "mpt", "nanochat", "nemotron", "olmo3", "olmo_hybrid"),
+    *("persimmon", "qwen3_5_text", "recurrent_gemma", "seed_oss", "starcoder2", "vaultgemma", "xglm", "youtu"),
+)
+MIXTURES_WITH_ADAPTED_EXPERTS = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
+    *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "minimax"),
+    *("minimax_m2", "olmoe", "qwen3_next", "solar_open"),
+)
+MIXTURES_WITH_FROZEN_EXPERTS = (
+    *("axk1", "deepseek_v4", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hy_v3", "jamba", "jetmoe"),
+    *("kimi_linear", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m3_vl_text", "phimoe", "qwen3_5_moe_text"),
+)
+# `tests/fixtures/quantized_bytes.json`: bytes that bitsandbytes held.
+QUANTIZED = ("gemma2", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+CHECKED = (*types_with_formulas(), *DENSE, *MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS)
+
+
+def is_checked(model_type: str, *, in_4bit: bool) -> bool:
+    """Return True if a test compares the planned tensors of an architecture with the libraries' own.
+
+    `toolkit plan` calls model states exact for these only.
+    """
+    return model_type in (QUANTIZED if in_4bit else CHECKED)

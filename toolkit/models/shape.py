@@ -1,4 +1,4 @@
-"""The tensors of a model, layer by layer, and the dimensions that decide its activations.
+"""The tensors of a model, layer by layer, the dimensions that decide its activations, and bytes that these take.
 
     >>> Tensor(name="mlp.up_proj.weight", shape=(48, 32)).num_elements
     1536
@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-
-from toolkit.models.saved_activations import CountedActivations
+from typing import Any
 
 # transformers 5 leaves norms and biases out of the weight-decay group (`Trainer.get_decay_parameter_names`). It finds
 # GPT-2's norms by their class; here they are found by their name, `ln_`.
@@ -92,6 +91,93 @@ class Adapter:
 Adapters = tuple[Adapter, ...]
 
 
+COUNTED_PARTS, COEFFICIENTS = ("layers", "largest_layer", "backward", "outer"), ("fixed", "per_token", "per_position")
+MASKS = ("none", "padding", "window")
+"""Attention masks: none; of padding or packed documents; of a sliding window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedBytes:
+    """Bytes as a function of the batch: constant, plus per token, plus per token and position of its row.
+
+    >>> SavedBytes(fixed=1000, per_token=40, per_position=2).token_bytes(16)
+    72
+    """
+
+    fixed: int = 0
+    """Independent of the batch: mostly bf16 copies of weights."""
+    per_token: int = 0
+    per_position: float = 0.0
+    """Per token and position of its row: masks, and the scores of attention that saves them."""
+
+    def token_bytes(self, seq_length: int) -> int:
+        """Return the bytes of one token in rows of this length, without the constant part."""
+        return self.per_token + round(self.per_position * seq_length)
+
+    def plus(self, other: SavedBytes, times: float = 1) -> SavedBytes:
+        """Return this plus `times` the other."""
+        return SavedBytes(
+            fixed=self.fixed + round(times * other.fixed),
+            per_token=self.per_token + round(times * other.per_token),
+            per_position=self.per_position + times * other.per_position,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedActivations:
+    """Activations of one model under one compute dtype, training method and attention mask."""
+
+    layers: SavedBytes
+    """All decoder layers together."""
+    largest_layer: SavedBytes
+    """The layer that saves most."""
+    backward: SavedBytes
+    """What that layer allocates in addition during its own backward pass."""
+    outer: SavedBytes
+    """Outside the layers, without logits: the final norm and the input of the head."""
+    logit_bytes: int
+    """Bytes saved per logit before the loss, for example by a soft cap."""
+
+    def plus(self, other: SavedActivations, times: float) -> SavedActivations:
+        """Return this plus `times` the other; bytes per logit are this one's."""
+        parts = {name: getattr(self, name).plus(getattr(other, name), times) for name in COUNTED_PARTS}
+        return SavedActivations(**parts, logit_bytes=self.logit_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedActivations:
+    """Everything that `toolkit.models.count_activations` counted for one model."""
+
+    saved: Mapping[tuple[bool, bool, str], SavedActivations]
+    """By autocast (against bf16 weights), LoRA (against full fine-tuning) and mask, one of `MASKS`."""
+    per_rank: Mapping[bool, SavedActivations]
+    """What one more rank of all LoRA adapters adds, by autocast."""
+    counted_rank: int
+    """LoRA rank of the entries in `saved`."""
+
+    @classmethod
+    def read(cls, rows: Sequence[Mapping[str, Any]], rank: int) -> CountedActivations | None:
+        """Return the activations in the JSON rows of `count_activations`; None if there are none."""
+        if not rows:
+            return None
+        return cls(
+            saved={(row["autocast"], row["lora"], row["mask"]): _saved(row) for row in rows if not row["per_rank"]},
+            per_rank={row["autocast"]: _saved(row) for row in rows if row["per_rank"]},
+            counted_rank=rank,
+        )
+
+    def at(self, *, autocast: bool, lora_r: int | None, mask: str) -> SavedActivations:
+        """Return the activations for any LoRA rank: what adapters save is linear in it."""
+        mask = mask if (autocast, False, mask) in self.saved else "none"
+        found = self.saved[autocast, lora_r is not None, mask]
+        return found if lora_r is None else found.plus(self.per_rank[autocast], lora_r - self.counted_rank)
+
+
+def _saved(row: Mapping[str, Any]) -> SavedActivations:
+    parts = (SavedBytes(**dict(zip(COEFFICIENTS, row[name], strict=True))) for name in COUNTED_PARTS)
+    return SavedActivations(**dict(zip(COUNTED_PARTS, parts, strict=True)), logit_bytes=row["logit_bytes"])
+
+
 # Without slots, so that sums are cached on the instance; compared by identity, so that caches keyed by a shape need not
 # hash thousands of tensors.
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,12 +240,7 @@ class ModelShape:
     @cached_property
     def num_params(self) -> int:
         """Elements of all tensors."""
-        return self.num_layer_params + _elements(self.outer)
-
-    @cached_property
-    def num_layer_params(self) -> int:
-        """Elements of all decoder layers."""
-        return sum(_elements(layer) * count for layer, count in self.layer_kinds.items())
+        return sum(_elements(layer) * count for layer, count in self.layer_kinds.items()) + _elements(self.outer)
 
     @cached_property
     def num_active_params(self) -> int:
@@ -167,10 +248,8 @@ class ModelShape:
         if not self.num_experts or self.experts_per_token is None:
             return self.num_params
         experts = sum(
-            tensor.num_elements * count
+            count * _elements(tuple(tensor for tensor in layer if tensor.is_expert))
             for layer, count in self.layer_kinds.items()
-            for tensor in layer
-            if tensor.is_expert
         )
         return self.num_params - experts + experts * self.experts_per_token // self.num_experts
 

@@ -8,7 +8,7 @@ The part of a rank is read from transformers' plans for the architecture (5.23, 
 is the head, whatever the plan says (`distributed/mixin.py`, `init_parallel_plans`).
 
 >>> from toolkit.models.config_fields import ConfigFields
->>> from toolkit.models.llama_family import llama_shape
+>>> from toolkit.models.decoders import llama_shape
 >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 >>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
 >>> part = part_of_rank(shape, ParallelLayout(tp=2))
@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from toolkit.models.shape import Adapters, Layer, ModelShape, Tensor
+from toolkit.models.shape import ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PIPELINED_TYPES
 from toolkit.versions import model_plans, model_types
@@ -74,8 +74,11 @@ class ModelSplit:
             if dimension == "ep" and "num_experts" not in self.sizes:
                 return f"{self.model_type} has no experts"
             return f"transformers has no plan for {self.model_type}"
+        if dimension == "pp" and self.model_type not in PIPELINED_TYPES:
+            return f"stages were verified for {', '.join(PIPELINED_TYPES)} only"
         if dimension == "pp":
-            return self._no_pipeline(degree)
+            layers = self.sizes.get("num_hidden_layers", degree)
+            return f"it has {layers} layers" if degree > layers else None
         if dimension in ("cp", "sp") and self.needs_whole_sequence is not None:
             return self.needs_whole_sequence
         for name in DIVIDED[dimension]:
@@ -87,12 +90,6 @@ class ModelSplit:
             return f"{degree} neither divides its {heads} key-value heads nor is a multiple of them"
         return None
 
-    def _no_pipeline(self, degree: int) -> str | None:
-        if self.model_type not in PIPELINED_TYPES:
-            return f"stages were verified for {', '.join(PIPELINED_TYPES)} only"
-        layers = self.sizes.get("num_hidden_layers")
-        return f"it has {layers} layers" if layers is not None and degree > layers else None
-
     def nearest(self, dimension: str, degree: int) -> int | None:
         """Return the largest degree of 2 or more, below the given one, that works; None if there is none."""
         return next((each for each in range(degree - 1, 1, -1) if self.why_not(dimension, each) is None), None)
@@ -103,20 +100,13 @@ def read_split(config: Mapping[str, Any]) -> ModelSplit:
     text = config.get("text_config")
     fields = text if isinstance(text, Mapping) and "num_attention_heads" not in config else config
     model_type = str(fields.get("model_type"))
-    heads, experts = fields.get("num_attention_heads"), next(filter(None, map(fields.get, EXPERT_FIELDS)), None)
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
-        "intermediate_size": fields.get("intermediate_size"),
-        "vocab_size": fields.get("vocab_size"),
-        "num_experts": experts,
-        "num_hidden_layers": fields.get("num_hidden_layers"),
-    }
-    known = {name: int(size) for name, size in sizes.items() if isinstance(size, int) and size > 0}
+    sizes = {name: fields.get(name) for name in WORDS}
+    sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
+    sizes["num_experts"] = next(filter(None, map(fields.get, EXPERT_FIELDS)), None)
     return ModelSplit(
         model_type=model_type,
         plans=model_plans(model_type),
-        sizes=known,
+        sizes={name: int(size) for name, size in sizes.items() if isinstance(size, int) and size > 0},
         needs_whole_sequence=_needs_whole_sequence(fields),
     )
 
@@ -141,11 +131,14 @@ def types_with_plan(dimension: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def part_of_rank(shape: ModelShape, layout: ParallelLayout | None) -> ModelShape:
-    """Return the model with the tensors, heads and widths that one rank has; hidden and vocabulary sizes stay whole."""
+    """Return the model with the tensors, heads and widths that one rank has; hidden and vocabulary sizes stay whole.
+
+    Adapters that peft listed are kept: tensor parallelism is not planned for such architectures.
+    """
     if layout is None or layout.tp == layout.ep == 1:
         return shape
     plans = {name: _of_layers(plan) for name, plan in model_plans(shape.model_type).items()}
-    tp, ep = plans.get("tp", {}), plans.get("ep", {})
+    tp, ep, listed = plans.get("tp", {}), plans.get("ep", {}), shape.counted_adapters
     kinds = {kind: tuple(_split(tensor, tp, ep, layout) for tensor in kind) for kind in shape.layer_kinds}
     heads = layout.tp if _divides(tp, ATTENTION_INPUT, "colwise") else 1
     width = layout.tp if _divides(tp, MLP_OUTPUT if layout.ep == 1 else MLP_OUTPUT[:1], "rowwise") else 1
@@ -154,11 +147,11 @@ def part_of_rank(shape: ModelShape, layout: ParallelLayout | None) -> ModelShape
     return replace(
         shape,
         layers=tuple(kinds[kind] for kind in shape.layers),
-        outer=tuple(_split_outer(tensor, layout) for tensor in shape.outer),
+        outer=tuple(_divided(tensor, 0, layout.tp) if _is_on_vocabulary(tensor) else tensor for tensor in shape.outer),
         num_attention_heads=shape.num_attention_heads // heads,
         num_kv_heads=shape.num_kv_heads // heads,
         intermediate_size=shape.intermediate_size // width,
-        counted_adapters=_adapters(shape, kinds),
+        counted_adapters=None if listed is None else {kinds[kind]: adapters for kind, adapters in listed.items()},
     )
 
 
@@ -168,12 +161,9 @@ def _of_layers(plan: Plan) -> dict[str, str]:
 
 
 def _style(plan: Plan, name: str) -> str | None:
-    module = name.rpartition(".")[0]
-    return next((style for pattern, style in plan.items() if _matches(pattern, name, module)), None)
-
-
-def _matches(pattern: str, *names: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
+    """The style of the first pattern that a parameter, or its module, matches."""
+    names = (name, name.rpartition(".")[0])
+    return next((style for pattern, style in plan.items() if any(fnmatchcase(each, pattern) for each in names)), None)
 
 
 def _divides(plan: Plan, modules: tuple[str, ...], style: str) -> bool:
@@ -191,25 +181,17 @@ def _axis(style: str | None, num_dims: int) -> int | None:
     """The dimension that tensor parallelism divides: rows or columns of the last two, after that of the experts."""
     if style is None or not style.startswith(SPLIT_STYLES):
         return None
-    if "rowwise" in style and not style.startswith("embedding"):
-        return num_dims - 1 if num_dims > 1 else None  # a bias is added after the sum
     if style.startswith("embedding"):
         return 0 if style == "embedding_rowwise" else 1
+    if "rowwise" in style:
+        return num_dims - 1 if num_dims > 1 else None  # a bias is added after the sum
     return max(num_dims - 2, 0)
 
 
-def _split_outer(tensor: Tensor, layout: ParallelLayout) -> Tensor:
-    """Token embedding and head, on the vocabulary."""
-    splits = tensor.name.endswith("embed_tokens.weight") or tensor.name.startswith("lm_head.")
-    return _divided(tensor, 0, layout.tp) if splits else tensor
+def _is_on_vocabulary(tensor: Tensor) -> bool:
+    return tensor.name.endswith("embed_tokens.weight") or tensor.name.startswith("lm_head.")
 
 
 def _divided(tensor: Tensor, axis: int, ranks: int) -> Tensor:
     shape = tuple(-(-size // ranks) if place == axis else size for place, size in enumerate(tensor.shape))
     return replace(tensor, shape=shape)
-
-
-def _adapters(shape: ModelShape, kinds: Mapping[Layer, Layer]) -> Mapping[Layer, Adapters] | None:
-    """Adapters that peft listed. `PlannedJob.limits_on` refuses tensor parallelism for such architectures."""
-    listed = shape.counted_adapters
-    return None if listed is None else {kinds[kind]: adapters for kind, adapters in listed.items()}

@@ -6,7 +6,9 @@ file or compiling may take long, and is no hang.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -24,6 +26,7 @@ from toolkit.record.heartbeat import (
     DEFAULT_HANG_TIMEOUT_MINUTES,
     HANG_CLAIM,
     HANG_TIMEOUT_VARIABLE,
+    STACKS_SIGNAL,
     Heartbeat,
     hang_failure,
     is_superseded,
@@ -32,7 +35,6 @@ from toolkit.record.heartbeat import (
     stacks_path,
     stalled_seconds,
     write_heartbeat,
-    write_stacks_on_signal,
 )
 
 HEARTBEAT_SECONDS = 1.0
@@ -65,13 +67,16 @@ class Watchdog:
         self.last_position: tuple[Any, ...] = ()
         self.cpu_seconds = 0.0
         self.progress_unix = time.time()
+        self.writing = threading.Lock()
 
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
         self.ranks.mkdir(parents=True, exist_ok=True)
         self.stacks = stacks_path(self.ranks, self.rank).open("w", encoding="utf-8")
-        write_stacks_on_signal(self.stacks)
+        faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         self.beat()
+        # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
+        atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
@@ -81,7 +86,7 @@ class Watchdog:
                 node, pid, why = os.uname().nodename, os.getpid(), "the run was restarted without it"
                 print(f"rank {self.rank} on {node} (process {pid}) ends: {why}", file=sys.stderr, flush=True)
                 os._exit(EXIT_RUN_FAILED)
-            with contextlib.suppress(OSError):  # a full disk is reported by the main thread
+            with contextlib.suppress(OSError), self.writing:  # a full disk is reported by the main thread
                 self.beat()
             if self.limit_seconds and time.time() - self.progress_unix > self.limit_seconds:
                 self._end_if_all_ranks_hang()

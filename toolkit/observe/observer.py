@@ -179,10 +179,9 @@ def observe(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
     )
     verification = attestation(
-        run.folder.attestation_json,
+        run,
+        parts,
         trainer=trainer,
-        progress=run.progress,
-        parts=parts,
         first_batches=step_timer.first_batches,
         strict=require is not None or record is not None,
         on_done=step_timer.restart_clock,  # reading back is no part of a step

@@ -226,18 +226,13 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             self.progress.record_memory("step")
             if self.progress.memory_by_phase is not None:
                 finished.memory["memory_by_phase"] = self.progress.memory_by_phase.model_dump()
-            self._begin_rows()
+            self.run.begin_rows()
+            if dropped := drop_rows_after(self.path, self.resumed_step):  # their steps were trained again
+                seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
+                self.progress.note(self.progress.phase, lost_steps=len(dropped), lost_seconds=seconds)
         self.progress.step = state.global_step
         self.unwritten.append((state.global_step, finished))
         self.flush(wait=control.should_save)  # a step that diverged is not saved
-
-    def _begin_rows(self) -> None:
-        """Take over the folder, and drop the rows of steps that were trained again. Collective."""
-        self.run.begin_rows()
-        dropped = drop_rows_after(self.path, self.resumed_step)
-        if dropped:
-            seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
-            self.progress.note(self.progress.phase, lost_steps=len(dropped), lost_seconds=seconds)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""

@@ -21,7 +21,7 @@ from toolkit.models.shape import Layer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.interconnect import Collective
-from toolkit.plan.pipeline_stages import pipeline_collectives
+from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, stage_shape
 from toolkit.plan.planned_job import TrainingSetup
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -40,29 +40,41 @@ def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
 
 def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
     """Gathers of parameters and reductions of gradients."""
-    if setup.preset.engine == "pipeline":
+    preset = setup.preset
+    if preset.engine == "pipeline":
         return _pipeline(setup)
-    if setup.preset.sharded_at_load:
+    if preset.engine == "deepspeed":
+        return _zero3(setup) if preset.shards_parameters else _zero12(setup)
+    if preset.sharded_at_load:
         return _at_load(setup)
-    if setup.preset.engine == "fsdp2":
-        return _fsdp2(setup)
-    if setup.preset.engine != "deepspeed":
-        return _ddp(setup)
-    return _zero3(setup) if "parameter" in setup.preset.sharded_parts else _zero12(setup)
+    return _fsdp2(setup) if preset.engine == "fsdp2" else _ddp(setup)
 
 
 def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
-    settings, layout, job = setup.job.pipeline, setup.layout, setup.job
+    """What a rank between two others sends, and the reductions of gradients after it."""
+    shape, settings, layout, job = setup.shape, setup.job.pipeline, setup.layout, setup.job
     assert settings is not None, "a pipeline is planned with its number of stages"
     assert layout is not None
-    return pipeline_collectives(
-        setup.shape, settings, layout, tokens=job.tokens_per_micro_batch, micro_batches=job.gradient_accumulation_steps
+    stages = partial(Collective, group="pp")
+    calls = 2 * setup.accumulation_steps * settings.chunks
+    yield stages(
+        name="permute",
+        purpose="activations to the next stage, and their gradients back",
+        payload_bytes=ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size * calls,
+        group_size=layout.pp,
+        calls=calls,
     )
+    if shape.tied_embeddings:
+        payload = 4 * shape.vocab_size * shape.hidden_size
+        yield stages(name="all_reduce", purpose="gradient of a tied embedding", payload_bytes=payload, group_size=2)
+    largest = max(stage_shape(shape, settings, rank).num_params for rank in range(layout.pp))
+    replicas = partial(Collective, group="replicas", group_size=layout.dp_replicate, stride=layout.pp)
+    yield replicas(name="all_reduce", purpose="gradients between pipelines", payload_bytes=4 * largest)
 
 
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
     """fp32 gradients of fp32 weights, in the last accumulation step; in buckets of 25 MiB."""
-    payload = 4 * setup.num_trained
+    payload = 4 * setup.weights.num_trained
     everyone = partial(Collective, group_size=setup.world_size, calls=math.ceil(payload / DDP_BUCKET_BYTES))
     yield everyone(name="all_reduce", purpose="gradients", payload_bytes=payload)
 
@@ -77,13 +89,14 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
     ranks = setup.world_size // replicas
     inside = partial(Collective, group_size=ranks, group="replica" if replicas > 1 else "all")
     embedding = () if setup.shape.tied_embeddings else tuple(t for t in setup.shape.outer if t.is_embedding)[:1]
-    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.units[:-1], embedding)
-    for phase, units in (("forward", setup.units), ("backward", regathered)):
+    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.weights.units[:-1], embedding)
+    for phase, units in (("forward", setup.weights.units), ("backward", regathered)):
         payload = steps * element_bytes * _padded_rows(units, ranks)
         calls = steps * len(units)
         yield inside(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
     reductions = 1 if setup.job.keeps_whole_gradients else steps
-    payload, calls = reductions * element_bytes * _padded_rows(setup.trained, ranks), reductions * len(setup.units)
+    payload = reductions * element_bytes * _padded_rows(setup.trained, ranks)
+    calls = reductions * len(setup.weights.units)
     yield inside(name="reduce_scatter", purpose="gradients", payload_bytes=payload, calls=calls)
     between = partial(Collective, group_size=replicas, group="replicas", calls=calls)
     yield between(name="all_reduce", purpose="gradients between replicas", payload_bytes=payload // ranks)
@@ -98,11 +111,11 @@ def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
     layout = setup.layout
     if layout is None:
         return
-    if setup.adapters:
+    if setup.weights.adapters:
         yield Collective(
             name="all_reduce",
             purpose="gradients of adapters",
-            payload_bytes=4 * setup.num_trained,
+            payload_bytes=4 * setup.weights.num_trained,
             group_size=layout.data_parallel_size,
             group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
             stride=layout.tp,
@@ -132,7 +145,7 @@ def _at_load_group(
         payload = steps * setup.engine.element_bytes * _padded_rows(units, ranks)
         calls = steps * len(units)
         yield sharers(name="all_gather", purpose=f"{name} in the {phase}", payload_bytes=payload, calls=calls)
-    reduced = [] if setup.adapters else held((*setup.trained, tied_head))
+    reduced = [] if setup.weights.adapters else held((*setup.trained, tied_head))
     reductions = 1 if setup.job.keeps_whole_gradients else steps
     payload = reductions * setup.engine.reduce_bytes * _padded_rows(reduced, ranks)
     calls = reductions * len(reduced)
@@ -155,15 +168,15 @@ def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
     yield everyone(
         name="reduce" if to_owner and sharding != "replicate" else "all_reduce",
         purpose="gradients",
-        payload_bytes=steps * element_bytes * setup.num_trained,
-        calls=steps * math.ceil(setup.num_trained / max(setup.engine.reduce_bucket, 1)),
+        payload_bytes=steps * element_bytes * setup.weights.num_trained,
+        calls=steps * math.ceil(setup.weights.num_trained / max(setup.engine.reduce_bucket, 1)),
     )
     if sharding != "replicate":  # flat buffers of the Trainer's parameter groups, with and without weight decay
         groups = {True: 0, False: 0}
         for tensor in (tensor for layer in setup.trained for tensor in layer):
             groups[tensor.has_weight_decay] += tensor.num_elements
         payload = element_bytes * sum(_round_up(size, 2 * setup.world_size) for size in groups.values())
-        calls = 1 if setup.adapters else 2
+        calls = 1 if setup.weights.adapters else 2
         yield everyone(name="all_gather", purpose="updated parameters", payload_bytes=payload, calls=calls)
 
 
@@ -202,7 +215,7 @@ def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
     else:
         name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
         yield everyone(name=name, purpose="gradients", payload_bytes=steps * element_bytes * padded, calls=calls)
-    sizes = [tensor.num_elements for unit in setup.units for tensor in unit]
+    sizes = [tensor.num_elements for unit in setup.weights.units for tensor in unit]
     small = element_bytes * sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
     yield everyone(name="all_gather", purpose="small parameters, after the step", payload_bytes=small)
 
@@ -214,27 +227,16 @@ def zero3_gathers(setup: TrainingSetup, *, persistent: int, reuse: int) -> tuple
     again within `reuse` elements (`stage3_max_reuse_distance`): a model of up to half that size is gathered once.
     Tensors of up to `persistent` elements are never released.
     """
-    uses = _zero3_uses(setup)
-    next_use: dict[int, int] = {}
-    elements_before = [0]
-    for _, size in uses:
-        elements_before.append(elements_before[-1] + size)
-    was_released = [True] * len(uses)
-    for position in range(len(uses) - 1, -1, -1):
-        tensor, _ = uses[position]
-        following = next_use.get(tensor)
-        if following is not None:
-            was_released[following] = elements_before[following] - elements_before[position + 1] >= reuse
-        next_use[tensor] = position
-    first: Counter[int] = Counter()
-    again: Counter[int] = Counter()
-    for position, (tensor, size) in enumerate(uses):
-        if size <= persistent:
-            continue
-        if next_use[tensor] == position:
+    first, again = Counter[int](), Counter[int]()
+    used_until: dict[int, int] = {}
+    elements = 0
+    for tensor, size in _zero3_uses(setup):
+        if size > persistent and tensor not in used_until:
             first[size] += 1
-        elif was_released[position]:
+        elif size > persistent and elements - used_until[tensor] >= reuse:
             again[size] += 1
+        elements += size
+        used_until[tensor] = elements
     return first, again
 
 
@@ -242,7 +244,7 @@ def _zero3_uses(setup: TrainingSetup) -> list[tuple[int, int]]:
     """(tensor, elements) in order of use: forward, then backward, each layer recomputed before its backward."""
     numbers = iter(range(10**9))
     embeddings = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if tensor.is_embedding]
-    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.units[:-1]]
+    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.weights.units[:-1]]
     rest = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if not tensor.is_embedding]
     head = [*rest, *(embeddings[:1] if setup.shape.tied_embeddings else [])]
     uses = [*embeddings, *(use for layer in layers for use in layer), *head, *reversed(head)]
@@ -266,20 +268,15 @@ def split_collectives(setup: TrainingSetup) -> Iterator[Collective]:
         yield _ulysses(setup, layout.sp)
 
 
-def _forwards(setup: TrainingSetup) -> int:
-    """Forward passes through the layers in an optimizer step: activation checkpointing repeats them."""
-    return setup.accumulation_steps * (2 if setup.job.activation_checkpointing else 1)
-
-
 def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
     """Sums of partial outputs in the forward, of partial gradients of inputs in the backward, and the logits.
 
     Outputs are sums over ranks of weights that are split by columns; each layer that is split by rows has an input of
     its own to the backward, so query, key and value are summed one by one, and gate and up too.
     """
-    shape, steps, forwards = setup.shape, setup.accumulation_steps, _forwards(setup)
+    shape, steps, forwards = setup.shape, setup.accumulation_steps, setup.forwards
     tokens, element_bytes, hidden = setup.local_tokens, setup.engine.element_bytes, setup.shape.hidden_size
-    residual_bytes = 4 if setup.engine.autocasts and not setup.adapters else element_bytes
+    residual_bytes = 4 if setup.engine.autocasts and not setup.weights.adapters else element_bytes
     group = partial(Collective, group_size=ranks, group="tp")
     part_of, outputs, inputs = dict(zip(shape.layers, setup.part.layers, strict=True)), list[int](), list[int]()
     for kind, count in shape.layer_kinds.items():
@@ -305,7 +302,7 @@ def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
 
 def _expert_parallel(setup: TrainingSetup, layout: ParallelLayout) -> Iterator[Collective]:
     """Rows travel to their experts and back, in the forward and in the backward; evenly spread over the ranks."""
-    shape, passes = setup.shape, _forwards(setup) + setup.accumulation_steps
+    shape, passes = setup.shape, setup.forwards + setup.accumulation_steps
     sparse = sum(count for kind, count in shape.layer_kinds.items() if any(tensor.is_expert for tensor in kind))
     payload = passes * sparse * setup.local_tokens * shape.hidden_size * setup.engine.element_bytes
     yield Collective(
@@ -325,7 +322,7 @@ def _ring_attention(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
     """Keys and values are gathered in forward and backward, and their gradients go round in fp32."""
     shape, steps = setup.shape, setup.accumulation_steps
     elements = setup.local_tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * ranks
-    passes = _forwards(setup) + steps
+    passes = setup.forwards + steps
     ring = partial(Collective, group_size=ranks, group="cp")
     payload, calls = passes * elements * setup.engine.element_bytes, passes * shape.num_layers
     yield ring(name="all_gather", purpose="keys and values", payload_bytes=payload, calls=calls)
@@ -337,7 +334,7 @@ def _ulysses(setup: TrainingSetup, ranks: int) -> Collective:
     """Query, key, value and output change between parts of the sequence and heads, in forward and backward."""
     shape = setup.shape
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_kv_heads, ranks)  # fewer keys and values are repeated
-    passes = (_forwards(setup) + setup.accumulation_steps) * shape.num_layers
+    passes = (setup.forwards + setup.accumulation_steps) * shape.num_layers
     return Collective(
         name="all_to_all",
         purpose="heads of attention",

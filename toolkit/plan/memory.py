@@ -1,7 +1,7 @@
 """GPU memory of one rank by phase and part: load, forward, backward, optimizer step; and whether it fits.
 
     >>> from toolkit.models.config_fields import ConfigFields
-    >>> from toolkit.models.llama_family import llama_shape
+    >>> from toolkit.models.decoders import llama_shape
     >>> from toolkit.presets import load_preset
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     >>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
@@ -19,10 +19,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.job.defaults import LOSS_CHUNK_TOKENS
+from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
-from toolkit.models.saved_activations import SavedActivations
-from toolkit.models.shape import ModelShape
+from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
@@ -79,9 +78,7 @@ class PhaseMemory:
 
     def as_row(self) -> dict[str, int]:
         """Return the parts as `toolkit plan --json` prints them."""
-        return {f"{part}_bytes": getattr(self, f"{part}_bytes") for part in PARTS} | {
-            "allocated_bytes": self.allocated_bytes
-        }
+        return {f"{part}_bytes": getattr(self, f"{part}_bytes") for part in (*PARTS, "allocated")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,15 +121,10 @@ def plan_memory(
     settings = job.pipeline
     if preset.engine != "pipeline" or settings is None:
         return plan_engine_memory(shape, engine, job)
-    stages = [
-        plan_engine_memory(
-            stage_shape(shape, settings, rank),
-            engine,
-            job,
-            load=stage_load(settings, rank, micro_batches=job.gradient_accumulation_steps),
-        )
-        for rank in range(settings.ranks)
-    ]
+    stages = []
+    for rank in range(settings.ranks):
+        load = stage_load(settings, rank, micro_batches=job.gradient_accumulation_steps)
+        stages.append(plan_engine_memory(stage_shape(shape, settings, rank), engine, job, load=load))
     return max(stages, key=lambda stage: stage.planned_peak_bytes)
 
 
@@ -291,7 +283,7 @@ class _Phases:
         else:
             self.masks, self.saved_copies = 0, all_copies
             self.saved = self.tokens * saved.layers.token_bytes(length)
-        self.forward_copies = all_copies if activations.caches_weight_copies else self.saved_copies
+        self.forward_copies = all_copies if activations.casts_weights else self.saved_copies
         if job.activation_checkpointing and frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self.head_copy = activations.head_copy_bytes

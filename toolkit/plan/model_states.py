@@ -15,7 +15,6 @@ Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -38,13 +37,43 @@ class JobWeights:
     """The tensors of a job, trained and frozen. Sums run over kinds of layers, not over layers."""
 
     shape: ModelShape
-    trained: TensorCounts
-    frozen: TensorCounts
-    """As they are stored: 4-bit weights packed into numbers of the compute dtype."""
-    layer_kinds: Mapping[Layer, int]
-    """Layers of the base model as they are stored, with the number of times that the model has each."""
+    stored: Mapping[Layer, Layer]
+    """Each kind of layer of the base model as it is stored: 4-bit weights packed into numbers of the compute dtype."""
+    adapters: Mapping[Layer, Layer] | None = None
+    """LoRA tensors of each kind of layer; None for a full fine-tune."""
+    outer_adapters: Layer = ()
     in_4bit: TensorCounts = ()
     """Weights that bitsandbytes quantizes, before they are packed."""
+
+    @cached_property
+    def trained(self) -> TensorCounts:
+        """Tensors that have gradients."""
+        if self.adapters is None:
+            return self._counted(self.stored, self.shape.outer)
+        return self._counted(self.adapters, self.outer_adapters)
+
+    @cached_property
+    def frozen(self) -> TensorCounts:
+        """Tensors without gradients, as they are stored."""
+        return () if self.adapters is None else self._counted(self.stored, self.shape.outer)
+
+    def _counted(self, kinds: Mapping[Layer, Layer], outer: Layer) -> TensorCounts:
+        counted = ((tensor, count) for kind, count in self.shape.layer_kinds.items() for tensor in kinds[kind])
+        return (*counted, *((tensor, 1) for tensor in outer))
+
+    @cached_property
+    def adapter_units(self) -> tuple[Layer, ...]:
+        """LoRA tensors of each decoder layer, and then those outside of them; empty for a full fine-tune."""
+        if self.adapters is None:
+            return ()
+        return (*(self.adapters[layer] for layer in self.shape.layers), self.outer_adapters)
+
+    @cached_property
+    def units(self) -> tuple[Layer, ...]:
+        """Tensors of each decoder layer, and then those outside of them, as they are stored, LoRA's included."""
+        base = (*(self.stored[layer] for layer in self.shape.layers), self.shape.outer)
+        added = self.adapter_units or ((),) * len(base)
+        return tuple(own + lora for own, lora in zip(base, added, strict=True))
 
     @cached_property
     def num_trained(self) -> int:
@@ -109,7 +138,7 @@ class JobWeights:
             return ranks * rows_share(tensor.shape, ranks=ranks)
 
         adapters = (self.num_trained if self.frozen else 0) // max(self.shape.num_layers, 1)
-        return max(sum(map(gathered, kind)) for kind in self.layer_kinds) + adapters
+        return max(sum(map(gathered, kind)) for kind in self.stored.values()) + adapters
 
     @cached_property
     def embedding(self) -> int:
@@ -136,18 +165,13 @@ def job_weights(
     """
     kinds = shape.layer_kinds
     if lora_r is None:
-        return JobWeights(shape=shape, trained=_counted(kinds, shape.outer), frozen=(), layer_kinds=kinds)
-    adapters: Counter[Layer] = Counter()
-    stored: Counter[Layer] = Counter()
-    for kind, count in kinds.items():
-        adapters[lora_layer(shape, kind, lora_r, lora_target_modules)] += count
-        stored[packed_layer(kind, element_bytes=element_bytes) if load_in_4bit else kind] += count
+        return JobWeights(shape=shape, stored={kind: kind for kind in kinds})
     quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if is_in_4bit(tensor))
     return JobWeights(
         shape=shape,
-        trained=_counted(adapters, outer_lora(shape, lora_r, lora_target_modules)),
-        frozen=_counted(stored, shape.outer),
-        layer_kinds=stored,
+        stored={kind: packed_layer(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},
+        adapters={kind: lora_layer(shape, kind, lora_r, lora_target_modules) for kind in kinds},
+        outer_adapters=outer_lora(shape, lora_r, lora_target_modules),
         in_4bit=tuple(quantized) if load_in_4bit else (),
     )
 
@@ -155,10 +179,6 @@ def job_weights(
 def total(tensors: TensorCounts, size: Callable[[Tensor], int]) -> int:
     """Return the sum of a size over all tensors."""
     return sum(size(tensor) * count for tensor, count in tensors)
-
-
-def _counted(kinds: dict[Layer, int], outer: Layer) -> TensorCounts:
-    return (*((tensor, count) for kind, count in kinds.items() for tensor in kind), *((tensor, 1) for tensor in outer))
 
 
 def _elements(tensor: Tensor) -> int:

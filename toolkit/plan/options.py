@@ -12,7 +12,7 @@ from typing import Annotated
 from typer import Option
 
 from toolkit.flags import PRESET_HELP
-from toolkit.job.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.job.argument_values import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, SCHEDULES
 

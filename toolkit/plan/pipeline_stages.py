@@ -5,15 +5,12 @@ The stage with the head has its logits, the first one the most micro-batches in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 
 from toolkit.models.shape import Layer, ModelShape, Tensor
-from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
-from toolkit.plan.interconnect import Collective
 
 ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
@@ -68,24 +65,3 @@ def stage_load(settings: PipelineSettings, rank: int, *, micro_batches: int) -> 
         buffered_activations=(2 * settings.chunks - is_first - is_last) * micro_batches,
         logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
     )
-
-
-def pipeline_collectives(
-    shape: ModelShape, settings: PipelineSettings, layout: ParallelLayout, *, tokens: int, micro_batches: int
-) -> Iterator[Collective]:
-    """Yield what a rank between two others sends in a step, and the reductions of gradients after it."""
-    calls = 2 * micro_batches * settings.chunks
-    stages = partial(Collective, group="pp")
-    yield stages(
-        name="permute",
-        purpose="activations to the next stage, and their gradients back",
-        payload_bytes=ACTIVATION_BYTES * tokens * shape.hidden_size * calls,
-        group_size=layout.pp,
-        calls=calls,
-    )
-    if shape.tied_embeddings:
-        payload = 4 * shape.vocab_size * shape.hidden_size
-        yield stages(name="all_reduce", purpose="gradient of a tied embedding", payload_bytes=payload, group_size=2)
-    largest = max(stage_shape(shape, settings, rank).num_params for rank in range(layout.pp))
-    replicas = partial(Collective, group="replicas", group_size=layout.dp_replicate, stride=layout.pp)
-    yield replicas(name="all_reduce", purpose="gradients between pipelines", payload_bytes=4 * largest)

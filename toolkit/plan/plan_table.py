@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.hardware.gpu_table import GIGA
-from toolkit.models.checked_counts import FULL, LORA, LORA_ON_SOME, QLORA, is_checked
-from toolkit.models.lora import ALL_LINEAR
+from toolkit.models.read_model import is_checked
 from toolkit.plan.planner import LARGEST_WORLD_SIZE, Plan, PlanRequest
 from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
 
@@ -113,12 +112,7 @@ def _tokens_per_second(plan: Plan) -> str:
 
 def are_states_checked(request: PlanRequest) -> bool:
     """Return True if a test compares the tensors of this architecture and training method with the libraries' own."""
-    job = request.job
-    methods = [FULL]
-    if job.lora_r is not None:
-        methods.append(LORA if job.lora_target_modules == ALL_LINEAR else LORA_ON_SOME)
-    methods += [QLORA] if job.load_in_4bit else []
-    return all(is_checked(request.shape.model_type, method) for method in methods)
+    return is_checked(request.shape.model_type, in_4bit=request.job.load_in_4bit)
 
 
 def _footer(plans: Sequence[Plan], request: PlanRequest) -> Iterator[str]:

@@ -140,7 +140,7 @@ def verify_plans(
             reason = f"{result.status}: {result.failure.get('message')}"
             yield PlanVerification(**named, why_not=reason, failed=True)
             continue
-        device = "fake tensors" if rehearsal.fake_tensors else str(run["spec"]["device"])
+        device = "fake tensors" if rehearsal.rehearsed.fake_tensors else str(run["spec"]["device"])
         parts = tuple(compare_parts(plan.as_row(), run["rehearsal"]))
         yield PlanVerification(**named, rehearsed_on=device, parts=parts)
 

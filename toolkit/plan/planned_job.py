@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -24,13 +23,13 @@ from toolkit.models.attention import (
     packed_attention,
     read_model_attention,
 )
-from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
-from toolkit.models.nf4 import packed_layer
+from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.models.split import part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.model_states import JobWeights, job_weights
 from toolkit.plan.pipeline_stages import stage_shape
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.preset import Preset
@@ -133,8 +132,8 @@ class PlannedJob(Job):
         not_planned = {}
         if shape.activations_from != "formulas":
             not_planned["tp"] = "there are no formulas for what each tensor of its layers saves"
-        adapters = () if self.lora_r is None else _lora_layers(shape, self.lora_r, self.lora_target_modules)
-        if any(tensor.is_expert for layer in adapters for tensor in layer):
+        adapters = job_weights(shape, self.lora_r, False, self.lora_target_modules).adapters or {}
+        if any(tensor.is_expert for layer in adapters.values() for tensor in layer):
             not_planned["lora"] = "it adapts experts, of which no run has shown who holds the adapters"
         return ModelLimits(split=replace(read_split(fields), not_planned=not_planned))
 
@@ -193,6 +192,11 @@ class TrainingSetup:
         return self.job.gradient_accumulation_steps
 
     @property
+    def forwards(self) -> int:
+        """Forward passes through the layers in an optimizer step: activation checkpointing repeats them."""
+        return self.accumulation_steps * (2 if self.job.activation_checkpointing else 1)
+
+    @property
     def local_tokens(self) -> int:
         """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
         return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
@@ -206,56 +210,20 @@ class TrainingSetup:
         return part_of_rank(self.shape, self.layout)
 
     @cached_property
-    def adapters(self) -> tuple[Layer, ...]:
-        """LoRA tensors of each decoder layer, and then those outside of them; empty for a full fine-tune."""
-        if self.job.lora_r is None:
-            return ()
-        lora = self.part, self.job.lora_r, self.job.lora_target_modules
-        return (*_lora_layers(*lora), outer_lora(*lora))
-
-    @cached_property
-    def units(self) -> tuple[Layer, ...]:
-        """Tensors of each decoder layer, and then those outside of them, as they are stored, LoRA's included."""
-        layers = self.part.layers
-        if not self.adapters:
-            return (*layers, self.part.outer)
-        if self.job.load_in_4bit:
-            layers = _packed_layers(self.shape, self.engine.element_bytes)
-        base = (*layers, self.part.outer)
-        return tuple(own + added for own, added in zip(base, self.adapters, strict=True))
+    def weights(self) -> JobWeights:
+        """The tensors of that part, trained and frozen."""
+        job = self.job
+        return job_weights(self.part, job.lora_r, job.load_in_4bit, job.lora_target_modules, self.engine.element_bytes)
 
     @property
     def trained(self) -> tuple[Layer, ...]:
         """Groups of tensors that have gradients."""
-        return self.adapters or self.units
-
-    @cached_property
-    def num_trained(self) -> int:
-        """Elements that have gradients."""
-        return _num_elements(self.trained)
-
-    @cached_property
-    def num_total(self) -> int:
-        """Elements of model and adapters, as they are stored."""
-        return _num_elements(self.units)
-
-
-_lora_layers = cache(lora_layers)
+        return self.weights.adapter_units or self.weights.units
 
 
 def accumulate_in_effect(preset: Preset, job: PlannedJob) -> str | None:
     """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
     return (job.accumulate or default_accumulate(preset)) if job.gradient_accumulation_steps > 1 else None
-
-
-@cache
-def _packed_layers(shape: ModelShape, element_bytes: int) -> tuple[Layer, ...]:
-    packed = {kind: packed_layer(kind, element_bytes=element_bytes) for kind in shape.layer_kinds}
-    return tuple(packed[layer] for layer in shape.layers)
-
-
-def _num_elements(layers: Iterable[Layer]) -> int:
-    return sum(tensor.num_elements for layer in layers for tensor in layer)
 
 
 def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:

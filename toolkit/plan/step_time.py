@@ -185,7 +185,7 @@ def setup_flops(setup: TrainingSetup) -> TokenFlops:
     return flops_of(
         setup.shape,
         seq_length=setup.job.max_seq_length,
-        num_adapter_params=setup.num_trained if setup.adapters else 0,
+        num_adapter_params=setup.weights.num_trained if setup.weights.adapters else 0,
         recompute=setup.job.activation_checkpointing,
     )
 
@@ -219,7 +219,7 @@ def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens
 def _optimizer_share(setup: TrainingSetup) -> float:
     """Trained elements whose optimizer states one GPU has."""
     if "optimizer" not in setup.preset.sharded_parts:
-        return setup.num_trained
+        return setup.weights.num_trained
     sharing = setup.engine.ranks_sharing
     return sum(tensor.num_elements / sharing(tensor) for layer in setup.trained for tensor in layer)
 
@@ -230,7 +230,7 @@ def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> Rang
     if setup.preset.offload_optimizer or bandwidth is None:
         return 0.0, 0.0
     tensors = (UpdatedTensor(shape=tensor.shape) for layer in setup.trained for tensor in layer)
-    states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.num_trained, 1)
+    states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
     return moved / (bandwidth * MEMORY_SHARE[1]), moved / (bandwidth * MEMORY_SHARE[0])
 
@@ -240,7 +240,7 @@ def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int
     preset, steps = setup.preset, setup.accumulation_steps
     if preset.offload_optimizer is None and preset.offload_param is None:
         return 0.0, 0.0
-    trained, shard = _optimizer_share(setup), setup.num_total / setup.world_size
+    trained, shard = _optimizer_share(setup), (setup.weights.num_trained + setup.weights.num_frozen) / setup.world_size
     element_bytes = setup.engine.element_bytes
     stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
     on_host = on_disk = 0.0  # bytes of one GPU per step

@@ -4,11 +4,8 @@
 >>> characteristics(load_preset("zero2")).optimizer.formula
 '12/N'
 
-All of it follows from the preset's engine, sharding, offload and parallelism; nothing here names a preset. Bytes are
-those of a full fine-tune with AdamW in bf16, per parameter and rank, between steps: what the run-time verification
-counts.
-
-Each engine pads shards differently (deepspeed 0.19.8, torch 2.13), with N ranks:
+Nothing here names a preset. Bytes are those of a full fine-tune with AdamW in bf16, per parameter and rank, between
+steps: what the run-time verification counts. With N ranks, each engine pads its own way (deepspeed 0.19.8, torch 2.13):
 
 - ZeRO-1 and ZeRO-2 flatten each parameter group and pad it to a multiple of 2·N elements.
 - ZeRO-3 pads every parameter to a multiple of N, and keeps small ones gathered beside their shards.
@@ -39,23 +36,40 @@ ADAM_STATES = 2  # momentum and variance
 MAX_GATHERED_FRACTION = 0.05
 PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 
-# Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's factor
-# (N-1)/N: as the installed engines communicate, which docs/concepts/communication.md checks against counted runs;
-# ZeRO++ from table 1 of its paper (https://arxiv.org/abs/2306.10209).
-COMMUNICATION = {
-    ("none", "replicate"): "0",
-    ("ddp", "replicate"): "2 P per step",
-    ("pipeline", "replicate"): "2 P/K between replicas per step",
-    ("deepspeed", "replicate"): "2 P per step",
-    ("deepspeed", "shard_optimizer"): "3 P per step",
-    ("deepspeed", "shard_grad_op"): "2 P per accumulation step, 1 P per step",
-    ("deepspeed", "full_shard"): "2 to 3 P per accumulation step",
-    ("deepspeed", "hybrid_shard"): "0.75 P per accumulation step between nodes",
-    # With gradients that stay sharded between accumulation steps, the default; `--accumulate whole` reduces once.
-    ("fsdp2", "full_shard"): "3 P per accumulation step",
-    ("fsdp2", "shard_grad_op"): "2 P per accumulation step",
-    ("fsdp2", "hybrid_shard"): "3 P, and 2 P/S between replicas, per accumulation step",
-    ("fsdp2", "replicate"): "2 P/T between replicas per accumulation step",
+# (engine, sharding): communication, FSDP1's name of the sharding, the equivalent in another engine.
+# Communication is in elements that a rank sends and receives, in multiples of the trained model's parameters P, without
+# the ring's factor (N-1)/N: as the installed engines communicate, which docs/concepts/communication.md checks against
+# counted runs; ZeRO++ from table 1 of its paper (https://arxiv.org/abs/2306.10209). FSDP2's is with gradients that stay
+# sharded between accumulation steps, the default; `--accumulate whole` reduces once.
+SHARDINGS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
+    ("none", "replicate"): ("0", None, None),
+    ("ddp", "replicate"): ("2 P per step", "NO_SHARD", "ZeRO-0"),
+    ("pipeline", "replicate"): ("2 P/K between replicas per step", None, None),
+    ("deepspeed", "replicate"): ("2 P per step", "NO_SHARD", "DDP"),
+    ("deepspeed", "shard_optimizer"): ("3 P per step", None, None),
+    ("deepspeed", "shard_grad_op"): (
+        "2 P per accumulation step, 1 P per step",
+        "SHARD_GRAD_OP",
+        "close to FSDP2 without resharding",
+    ),
+    ("deepspeed", "full_shard"): ("2 to 3 P per accumulation step", "FULL_SHARD", "FSDP2"),
+    ("deepspeed", "hybrid_shard"): (
+        "0.75 P per accumulation step between nodes",
+        "close to HYBRID_SHARD",
+        "ZeRO++ (hpZ, qwZ, qgZ)",
+    ),
+    ("fsdp2", "full_shard"): ("3 P per accumulation step", "FULL_SHARD", "ZeRO-3"),
+    ("fsdp2", "shard_grad_op"): (
+        "2 P per accumulation step",
+        "SHARD_GRAD_OP",
+        "close to ZeRO-2, but parameters are shards between steps",
+    ),
+    ("fsdp2", "hybrid_shard"): (
+        "3 P, and 2 P/S between replicas, per accumulation step",
+        "HYBRID_SHARD",
+        "close to ZeRO++'s hpZ",
+    ),
+    ("fsdp2", "replicate"): ("2 P/T between replicas per accumulation step", None, None),
 }
 # Ranks that share rows exchange activations in each layer, forward and backward, in addition.
 ACTIVATION_COMMUNICATION = {
@@ -64,19 +78,6 @@ ACTIVATION_COMMUNICATION = {
     "ep": "all-to-alls of tokens, to their experts and back",
     "cp": "keys and values in a ring",
     "sp": "all-to-alls of attention heads",
-}
-# (FSDP1's sharding strategy, the equivalent in another engine)
-OTHER_NAMES = {
-    ("none", "replicate"): (None, None),
-    ("ddp", "replicate"): ("NO_SHARD", "ZeRO-0"),
-    ("deepspeed", "replicate"): ("NO_SHARD", "DDP"),
-    ("deepspeed", "shard_optimizer"): (None, None),
-    ("deepspeed", "shard_grad_op"): ("SHARD_GRAD_OP", "close to FSDP2 without resharding"),
-    ("deepspeed", "full_shard"): ("FULL_SHARD", "FSDP2"),
-    ("deepspeed", "hybrid_shard"): ("close to HYBRID_SHARD", "ZeRO++ (hpZ, qwZ, qgZ)"),
-    ("fsdp2", "full_shard"): ("FULL_SHARD", "ZeRO-3"),
-    ("fsdp2", "shard_grad_op"): ("SHARD_GRAD_OP", "close to ZeRO-2, but parameters are shards between steps"),
-    ("fsdp2", "hybrid_shard"): ("HYBRID_SHARD", "close to ZeRO++'s hpZ"),
 }
 # Dimension -> the other way to do the same; tensor and expert parallelism have none among the presets.
 OTHER_DIMENSION = {
@@ -121,9 +122,8 @@ class Characteristics:
     not_with: tuple[str, ...]
     """What the preset does not work with, and the upstream issue."""
     fsdp1_name: str | None
-    """The equivalent sharding strategy of FSDP1."""
     other_name: str | None
-    """The equivalent in another engine."""
+    """The equivalents: a sharding strategy of FSDP1, and another engine's name."""
 
     def bytes_on(self, device: str) -> str:
         """Return the formula of all parts kept on a device: `2 + 2/N + 12/N`, or `0`."""
@@ -140,13 +140,13 @@ class Characteristics:
 
 def characteristics(preset: PresetSpec) -> Characteristics:
     """Derive the characteristics of a preset, shipped or a user's own."""
-    volume = COMMUNICATION[preset.engine, preset.sharding]
+    volume, fsdp1_name, other_name = SHARDINGS[preset.engine, preset.sharding]
     if "tp" in preset.parallel:  # gathered are the parameters of one rank of T, or of E
         volume = volume.replace("3 P", "3 P/T")
     if "ep" in preset.parallel:
         volume = volume.replace(" per", " without experts, 3 P/E of experts, per")
-    names = (None, OTHER_DIMENSION.get(preset.degrees[0])) if preset.degrees else None
-    fsdp1_name, other_name = names or OTHER_NAMES[preset.engine, preset.sharding]
+    if preset.degrees:
+        fsdp1_name, other_name = None, OTHER_DIMENSION.get(preset.degrees[0])
     parameter, gradient, optimizer = (_state_bytes(preset, part) for part in PARTS)
     return Characteristics(
         parameter=parameter,

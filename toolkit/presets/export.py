@@ -57,19 +57,16 @@ def accelerate_text(preset: Preset, json_path: Path | None) -> str:
     text = read_text(preset.accelerate_config_path)
     if json_path is None:
         return text
-    quoted = json.dumps(str(json_path.absolute()), ensure_ascii=False)
-    moved = JSON_LINE.sub(lambda line: line[1] + quoted, text)
     wanted = preset.accelerate_config()
     wanted["deepspeed_config"]["deepspeed_config_file"] = str(json_path.absolute())
-    # A user's file may use another YAML style; it is then written again, without its comments.
-    return moved if _holds(moved, wanted) else yaml.safe_dump(wanted, sort_keys=False)
-
-
-def _holds(text: str, wanted: dict[str, Any]) -> bool:
+    quoted = json.dumps(str(json_path.absolute()), ensure_ascii=False)
+    moved = JSON_LINE.sub(lambda line: line[1] + quoted, text)
     try:
-        return bool(parse_yaml(text, "") == wanted)
+        is_same = parse_yaml(moved, "") == wanted
     except ToolkitError:  # the replaced line was the start of something longer
-        return False
+        is_same = False
+    # A user's file may use another YAML style; it is then written again, without its comments.
+    return moved if is_same else yaml.safe_dump(wanted, sort_keys=False)
 
 
 def trainer_text(preset: Preset) -> str:
@@ -81,29 +78,22 @@ def trainer_text(preset: Preset) -> str:
     environment = strategy_variables(preset, precision=preset.mixed_precision)
     if preset.replicas > 1:
         environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = f"...  (processes / {preset.replicas})"
-    lines += _script_lines(preset)
+    reason = unsupported(preset, purpose="script") if preset.degrees else None
+    if reason is not None:
+        lines.append(f"# {reason.message}: {reason.hint}.")
+    elif preset.degrees:  # meshes and configurations are Python objects, which YAML cannot carry
+        given = [f"{name}=2" for name in preset.degrees] + ['save_strategy="no"'] * preset.sharded_at_load
+        lines += [
+            f"# These arguments alone divide nothing by {', '.join(preset.degrees)}. In a script of your own:",
+            f'#   preset = load_preset("{preset.name}")',
+            f'#   args = preset.training_arguments(output_dir="out", {", ".join(given)})',
+        ]
+    if preset.sharded_at_load:
+        lines.append("#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())")
     if preset.uses_fsdp_plugin:
         lines.append("# These must be in the environment before the model is loaded:")
         lines += [f"#   export {name}={value}" for name, value in environment.items()]
     return "\n".join([*lines, yaml.safe_dump(arguments, sort_keys=False)])
-
-
-def _script_lines(preset: Preset) -> list[str]:
-    """What a script must call where YAML cannot carry the division: meshes and configurations are Python objects."""
-    if not preset.degrees:
-        return []
-    reason = unsupported(preset, purpose="script")
-    if reason is not None:
-        return [f"# {reason.message}: {reason.hint}."]
-    given = [f"{name}=2" for name in preset.degrees] + ['save_strategy="no"'] * preset.sharded_at_load
-    lines = [
-        f"# These arguments alone divide nothing by {', '.join(preset.degrees)}. In a script of your own:",
-        f'#   preset = load_preset("{preset.name}")',
-        f'#   args = preset.training_arguments(output_dir="out", {", ".join(given)})',
-    ]
-    if preset.sharded_at_load:
-        lines.append("#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())")
-    return lines
 
 
 def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> list[Path]:

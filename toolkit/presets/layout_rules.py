@@ -203,8 +203,7 @@ def parallel_method(case: Case) -> Answers:
         yield method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
     if (at_load or in_stages) and not survives_offload(job.optim):
         why = f"only AdamW was run on {'the stages of a pipeline' if in_stages else 'a model that is sharded at load'}"
-        hint = f"`--optim adamw_torch`, or {preset_that_runs(job.optim)}"
-        yield method_answer(case, f"optim {job.optim}", why, hint)
+        yield method_answer(case, f"optim {job.optim}", why, f"`--optim adamw_torch`, or {preset_that_runs(job.optim)}")
     attention, hint = f"attn_implementation {job.attn_implementation}", "`--attn_implementation sdpa`"
     if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):
         why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,7 +32,7 @@ ATTEMPT_ID = "attempt.id"
 ATTEMPT_ID_CHARACTERS = 32
 # Created by the rank that reports a hang, so that only one does.
 HANG_CLAIM = "hang.claim"
-# Makes a rank write the stacks of all its threads. faulthandler does so in C, even while the GIL is held.
+# Makes a rank write the stacks of all its threads, for which it registers faulthandler: in C, even under the GIL.
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_CHARACTERS = 8000
 # The outermost frame of a main thread, or the mark of a stack that is too deep. faulthandler writes that thread last.
@@ -140,11 +140,6 @@ def read_heartbeats(ranks: Path) -> list[Heartbeat]:
 
 
 # -- stacks
-
-
-def write_stacks_on_signal(file: IO[str]) -> None:
-    """Make this process write its stacks to the file, for `collect_stacks` to read."""
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
 
 def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: float = 3.0) -> dict[str, str]:

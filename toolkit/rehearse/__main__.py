@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.presets import load_preset
-from toolkit.rehearse.rehearsed_rank import RehearsedRank
+from toolkit.rehearse.rehearsal import RehearsedRank
 from toolkit.train.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
 
 

@@ -17,9 +17,8 @@ from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.presets import Preset
 from toolkit.record.measurements import read_rows
-from toolkit.rehearse.fake_process_group import join_fake_world
-from toolkit.rehearse.rehearsed_rank import RehearsedRank, has_local_weights
-from toolkit.rehearse.synthetic_inputs import rehearsal_data, rehearsal_model
+from toolkit.rehearse.rehearsal import RehearsedRank, has_local_weights
+from toolkit.rehearse.stand_ins import join_fake_world, rehearsal_data, rehearsal_model
 from toolkit.rehearse.trace import trace
 from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.train.active_run import ActiveRun, open_run

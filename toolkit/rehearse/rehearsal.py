@@ -3,7 +3,9 @@
     rehearsal = plan_rehearsal(load_preset("zero3"), world_size=64, rank=0, training_argv=[...], cpu=True)
     result, run = rehearse_once(rehearsal, on_line=print)
 
-This module is light: torch is imported by the process that it starts, `python -m toolkit.rehearse`.
+This module is light: torch is imported by the process that it starts, `python -m toolkit.rehearse`. Nothing of a
+rehearsal is a result of training: its collectives move nothing, so losses mean nothing and no speed includes them. Its
+run.json has `rehearsal`, by which every reader of run folders recognizes it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from toolkit.hardware.node import count_oom_kills
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
 from toolkit.launch.command import ProcessCommand, new_run_id, process_environment
-from toolkit.launch.preflight import check_dataset, check_required
+from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_required
 from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
@@ -34,13 +36,24 @@ from toolkit.presets.support import check_supported
 from toolkit.record import status
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, read_json, start_facts
-from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank, has_local_weights
+from toolkit.units import MIB, gib, seconds
 
 DEFAULT_STEPS = 3
+LARGEST_WORLD_SIZE = 2**17  # more ranks than any GPU cluster has
 # Nothing of a rehearsal is worth saving, evaluating or reporting.
 FORCED_ARGUMENTS = {"save_model": "false", "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+# A value of `--dataset`: rows of exactly `max_seq_length` tokens, the most that a batch can hold.
+SYNTHETIC = "synthetic"
 
-LARGEST_WORLD_SIZE = 2**17  # more ranks than any GPU cluster has
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedRank:
+    """One rank of a world whose other ranks have no process."""
+
+    world_size: int
+    rank: int
+    fake_tensors: bool = False
+    """Shapes without memory: peaks by part instead of readings of real tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +64,6 @@ class Rehearsal:
     rehearsed: RehearsedRank
     training_argv: list[str]
     cpu: bool
-
-    @property
-    def fake_tensors(self) -> bool:
-        return self.rehearsed.fake_tensors
 
 
 def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
@@ -82,11 +91,10 @@ def plan_rehearsal(
     """
     check_rehearsal(preset, world_size=world_size, rank=rank)
     job = Job.from_argv(training_argv)
-    purpose: Purpose = "trace" if fake_tensors else "rehearse"
-    _check_job(job, preset, world_size=world_size, on_cpu=cpu, purpose=purpose)
+    _check_job(job, preset, world_size=world_size, on_cpu=cpu, purpose="trace" if fake_tensors else "rehearse")
     defaults = {"dataset": SYNTHETIC, "max_steps": str(DEFAULT_STEPS)}
-    if fake_tensors:
-        defaults |= _gpu_precision(preset, job)
+    if fake_tensors and not {"bf16", "fp16"} & set(job.given) and preset.mixed_precision != "no":
+        defaults[preset.mixed_precision] = "true"  # traced as on a GPU, not in a CPU's fp32
     added = {name: value for name, value in defaults.items() if name not in job.given} | FORCED_ARGUMENTS
     return Rehearsal(
         preset=preset,
@@ -103,37 +111,31 @@ def _check_job(job: Job, preset: Preset, *, world_size: int, on_cpu: bool, purpo
     if job.load_best_model_at_end:
         raise ToolkitError("--load_best_model_at_end: a rehearsal saves and evaluates nothing", hint="leave it out")
     check_arguments(job, preset, num_processes=world_size, on_cpu=on_cpu, purpose=purpose)
-    check_configuration(str(job.model_name_or_path))
-    if job.load_in_4bit and not has_local_weights(str(job.model_name_or_path)):
+    model = str(job.model_name_or_path)
+    if read_json(path := config_path(model)) is None:
+        raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
+    if job.load_in_4bit and not has_local_weights(model):
         raise ToolkitError(
             "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize",
             hint="name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone",
         )
-    is_synthetic = job.dataset in ((), (SYNTHETIC,))
-    if not is_synthetic and purpose == "trace":
+    if job.dataset in ((), (SYNTHETIC,)):
+        return
+    if purpose == "trace":
         raise ToolkitError(
             "--dataset is not traced: fake tensors have shapes and no values",
             hint="leave --dataset out, or leave --fake-tensors out",
         )
-    if not is_synthetic:
-        check_dataset(job)
+    check_dataset(job)
 
 
-def _gpu_precision(preset: Preset, job: Job) -> dict[str, str]:
-    """Return the preset's precision unless one is given: fake tensors are traced as on a GPU, not in a CPU's fp32."""
-    given = "bf16" in job.given or "fp16" in job.given or preset.mixed_precision == "no"
-    return {} if given else {preset.mixed_precision: "true"}
+def has_local_weights(model: str) -> bool:
+    """Return True for a local folder with weights. All else is rehearsed with random ones: memory is the same."""
+    folder = Path(model)
+    return folder.is_dir() and any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
 
 
-def check_configuration(name: str) -> None:
-    """Check that a model's configuration can be read: a folder with config.json, the file itself, or a hub id."""
-    path = config_path(name)
-    if read_json(path) is None:
-        raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
-
-
-def rehearsal_command(rehearsal: Rehearsal) -> ProcessCommand:
-    """Return the command that starts the rehearsed rank, with its secrets in the environment."""
+def _command(rehearsal: Rehearsal) -> ProcessCommand:
     training_argv, secrets = separate_secrets(rehearsal.training_argv)
     run_id = new_run_id()
     rehearsed = rehearsal.rehearsed
@@ -149,22 +151,24 @@ def rehearsal_command(rehearsal: Rehearsal) -> ProcessCommand:
     )
 
 
-def run_rehearsal(rehearsal: Rehearsal, *, output_dir: Path, on_line: Callable[[str], None]) -> RunResult:
-    """Rehearse in `output_dir`, which must hold no finished run. The results are in run.json, under `rehearsal`."""
-    folder = RunFolder(output_dir)
+def _run(rehearsal: Rehearsal, folder: RunFolder, on_line: Callable[[str], None]) -> RunResult:
     lock = folder.hold()
     try:
         start_attempt(folder, "resume_if_possible")  # an unfinished rehearsal is repeated
-        command = rehearsal_command(rehearsal)
-        folder.update_run(**_planned(rehearsal, command))
-        kills_before = count_oom_kills()
-        outcome = run_command(
-            command,
-            folder.log,
-            on_line=on_line,
-            inherit=[] if lock is None else [lock],
-            fork_server=os.environ.get(SERVER_VARIABLE),
+        command = _command(rehearsal)
+        folder.update_run(
+            **{"status": status.RUNNING, "exit_code": None, "launcher_pid": os.getpid(), **start_facts()},
+            preset=rehearsal.preset.name,
+            preset_files=rehearsal.preset.texts(),
+            world_size=rehearsal.rehearsed.world_size,
+            rehearsal=asdict(rehearsal.rehearsed),
+            training_arguments=hide_words(rehearsal.training_argv),
+            plan=None,
+            command=command.shown,
         )
+        kills_before = count_oom_kills()
+        server, locks = os.environ.get(SERVER_VARIABLE), [] if lock is None else [lock]
+        outcome = run_command(command, folder.log, on_line=on_line, inherit=locks, fork_server=server)
         return record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
     finally:
         if lock is not None:
@@ -178,21 +182,59 @@ def rehearse_once(rehearsal: Rehearsal, *, on_line: Callable[[str], None]) -> tu
         folder = Path(temporary if output_dir is None else output_dir)
         if output_dir is None:
             rehearsal = replace(rehearsal, training_argv=[*rehearsal.training_argv, "--output_dir", temporary])
-        result = run_rehearsal(rehearsal, output_dir=folder, on_line=on_line)
+        result = _run(rehearsal, RunFolder(folder), on_line)
         return result, result.folder.read_run() or {}
 
 
-def _planned(rehearsal: Rehearsal, command: ProcessCommand) -> dict[str, Any]:
-    return {
-        "status": status.RUNNING,
-        "exit_code": None,
-        "launcher_pid": os.getpid(),
-        **start_facts(),
-        "preset": rehearsal.preset.name,
-        "preset_files": rehearsal.preset.texts(),
-        "world_size": rehearsal.rehearsed.world_size,
-        "rehearsal": asdict(rehearsal.rehearsed),
-        "training_arguments": hide_words(rehearsal.training_argv),
-        "plan": None,
-        "command": command.shown,
-    }
+def refuse_rehearsals(folders: Sequence[Path]) -> None:
+    """Raise ToolkitError if one of the run folders holds a rehearsal, where results of training are needed."""
+    for folder in folders:
+        rehearsed = (RunFolder(folder).read_run() or {}).get("rehearsal")
+        if rehearsed:
+            rank = f"rank {rehearsed['rank']} of {rehearsed['world_size']}"
+            raise ToolkitError(
+                f"{folder} is a rehearsal ({rank}): it has no speed and no loss",
+                hint="`toolkit train` or `toolkit compare` make runs",
+            )
+
+
+def result_facts(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `toolkit rehearse --json` prints, from a finished rehearsal's run.json."""
+    names = ("preset", "training_arguments", "versions", "hardware", "git_commit", "measurement_version")
+    return {**run["rehearsal"], "device": run["spec"]["device"], **{name: run[name] for name in names}}
+
+
+def result_lines(run: Mapping[str, Any]) -> list[str]:
+    """Return what `toolkit rehearse` prints, from a finished rehearsal's run.json."""
+    facts, spec, device = run["rehearsal"], run["spec"], run["spec"]["device"]
+    weights = "random weights" if facts["random_weights"] else "the model's weights"
+    batch = f"{spec['per_device_train_batch_size']} rows of up to {spec['data']['max_seq_length']:,} tokens"
+    sizes = {part: int(facts[f"{part}_bytes"]) for part in ("parameter", "gradient", "optimizer")}
+    sizes["total"] = sum(sizes.values())
+    return [
+        f"rank {facts['rank']} of {facts['world_size']} under {run['preset']}, on this node's {device}:"
+        f" {facts['num_trainable_params']:,} of {facts['num_params']:,} parameters trained, {weights}, {batch}",
+        "model states of this rank, read back from the live objects in the first step:",
+        *(f"  {part:<10} {size:>18,} bytes  {gib(size):>10}" for part, size in sizes.items()),
+        *(_traced_lines(facts) if facts["fake_tensors"] else _measured_lines(facts, device)),
+        f"not measured by a rehearsal: {'; '.join(facts['not_measured'])}",
+    ]
+
+
+def _traced_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    yield "peak of each phase on fake tensors:"
+    for phase, peak in facts["peaks"].items():
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in peak["parts"].items() if size >= MIB)
+        yield f"  {phase:<10} {gib(peak['total_bytes']):>10}: {parts}"
+
+
+def _measured_lines(facts: Mapping[str, Any], device: str) -> Iterator[str]:
+    if device != "cuda":
+        host = gib(facts["peak_host_bytes"])
+        yield f"peak host memory of this process: {host} (fp32 on a CPU, libraries included)"
+        return
+    yield f"peak of {facts['steps']} steps by the allocator:"
+    for phase, peaks in facts["phase_peaks"].items():
+        allocated, reserved = peaks["peak_allocated_bytes"], peaks["peak_reserved_bytes"]
+        yield f"  {phase:<10} {gib(allocated):>10} allocated, {gib(reserved):>10} reserved"
+    yield f"compute of a step, without communication: {seconds(facts['compute_step_seconds'])}"

@@ -31,9 +31,8 @@ from toolkit.observe.attest.tensors import (
     optimizer_state_tensors,
 )
 from toolkit.observe.parts import ExpectedRun
-from toolkit.presets import Preset
 from toolkit.record.heartbeat import peak_resident_bytes
-from toolkit.rehearse.synthetic_inputs import model_from_config
+from toolkit.rehearse.stand_ins import model_from_config
 from toolkit.train.arguments import Arguments
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
@@ -65,10 +64,21 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
             model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
         model.tie_weights()
         trainer = prepared_trainer(model, args, memory)
-        buckets = reduction_buckets(trainer.model_wrapped, launch.preset, memory, alone=launch.world_size == 1)
-        batch = full_batch(args.training.per_device_train_batch_size, args.job.max_seq_length)
+        trained = [parameter for parameter in trainer.model_wrapped.parameters() if parameter.requires_grad]
+        with memory.tagged("buckets"):  # DDP's are a second copy of all gradients
+            has_buckets = launch.preset.engine == "ddp" and launch.world_size != 1
+            buckets = torch.empty(sum(parameter.numel() for parameter in trained)) if has_buckets else None
+        rows, length = args.training.per_device_train_batch_size, args.job.max_seq_length
+        tokens = torch.zeros(rows, length, dtype=torch.int64)  # without padding
+        batch = {"input_ids": tokens, "labels": tokens}
+        # Without positions a model reads the values of the mask.
+        batch["position_ids"] = torch.arange(length).expand(rows, length)
         states = TracedModelStates(memory)
-        make_optimizer_states(trainer, memory)
+        for parameter in trained:  # as a first step would, without its forward and backward
+            parameter.grad = torch.zeros_like(parameter)
+        with memory.phase("step"):
+            trainer.optimizer.step()
+        trainer.model_wrapped.zero_grad()
         run_step(trainer, batch, states)
         own = verified_facts(trainer, launch) | states.facts()
         del buckets
@@ -127,22 +137,12 @@ class TracedModelStates:
     def record(self, part: str, tensors: list[Any]) -> None:
         """Record the tensors that a part consists of now."""
         self.serials[part] |= self.memory.serials(tensors)
-        self.bytes[part] = storage_bytes(tensors)
+        sizes = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.nbytes for t in tensors}
+        self.bytes[part] = sum(sizes.values())  # each storage region counted once
 
     def facts(self) -> Facts:
         """Return the bytes under the names of a run's attestation."""
         return {f"{part}_bytes": size for part, size in self.bytes.items()}
-
-
-def make_optimizer_states(trainer: TracedTrainer, memory: LiveMemory) -> None:
-    """Make optimizer states as a first step would, without its forward and backward."""
-    model = trainer.model_wrapped
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    with memory.phase("step"):
-        trainer.optimizer.step()
-    model.zero_grad()
 
 
 def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: TracedModelStates) -> None:
@@ -163,20 +163,6 @@ def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: Tra
     states.record("parameter", [local(p) for p in model.parameters()])
     states.record("optimizer", [local(state) for state in optimizer_state_tensors(trainer.optimizer)])
     model.zero_grad()
-
-
-def full_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return rows without padding. Positions are given: without them a model reads the values of the mask."""
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length).expand(rows, length)}
-
-
-def reduction_buckets(model: Any, preset: Preset, memory: LiveMemory, *, alone: bool) -> torch.Tensor | None:
-    """Return one tensor as large as DDP's buckets, a second copy of all gradients; None without DDP."""
-    if preset.engine != "ddp" or alone:
-        return None
-    with memory.tagged("buckets"):
-        return torch.empty(sum(p.numel() for p in model.parameters() if p.requires_grad))
 
 
 def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
@@ -204,14 +190,6 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
         "activation_checkpointing": uses_activation_checkpointing(wrapped, None),
         **read_loss(trainer.accelerator.unwrap_model(wrapped)),
     }
-
-
-def storage_bytes(tensors: list[Any]) -> int:
-    """Return the bytes of the tensors, each storage region counted once."""
-    regions = {
-        (t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.numel() * t.element_size() for t in tensors
-    }
-    return sum(regions.values())
 
 
 def peak_facts(peak: MemoryPeak, states: TracedModelStates) -> Facts:

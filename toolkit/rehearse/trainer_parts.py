@@ -5,7 +5,6 @@ The readings of the live objects are those of a run. What depends on other ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from toolkit.observe.attest.attestation import Attestation, attestation_json, ve
 from toolkit.observe.attest.differences import Values, byte_limit_differences, differences
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import write_json
-from toolkit.rehearse.fake_process_group import fill_shards, register_local_reduction
-from toolkit.train.trainer import SupervisedTrainer, TrainerParts
+from toolkit.rehearse.stand_ins import fill_shards, register_local_reduction
+from toolkit.train.trainer import TrainerParts
 
 MEANINGLESS_COLUMNS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
 
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 Peaks = dict[str, int]
 
 
@@ -70,16 +70,12 @@ class PhasePeaks:
     def highest(self) -> Peaks:
         """Return the peaks over all phases; empty on a CPU."""
         phases = self.by_phase().values()
-        names = ("peak_allocated_bytes", "peak_reserved_bytes")
-        return {name: max(peaks[name] for peaks in phases) for name in names} if phases else {}
+        return {name: max(peaks[name] for peaks in phases) for name in PEAKS} if phases else {}
 
     def _record(self) -> None:
-        now = {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-        }
+        sizes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         before = self.peaks.get(self.phase, {})
-        self.peaks[self.phase] = {name: max(size, before.get(name, 0)) for name, size in now.items()}
+        self.peaks[self.phase] = {name: max(size, before.get(name, 0)) for name, size in zip(PEAKS, sizes, strict=True)}
 
 
 class RehearsedTimer(StepTimer):
@@ -131,8 +127,6 @@ class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
             fill_shards(self.trainer.model_wrapped)
 
 
-def _callbacks(trainer: SupervisedTrainer) -> Sequence[TrainerCallback]:
-    return [FakeOtherRanks(trainer)]
-
-
-REHEARSAL_PARTS = TrainerParts(timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=_callbacks)
+REHEARSAL_PARTS = TrainerParts(
+    timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=lambda trainer: [FakeOtherRanks(trainer)]
+)

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from toolkit.errors import ToolkitError
-from toolkit.job.defaults import MAX_SEQ_LENGTH
+from toolkit.job.argument_values import MAX_SEQ_LENGTH
 from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS
 from toolkit.plan.options import CHECKPOINTING_FLAG, GpuMemory, GpuName, GpusPerNode, GpuTflops, SeqLength
 from toolkit.simulate.pipeline_schedules import SCHEDULES

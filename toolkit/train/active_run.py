@@ -102,7 +102,13 @@ def open_run(
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        _hold_folder(folder, writes=writes, job=job)
+        restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        if writes and not restarts:
+            folder.check_free()
+        # A folder that is in use is refused before anything in it changes; one rank locks it for as long as it runs.
+        check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
+        if writes:
+            folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
     checkpoint = find_checkpoint(arguments, launch, progress)
@@ -138,16 +144,6 @@ def open_run(
         dist.destroy_process_group()  # its threads abort a process that just exits
 
 
-def _hold_folder(folder: RunFolder, *, writes: bool, job: Job) -> None:
-    """Refuse a folder that is in use before anything in it changes, and let one rank lock it for as long as it runs."""
-    if writes:
-        folder.check_free()
-    check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
-    restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    if writes:
-        folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
-
-
 # -- the checkpoint to resume from
 
 
@@ -155,7 +151,6 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that starts at step 0.
 
     Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective.
-
     Raises ToolkitError for one that is damaged, whose pickles would run something, that cannot be converted, or whose
     data order would not continue.
     """

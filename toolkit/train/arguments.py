@@ -16,9 +16,8 @@ from transformers import TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.job.accumulation import SHARDED, with_accumulate
-from toolkit.job.global_batch import global_batch_size, with_accumulation
+from toolkit.job.global_batch import WARMUP_SHARE, ScaledRate, global_batch_size, scaled_rate, with_accumulation
 from toolkit.job.job import Job
-from toolkit.job.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.observe.attest.tensors import compute_dtype

@@ -166,12 +166,15 @@ class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
 # -- resuming from a checkpoint of another form
 
 
-def load_converted(model: Any, folder: Path) -> None:
+def load_converted(trainer: Any, folder: Path) -> None:
     """Load the weights that a folder stores in other pieces than the live model holds, such as single experts.
 
     The Trainer resumes with `load_state_dict(..., strict=False)` (transformers 5.23, `_load_from_checkpoint`), without
     the conversion of `from_pretrained`: a mixture would keep the experts of the model that training started from.
     """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or hasattr(model, "peft_config"):
+        return
     stored = read_weights(folder)
     absent = {name: parameter for name, parameter in model.named_parameters() if name not in stored}
     if absent:

@@ -1,13 +1,15 @@
-"""transformers' Trainer for the script's data, losses and checkpoints, and how it is built and observed for a run."""
+"""transformers' Trainer for the script's data, losses and checkpoints, built and observed for a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -24,6 +26,7 @@ from toolkit.observe.observer import Observer, observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
+from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, is_universal, load_converted
@@ -42,8 +45,53 @@ from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
 from toolkit.train.engine.pipeline.pipeline_steps import read_pipeline
-from toolkit.train.evaluation import EvaluatedTokens, Evaluations
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
+
+
+class EvaluatedTokens:
+    """The evaluation batches of this rank so far: their mean losses and supervised tokens."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, mean_loss: torch.Tensor, supervised_tokens: int) -> None:
+        """Add a batch. A batch of fill rows only has no supervised token, and a mean loss of NaN."""
+        if supervised_tokens:
+            self.losses.append((mean_loss, supervised_tokens))
+
+    def over_all_ranks(self, device: Any) -> dict[str, float | int]:
+        """Return `loss`, `perplexity` and `supervised_tokens` of the complete evaluation data. Collective."""
+        total = math.fsum(float(loss) * tokens for loss, tokens in self.losses)
+        sums = torch.tensor([total, float(sum(tokens for _, tokens in self.losses))], dtype=torch.float64).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        loss, tokens = float(sums[0] / sums[1]), int(sums[1])
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
+        return {"loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+
+
+class Evaluations(TrainerCallback):  # type: ignore[misc]
+    """Evaluates after the last step, and writes each evaluation to run.json and the log."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
+        del args, control
+        if not state.is_world_process_zero:
+            return
+        loss, perplexity, tokens = (metrics[f"eval_{name}"] for name in ("loss", "perplexity", "supervised_tokens"))
+        recorded = (self.folder.read_run() or {}).get("evaluations", [])
+        earlier = [row for row in recorded if row["step"] < state.global_step]
+        row = {"step": state.global_step, "eval_loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+        self.folder.update_run(evaluations=[*earlier, row])
+        line = f"evaluation at step {state.global_step}: loss {loss:.6f}, perplexity {perplexity:.4f}"
+        print(f"{line} over {tokens:,} supervised tokens", flush=True)
 
 
 class SupervisedTrainer(Trainer):  # type: ignore[misc]
@@ -103,17 +151,11 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_converted(Path(resume_from_checkpoint))
+        load_converted(self, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self._load_converted(Path(self.state.best_model_checkpoint))
-
-    def _load_converted(self, folder: Path) -> None:
-        plain = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled or hasattr(plain, "peft_config"))
-        if whole:
-            load_converted(plain, folder)
+        load_converted(self, Path(self.state.best_model_checkpoint))
 
 
 class TrainerShardedAtLoad(StatesShardedAtLoad, SupervisedTrainer):
@@ -223,35 +265,28 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
 
 def expected_readings(arguments: Arguments) -> Values:
     """Return the values that every rank must read under these arguments."""
-    model, training = arguments.job, arguments.training
-    expected: Values = {
-        "ddp_comm_hook": model.ddp_comm_hook,
-        "activation_checkpointing_offload": model.activation_checkpointing_offload,
-        "torch_compile": arguments.job.compilation is not None,
+    job, training, pipeline = arguments.job, arguments.training, arguments.pipeline
+    always: Values = {
+        "ddp_comm_hook": job.ddp_comm_hook,
+        "activation_checkpointing_offload": job.activation_checkpointing_offload,
+        "torch_compile": job.compilation is not None,
         "neftune_noise_alpha": training.neftune_noise_alpha,
-        "load_in_4bit": model.load_in_4bit,
-        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
+        "load_in_4bit": job.load_in_4bit,
+        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if job.load_in_4bit else None,
     }
-    if arguments.pipeline is not None:
-        expected |= {
-            "pipeline_schedule": arguments.pipeline.schedule,
-            "pipeline_stages": arguments.pipeline.stages,
-            "micro_batches": training.gradient_accumulation_steps,
-            "activation_dtype": "float32",  # the residual stream between layers, under autocast too
-        }
-    if model.loss != "auto":
-        expected["loss"] = model.loss
-    if model.loss == "chunked":
-        expected["loss_chunk_tokens"] = model.loss_chunk_tokens
-    if arguments.job.uses_activation_checkpointing:
-        expected["activation_checkpointing"] = True
-    if model.accumulate is not None:
-        expected["accumulate"] = model.accumulate
-    if model.attn_implementation is not None:
-        expected["attn_implementation"] = model.attn_implementation
-    if arguments.job.packing and needs_no_mask(model.attn_implementation):
-        expected["packing_mask_bytes"] = 0
-    return expected
+    where_given: Values = {
+        "loss": None if job.loss == "auto" else job.loss,
+        "loss_chunk_tokens": job.loss_chunk_tokens if job.loss == "chunked" else None,
+        "activation_checkpointing": True if job.uses_activation_checkpointing else None,
+        "accumulate": job.accumulate,
+        "attn_implementation": job.attn_implementation,
+        "packing_mask_bytes": 0 if job.packing and needs_no_mask(job.attn_implementation) else None,
+    }
+    if pipeline is not None:
+        where_given |= {"pipeline_schedule": pipeline.schedule, "pipeline_stages": pipeline.stages}
+        where_given["micro_batches"] = training.gradient_accumulation_steps
+        where_given["activation_dtype"] = "float32"  # the residual stream between layers, under autocast too
+    return always | {name: value for name, value in where_given.items() if value is not None}
 
 
 def read_methods(trainer: Any, plain: Any) -> Values:

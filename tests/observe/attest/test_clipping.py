@@ -29,25 +29,16 @@ def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: A
 
 
 @pytest.mark.parametrize(
-    ("readings", "replicas"),
-    [
-        (norms(1.0, 1.0), 2),
-        (norms(0.6, 0.8), 1),
-        (norms(0.6, 0.8, 0.6, 0.8), 2),
-        (norms(0.6, 0.8, reported=None, local_grad_norm=2**0.5, grad_norm_ranks=2), 1),  # FSDP2: each knows its share
-        (norms(0.3, 0.4, reported=0.5), 1),  # below the threshold
-        (norms(0.6, None), 1),  # an optimizer that cannot be hooked
-        (norms(0.6, 0.8, reported=None), 1),
-        (norms(0.6, 0.8, reported=float("inf")), 1),  # fp16: the step was skipped
-    ],
-)
-def test_a_correctly_clipped_gradient_has_no_difference(readings: list[Values], replicas: int) -> None:
-    assert clipping_differences(readings, 1.0, replicas=replicas) == []
-
-
-@pytest.mark.parametrize(
     ("readings", "replicas", "found"),
     [
+        (norms(1.0, 1.0), 2, None),
+        (norms(0.6, 0.8), 1, None),
+        (norms(0.6, 0.8, 0.6, 0.8), 2, None),
+        # FSDP2: each rank knows its share
+        (norms(0.6, 0.8, reported=None, local_grad_norm=2**0.5, grad_norm_ranks=2), 1, None),
+        (norms(0.3, 0.4, reported=0.5), 1, None),  # below the threshold
+        (norms(0.6, None), 1, None),  # an optimizer that cannot be hooked
+        (norms(0.6, 0.8, reported=float("inf")), 1, None),  # fp16: the step was skipped
         (norms(2.0, 2.0), 2, "2.0000"),
         (norms(1.0, 7**0.5), 2, "2.0000"),  # one rank clips: the mean of the squares
         (norms(1.2, 1.6), 1, "2.0000"),
@@ -55,10 +46,11 @@ def test_a_correctly_clipped_gradient_has_no_difference(readings: list[Values], 
     ],
 )
 def test_a_wrongly_clipped_gradient_is_reported_with_both_norms(
-    readings: list[Values], replicas: int, found: str
+    readings: list[Values], replicas: int, found: str | None
 ) -> None:
-    (difference,) = clipping_differences(readings, 1.0, replicas=replicas)
-    assert str(difference) == f"gradient norm at the optimizer is {found}, expected 1.0000 (2.0000, clipped at 1)"
+    message = f"gradient norm at the optimizer is {found}, expected 1.0000 (2.0000, clipped at 1)"
+    reported = [str(difference) for difference in clipping_differences(readings, 1.0, replicas=replicas)]
+    assert reported == ([message] if found else [])
 
 
 def test_where_the_first_gradient_is_small_a_synthetic_one_shows_missing_clipping() -> None:

@@ -17,11 +17,6 @@ def test_only_the_assistant_turns_and_their_ends_are_supervised(tokenizer: Any) 
     assert marked(Sample(messages=TURNS), tokenizer) == RENDERED
 
 
-def test_the_tokens_are_those_of_the_rendered_conversation(tokenizer: Any) -> None:
-    input_ids, _ = encode(Sample(messages=TURNS), tokenizer)
-    assert input_ids == tokenizer.apply_chat_template(TURNS, return_dict=False)
-
-
 def test_the_end_of_turn_is_supervised_although_it_is_the_pad_token(tokenizer: Any) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     rows, _ = tokenized([{"messages": TURNS}, {"messages": TURNS[:3]}], tokenizer, "messages")
@@ -52,11 +47,6 @@ def test_loss_on_all_supervises_every_token(tokenizer: Any, template: str | None
     assert marked(Sample(messages=TURNS), tokenizer, supervise_all=True) == expected
 
 
-def test_an_empty_answer_supervises_the_end_of_turn(tokenizer: Any) -> None:
-    turns = [*TURNS[:2], {"role": "assistant", "content": ""}]
-    assert marked(Sample(messages=turns), tokenizer).endswith("<|im_start|>assistant\n«<|im_end|>»\n")
-
-
 def test_a_conversation_that_starts_with_the_assistant_is_supervised_from_its_content(tokenizer: Any) -> None:
     turns = [{"role": "assistant", "content": "Welcome"}, {"role": "user", "content": "Hej?"}]
     expected = "<|im_start|>assistant\n«Welcome<|im_end|>»\n<|im_start|>user\nHej?<|im_end|>\n"
@@ -72,7 +62,7 @@ def test_template_markers_in_the_data_do_not_move_the_spans(tokenizer: Any) -> N
     assert marked(Sample(messages=turns), tokenizer).endswith("<|im_start|>assistant\n«Ha<|im_end|>»\n")
 
 
-@pytest.mark.parametrize("max_tokens", [1, 20, 29, 30, 40, 1000])
+@pytest.mark.parametrize("max_tokens", [20, 29, 30, 1000])
 def test_supervision_before_the_cut_does_not_depend_on_the_cut(tokenizer: Any, max_tokens: int) -> None:
     input_ids, supervised = encode(Sample(messages=TURNS * 3), tokenizer)
     cut_ids, cut_supervised = encode(Sample(messages=TURNS * 3), tokenizer, max_tokens=max_tokens)

@@ -21,7 +21,6 @@ from toolkit.train.data.collation import (
     Collator,
     PackCollator,
     SeededLengthGroups,
-    WholeSteps,
     batch_facts,
     keep_order,
 )
@@ -88,13 +87,6 @@ def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer:
         rows=(4, 2),
     )
     assert before == (tokenizer.init_kwargs, tokenizer.padding_side, tokenizer.pad_token)
-
-
-def test_a_tokenizer_without_a_pad_token_pads_with_the_eos_token(tokenizer: Any) -> None:
-    bare = copy.deepcopy(tokenizer)
-    bare.pad_token = None
-    assert Collator(bare)(ROWS)["input_ids"][1, 2] == tokenizer.eos_token_id
-    assert bare.pad_token is None
 
 
 def test_the_recorded_contents_pass_through_accelerate(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,6 +157,7 @@ def steps_of(ranks: int, micro_batch: int, *, epoch: int, skipped: int = 0, **or
 def test_every_division_of_the_batch_has_the_same_rows_in_every_step(order: dict[str, bool], epoch: int) -> None:
     alone = steps_of(1, 1, epoch=epoch, **order)
     assert len(alone) == (5 if order.get("drop_last") else 6)
+    assert alone != steps_of(1, 1, epoch=epoch + 1, **order)
     assert all(len(step) == GLOBAL_BATCH for step in alone)
     for ranks, micro_batch in [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]:
         assert steps_of(ranks, micro_batch, epoch=epoch, **order) == alone
@@ -175,12 +168,3 @@ def test_every_division_of_the_batch_has_the_same_rows_in_every_step(order: dict
 def test_a_run_that_resumes_in_the_second_epoch_takes_that_epochs_order(by_length: bool) -> None:
     order = {"by_length": by_length, "whole": False}
     assert steps_of(2, 2, epoch=1, skipped=2, **order) == steps_of(2, 2, epoch=1, **order)[2:]
-
-
-def test_epochs_have_different_orders() -> None:
-    assert steps_of(2, 2, epoch=0) != steps_of(2, 2, epoch=1)
-
-
-def test_the_last_step_is_filled_up_with_the_first_rows_of_its_epoch() -> None:
-    whole = WholeSteps([3, 1, 2, 0, 4], global_batch_size=4, drop_last=False)
-    assert (list(whole), len(whole)) == ([3, 1, 2, 0, 4, 3, 1, 2], 8)

@@ -95,38 +95,18 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(
     assert [row["batch_sha256"] for row in steps if row["step"] > 16] == expected[16:]
 
 
-# -- two files: 10 and 20 rows in two formats; 20 are half of an epoch of 40 rows, which is 5 steps of 8
-
-
-@pytest.fixture(scope="module")
-def mixed_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path, faq_sharegpt: Path) -> Path:
-    folder = tmp_path_factory.mktemp("mixed")
-    for name, source, rows in (("alpaca", faq_alpaca, slice(10)), ("sharegpt", faq_sharegpt, slice(10, 30))):
-        (folder / f"{name}.jsonl").write_text("\n".join(source.read_text().splitlines()[rows]) + "\n")
-    names = [str(folder / f"{name}.jsonl") for name in ("alpaca", "sharegpt")]
-    words = {"model_name_or_path": str(tiny_model), "dataset": names, "dataset_weights": [0.5, 0.5]}
-    words |= {"max_seq_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    config = folder / "job.yaml"
-    config.write_text(json.dumps(words | {"num_train_epochs": 2}))
-    return config
-
-
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_every_command_checks_both_files(command: str, mixed_job: Path, tmp_path: Path) -> None:
-    """Before anything starts."""
-    options = ["--output-dir", str(tmp_path), "--dry-run"] if command == "compare" else []
-    words = [command, "--preset", "ddp", "--num-processes", "2", "--cpu", *options, "--", str(mixed_job)]
-    words += [] if command == "compare" else ["--output_dir", str(tmp_path)]
-    files = [str(mixed_job.with_name(name)) for name in ("alpaca.jsonl", "sharegpd.jsonl")]
-    ended = toolkit(*words, "--dataset", *files)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert f"error: no such data file: {files[1]}" in ended.stderr
-    assert f"did you mean `{mixed_job.with_name('sharegpt.jsonl')}`?" in ended.stderr
-
-
 @pytest.mark.launch
-def test_two_weighted_files_give_the_same_steps_when_resumed(mixed_job: Path, tmp_path: Path) -> None:
-    whole = run_job(tmp_path / "ddp", str(mixed_job), "--save_steps", "3")
+def test_two_weighted_files_give_the_same_steps_when_resumed(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path, faq_sharegpt: Path
+) -> None:
+    """10 and 20 rows in two formats: 20 are half of an epoch of 40 rows, which is 5 steps of 8."""
+    files = [tmp_path / "alpaca.jsonl", tmp_path / "sharegpt.jsonl"]
+    for file, source, rows in zip(files, (faq_alpaca, faq_sharegpt), (slice(10), slice(10, 30)), strict=True):
+        file.write_text("\n".join(source.read_text().splitlines()[rows]) + "\n")
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", *map(str, files), "--dataset_weights", "0.5", "0.5"]
+    job += ["--max_seq_length", "64", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    job += ["--num_train_epochs", "2"]
+    whole = run_job(tmp_path / "ddp", *job, "--save_steps", "3")
     assert whole["step"] == [*range(1, 11)] * 2
     data = read(tmp_path / "ddp" / "run.json")["data"]
     found = [(source["rows"], source["epoch_rows"], source["weight"]) for source in data["sources"]]
@@ -137,4 +117,4 @@ def test_two_weighted_files_give_the_same_steps_when_resumed(mixed_job: Path, tm
 
     checkpoint = tmp_path / "ddp" / "checkpoint-3"
     assert read(checkpoint / "manifest.json")["dataset_weights"] == [0.5, 0.5]
-    assert_resumes_exactly(whole, tmp_path / "resumed", str(mixed_job), "--resume_from_checkpoint", str(checkpoint))
+    assert_resumes_exactly(whole, tmp_path / "resumed", *job, "--resume_from_checkpoint", str(checkpoint))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_folders import write_dataset_folder
 from transformers import TrainingArguments
 
 from toolkit.errors import ToolkitError
@@ -106,23 +105,15 @@ def test_each_data_set_is_recorded_with_its_rows_and_tokens(
     recorded = RunFolder(tmp_path / "run").read_run()
     assert recorded is not None
     assert recorded["data"]["sources"] == [asdict(source) for source in data.stats.sources]
-    chat, text = recorded["data"]["sources"]
-    tokens = sum(data.train["length"][:])
-    assert (chat["name"], chat["format"], chat["weight"], chat["rows"]) == (str(chats), "alpaca", 0.6, 6)
-    assert (chat["epoch_rows"], text["epoch_rows"], text["dropped_rows"]) == (15, 10, 1)
+    chat, text = data.stats.sources
+    assert (chat.name, chat.format, chat.weight, chat.rows, chat.epoch_rows) == (str(chats), "alpaca", 0.6, 6, 15)
+    assert (text.epoch_rows, text.dropped_rows) == (10, 1)
     # "text N" and its end: 3 tokens, and 4 for "text 10"; the first is not predicted
-    assert (text["tokens"], text["supervised_tokens"]) == (
-        sum(data.train["length"][15:]),
-        sum(data.train["length"][15:]) - 10,
-    )
-    assert chat["tokens"] + text["tokens"] == recorded["data"]["tokens"] == tokens
-    assert recorded["data"]["epoch_rows"] == len(data.train) == 25
-    lines = preflight_lines(data.stats)
-    assert lines[1:4] == [
-        "  from 2 data sets; an epoch has 25 rows",
-        f"    {chats}: alpaca, 6 rows; 60.0% of an epoch: 15 rows, each 2.50 times, {chat['tokens']} tokens",
-        f"    {texts}: text, 11 rows; 40.0% of an epoch: 10 rows, {text['tokens']} tokens",
-    ]
+    assert (text.tokens, text.supervised_tokens) == (sum(data.train["length"][15:]), text.tokens - 10)
+    assert chat.tokens + text.tokens == data.stats.tokens == sum(data.train["length"][:])
+    assert data.stats.epoch_rows == len(data.train) == 25
+    line = f"    {chats}: alpaca, 6 rows; 60.0% of an epoch: 15 rows, each 2.50 times, {chat.tokens} tokens"
+    assert line in preflight_lines(data.stats)
 
 
 def test_held_out_rows_are_never_trained_on(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
@@ -147,12 +138,6 @@ def test_a_file_that_loses_every_row_is_named(load: Load, chats: Path, tmp_path:
         load(chats, single)
 
 
-def test_packs_hold_the_rows_of_all_files(load: Load, chats: Path, texts: Path) -> None:
-    data = load(chats, texts, dataset_weights=[3.0, 2.0], packing=True)
-    assert sum(len(pack["documents"]) for pack in data.train) == data.stats.epoch_rows == 25
-    assert sum(len(pack["input_ids"]) for pack in data.train) == data.stats.tokens
-
-
 def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: Path) -> None:
     data = load(chats, texts)
     last_of_each = data.train["row"][5], data.train["row"][15]
@@ -164,17 +149,6 @@ def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: P
         "rows": [2, 4],
         "places": ["row 2, line 2", "row 4, line 4"],
     }
-
-
-def test_files_mix_with_a_configuration_of_a_hub_data_set(
-    load: Load, chats: Path, tmp_path: Path, tokenizer: Any
-) -> None:
-    folder = write_dataset_folder(tmp_path / "greetings")
-    options = {"dataset_config": "sv", "eval_dataset": str(folder), "eval_dataset_config": "en"}
-    data = load(chats, folder, **options)
-    assert {name.split()[0] for name in sources_of(data, tokenizer)} == {"chat", "hej"}
-    assert data.evaluation_stats is not None
-    assert (data.evaluation_stats.rows, data.evaluation_stats.sample) == (2, "«goodbye 0<|im_end|>»")
 
 
 # -- streams
@@ -217,20 +191,3 @@ def test_streamed_rows_are_encoded_in_the_format_of_their_file(
         (11, None, 0.5),
     ]
     assert (data.stats.streamed, data.stats.epoch_rows, data.stats.rows) == (True, None, 17)
-    lines = preflight_lines(data.stats)
-    assert lines[1] == "  from 2 data sets"
-    assert lines[2].startswith(f"    {chats}: alpaca, 50.0% of the rows, at random; of the first 6 rows ")
-
-
-def test_an_invalid_row_of_a_mixed_stream_is_reported_with_its_file(load: Load, chats: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"text": "a"}\n{"text": 5}\n')
-    with pytest.raises(ToolkitError, match=r"broken.jsonl: row 2, line 2: `text` is number"):
-        load(chats, broken, streaming=True, training={"max_steps": 5})
-
-
-def test_the_configuration_of_a_hub_data_set_is_streamed(load: Load, tmp_path: Path, tokenizer: Any) -> None:
-    folder = write_dataset_folder(tmp_path / "greetings")
-    data = load(folder, dataset_config="sv", streaming=True, training={"max_steps": 5})
-    shown = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in islice(data.train, 12)}
-    assert shown == {f"hej {number}" for number in range(6)}

@@ -62,20 +62,6 @@ def test_only_the_buffer_is_read_ahead(tmp_path: Path) -> None:
         list(rows)
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
-def test_every_file_format_is_streamed(suffix: str, tmp_path: Path) -> None:
-    import pandas as pd
-
-    table = pd.DataFrame({"text": [f"row {n}" for n in range(5)], "score": range(5)})
-    path = tmp_path / f"rows.{suffix}"
-    if suffix == "json":
-        path.write_text(table.to_json(orient="records"))
-    else:
-        table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
-    found = list(open_stream(str(path), "train", buffer_size=1, seed=1).epoch(0))
-    assert [row.fields["text"] for row in found] == [f"row {n}" for n in range(5)]
-
-
 def test_hub_rows_are_streamed_without_indices(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     import datasets
 
@@ -113,14 +99,6 @@ def test_lanes_are_assigned_like_batches_of_a_data_set(rows: Path, tokenizer: An
     stream = token_stream(rows, tokenizer, rank_arguments(1, 2, batch=2, accumulation=2))
     assert [stream.lanes(batch) for batch in range(4)] == [[2, 3], [6, 7], [10, 11], [14, 15]]
     assert stream.lanes(2 * LANE_GROUPS) == [2, 3]
-
-
-def test_without_dropped_rows_a_step_trains_on_the_next_rows(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(100)))
-    order = [row.number for row in open_stream(str(path), "train", buffer_size=8, seed=1).epoch(0)]
-    found = itertools.islice(token_stream(path, tokenizer, rank_arguments(0, 1, batch=4)), 100)
-    assert [row["row"] for row in found] == order
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -187,13 +165,6 @@ def test_a_stream_resumes_exactly_and_tokenises_nothing_twice(
     assert batch_hashes(loader(rows, tokenizer, packing=packing, resume=(found, done)), 20, {}) == uninterrupted[done:]
     if not packing:
         assert len(tokenised) < 50  # 20 are trained on, 1 is read ahead, about a third of the rows is dropped
-
-
-def test_lane_states_without_every_rank_are_ignored(tmp_path: Path) -> None:
-    write_lane_states(tmp_path, {}, rank=0, world_size=2)
-    assert read_lane_states(tmp_path) is None
-    write_lane_states(tmp_path, {}, rank=1, world_size=2)
-    assert read_lane_states(tmp_path) == {}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -15,15 +15,14 @@ from dataset_folders import write_dataset_folder
 from toolkit.data.data_files import DataSource, resolve_sources
 from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import DataArguments
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder
 
 
 def encoded(rows: datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any) -> datasets.Dataset:
-    options = {"max_seq_length": 128, "loss_on": None, "system_prompt": None}
-    num_proc = changes.pop("num_proc", None)
-    encoder = row_encoder(tokenizer=tokenizer, data_format=data_format, **options | changes)
-    return encode_rows(rows, encoder, num_proc=num_proc)
+    encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
+    return encode_rows(rows, encoder)
 
 
 # -- supervision and refused rows
@@ -164,18 +163,6 @@ def test_a_changed_template_or_length_is_tokenized_again(tokenizer: Any, tmp_pat
     assert tokens(tokenizer, 128) != tokens(shouting, 128)
 
 
-def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": " a" * number}) + "\n" for number in range(1, 9)))
-    dataset, data_format = load_rows(str(path), "train")
-    two = encoded(dataset, tokenizer, data_format, num_proc=2)
-    files = [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in two.cache_files]
-    again = encoded(dataset, tokenizer, data_format, num_proc=2)
-    assert [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in again.cache_files] == files
-    assert two["row"][:] == list(range(8))
-    assert two[:] == again[:] == encoded(dataset, tokenizer, data_format)[:]
-
-
 # -- data sets of the hub
 
 
@@ -206,8 +193,3 @@ def test_an_unknown_or_missing_configuration_is_refused_with_those_that_exist(st
         with pytest.raises(ToolkitError, match=message) as caught:
             load_hub(source, "train", streaming=streaming, option="eval_dataset")
         assert "--eval_dataset_config" in str(caught.value.hint)
-
-
-def test_a_hub_id_that_cannot_be_loaded_is_reported() -> None:
-    with pytest.raises(ToolkitError, match="data set 'nobody/nothing', split 'train' cannot be loaded"):
-        load_rows("nobody/nothing", "train")

@@ -95,11 +95,6 @@ def test_a_graph_break_is_counted_and_the_warning_names_its_reason() -> None:
     assert "graph_break" in warning
 
 
-def test_a_step_without_compilation_has_no_warning() -> None:
-    events = CompilerEvents.read()
-    assert events.since(events).warning(step=7, rank=1) is None
-
-
 def test_a_forward_of_an_unusual_shape_compiles_nothing() -> None:
     model = Model()
     compile_layers(model, EAGER, lengths_vary=False)

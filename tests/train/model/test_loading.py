@@ -34,7 +34,7 @@ def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(arguments: Any,
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "how",
     [

@@ -11,7 +11,7 @@ from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import shorten
-from toolkit.presets import known_keys as keys
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -51,14 +51,14 @@ def unknown_key(doc: Document) -> Iterator[Match]:
         return
     what = "is not a key of an accelerate configuration; it refuses to start"
     for name in doc.data:
-        if name not in keys.ACCELERATE_TYPES and name not in OLD_ACCELERATE_KEYS:
-            yield _unknown(doc, "", name, keys.ACCELERATE_TYPES, what)
+        if name not in ACCELERATE_BLOCKS[""] and name not in OLD_ACCELERATE_KEYS:
+            yield _unknown(doc, "", name, ACCELERATE_BLOCKS[""], what)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_nested_key(doc: Document) -> Iterator[Match]:
     """accelerate silently accepts an unknown key inside a block, and nothing reads it: the default applies."""
-    for block, known in keys.ACCELERATE_BLOCKS.items():
+    for block, known in ACCELERATE_BLOCKS.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
             if name not in known and prefixed not in known:
@@ -68,17 +68,17 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
-    known = keys.DEEPSPEED_TYPES.keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
+    known = DEEPSPEED_BLOCKS[""].keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
     for name in doc.data:
         if name not in known and not name.startswith(COMMENT_PREFIXES):
-            yield _unknown(doc, "", name, keys.DEEPSPEED_TYPES, "has no effect: DeepSpeed ignores it silently")
+            yield _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
-    for block, known in keys.DEEPSPEED_BLOCKS.items():
+    for block, known in DEEPSPEED_BLOCKS.items():
         accepted = {*known, *removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED} if block == "zero_optimization" else known
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
@@ -105,7 +105,7 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
     for name, instead in removed.ZERO_DEPRECATED.items():
         key = f"zero_optimization.{name}"
         if doc.has(key):
-            rename = instead if instead in keys.ZERO_TYPES else None
+            rename = instead if instead in DEEPSPEED_BLOCKS["zero_optimization"] else None
             yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename)
 
 

@@ -65,8 +65,7 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file"}
         if not named and not doc.script.mentions(r"\bPET_NNODES="):
             option = NODE_COUNT[call.tool].replace("num-machines", "num_machines")
-            fix = f"`--{option} {nodes}`"
-            yield Match(call.tool, f"{nodes} nodes start a training each", fix, line=call.line)
+            yield Match(call.tool, f"{nodes} nodes start a training each", f"`--{option} {nodes}`", line=call.line)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d --rdzv-endpoint HEAD:PORT")

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -36,9 +35,8 @@ from toolkit.observe.attest.tensors import (
     frozen_weights,
     weights_sha256,
 )
-from toolkit.observe.observed_run import gather_from_ranks
+from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
-from toolkit.observe.progress import Progress
 from toolkit.presets import Preset
 from toolkit.record.folder import write_json
 
@@ -53,16 +51,15 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        path: Path,
+        run: ObservedRun,
+        parts: ObserverParts,
         *,
         trainer: Any,
-        progress: Progress,
-        parts: ObserverParts,
         first_batches: Sequence[str] = (),
         strict: bool = True,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self.trainer, self.progress, self.parts = path, trainer, progress, parts
+        self.path, self.progress, self.parts, self.trainer = run.folder.attestation_json, run.progress, parts, trainer
         self.first_batches, self.strict, self.on_done = first_batches, strict, on_done
         self.compute_dtype = compute_dtype(trainer.args)
         self.reading: Values | None = None

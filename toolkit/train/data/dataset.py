@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 
 from toolkit.data.data_files import (
     DataSource,
@@ -27,7 +29,8 @@ from toolkit.data.data_files import (
 )
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
-from toolkit.job.dataset_checks import check_val_size
+from toolkit.job.dataset_checks import check_val_size, held_out_rows
+from toolkit.observe.batches import IGNORED
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
 from toolkit.train.data.collation import Collator, PackCollator
@@ -42,13 +45,11 @@ from toolkit.train.data.packing import PackedRows, packs_into_one_row
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import (
     EncodedSource,
-    RowEncoder,
     encode_rows,
     encoded_dataset,
     load_rows,
     row_encoder,
 )
-from toolkit.train.evaluation import EvaluationRows, held_out
 
 REPORTED_STREAM_ROWS = 100
 """Rows of a stream that are tokenised before training, for the report."""
@@ -130,14 +131,14 @@ def _open_streams(
     streams = [open_stream(source, arguments.dataset_split, buffer_size=size, seed=seed) for source in sources]
     first = []
     for stream in streams:
-        encoder = _encoder(tokenizer, arguments, stream.data_format)
+        encoder = row_encoder(tokenizer, stream.data_format, arguments)
         head = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
         rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(stream.name)) for n, row in head]
         first.append(EncodedSource(name=stream.name, rows=encoded_dataset(rows), encoder=encoder))
     parts = [replace(source.supervised()[1], streamed=True, epoch_rows=None) for source in first]
     weights = arguments.dataset_weights or None
     shares = fractions(weights) if weights else [None] * len(parts)
-    described = [of_one_source(part, s.name, weight=w) for part, s, w in zip(parts, streams, shares, strict=True)]
+    described = [of_one_source(part, s.name, w) for part, s, w in zip(parts, streams, shares, strict=True)]
     mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights))
     return Data(
         train=TokenStream(mixed, [source.encoder for source in first], training, packing=arguments.packing),
@@ -159,7 +160,7 @@ def _mixed(
             rows = rows.select(repeated_rows(len(rows), count, seed=f"{seed} {index}"))
         tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
         epochs.append(rows)
-        described.append(replace(of_one_source(stats, source.name, weight=share), epoch_rows=count, **tokens))
+        described.append(of_one_source(stats, source.name, share, epoch_rows=count, **tokens))
     return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
 
 
@@ -205,19 +206,9 @@ def _encode_all(
     tokenizer: Any, source: DataSource, split: str, arguments: DataArguments, *, option: str = "dataset"
 ) -> EncodedSource:
     rows, data_format = load_rows(source, split, option=option)
-    encoder = _encoder(tokenizer, arguments, data_format)
+    encoder = row_encoder(tokenizer, data_format, arguments)
     encoded = encode_rows(rows, encoder, num_proc=arguments.preprocessing_num_workers)
     return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
-
-
-def _encoder(tokenizer: Any, arguments: DataArguments, data_format: str) -> RowEncoder:
-    return row_encoder(
-        tokenizer=tokenizer,
-        data_format=data_format,
-        max_seq_length=arguments.max_seq_length,
-        loss_on=arguments.loss_on,
-        system_prompt=arguments.system_prompt,
-    )
 
 
 def _pack(dataset: datasets.Dataset, stats: DataStats, arguments: DataArguments) -> tuple[Any, DataStats]:
@@ -249,3 +240,31 @@ def row_places(numbers: tuple[int, ...], names: Sequence[str]) -> dict[str, Any]
                 places += [f"{name}: {place}" for place in in_file] if len(names) > 1 else in_file
     in_order = sorted(found, key=lambda pair: pair[::-1])  # data set by data set, as their places
     return {"rows": [row + 1 for row, _ in in_order], "places": places}
+
+
+# -- evaluation
+
+
+def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
+    """Return the numbers of the rows held out for evaluation, a fraction of them or so many; the same in every run."""
+    return set(random.Random(seed).sample(range(rows), held_out_rows(rows, val_size)))
+
+
+class EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):  # type: ignore[misc]
+    """Rows (or packs), filled up with unsupervised copies until every rank has the same number of full batches.
+
+    `multiple` is the sequences of one batch over all ranks. accelerate would fill up with rows that count twice.
+    """
+
+    def __init__(self, rows: Any, *, multiple: int) -> None:
+        self.rows = rows
+        self.length = -(-len(rows) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self.rows):
+            return dict(self.rows[index])
+        row = dict(self.rows[0])
+        return row | {"labels": [IGNORED] * len(row["labels"])}

@@ -121,10 +121,7 @@ class PackedRows(torch.utils.data.Dataset[TokenRow]):  # type: ignore[misc]
 
 
 def check_model_packs(model: Any) -> None:
-    """Raise ToolkitError for an architecture without position ids: its documents would attend to each other.
-
-    An architecture that takes them and leaks anyway is found by the run-time verification.
-    """
+    """Raise ToolkitError for an architecture without position ids: its documents would attend to each other."""
     plain = without_adapters(model)
     if "position_ids" not in inspect.signature(plain.forward).parameters:
         raise ToolkitError(

@@ -19,9 +19,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,10 +107,7 @@ class MixedRows:
             yield row._replace(source=source, number=index)
 
     def endless(self, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
-        """Yield the rows of epoch after epoch, with the epoch's number.
-
-        Raises ToolkitError at the end of an epoch of fewer than `at_least` rows.
-        """
+        """Yield rows with the number of their epoch. Raises ToolkitError after an epoch of less than `at_least`."""
         for epoch in itertools.count():
             rows = 0
             for row in self.epoch(epoch):
@@ -182,68 +180,63 @@ LaneStates = dict[int, LaneState]
 """Lane number to its position."""
 
 
-class RowDealer:
-    """Deals rows to all lanes in turn, and keeps those of its own lanes until they are taken."""
+class Lanes:
+    """Makes the sequences of some lanes: rows are dealt to all lanes in turn, and those of its own kept until taken."""
 
-    def __init__(self, rows: Iterator[tuple[int, StreamedRow]], *, lanes: int, own: Mapping[int, LaneState]) -> None:
-        self.rows, self.lanes, self.own = enumerate(rows), lanes, own
-        self.waiting: dict[int, deque[tuple[int, StreamedRow]]] = {lane: deque() for lane in own}
+    def __init__(self, stream: TokenStream, states: LaneStates) -> None:
+        """Begin each lane where its state says."""
+        self.stream, self.states = stream, states
+        self.names = [each.name for each in stream.rows.streams]
+        self.rows = enumerate(stream.rows.endless(at_least=stream.global_batch_size))
+        self.waiting: dict[int, deque[tuple[int, StreamedRow]]] = {lane: deque() for lane in states}
+        self.packs: dict[int, OpenPacks] = {}
+        self.dropped: Counter[int] = Counter()
+        """Consecutive rows of a lane without a supervised token."""
         self.rows_per_epoch: int | None = None
         """Known once the first epoch is over."""
 
-    def next_row(self, lane: int) -> tuple[int, StreamedRow]:
-        """Return the next row that the lane still has to train on, with its index in the lane."""
-        while not self.waiting[lane]:
-            count, (epoch, row) = next(self.rows)
-            if epoch == 1 and self.rows_per_epoch is None:
-                self.rows_per_epoch = count
-            number, receiver = divmod(count, self.lanes)
-            if receiver in self.own and self.own[receiver].needs(number):
-                self.waiting[receiver].append((number, row))
-        return self.waiting[lane].popleft()
-
-
-class Lane:
-    """Makes the sequences of one lane."""
-
-    def __init__(self, state: LaneState, dealer: RowDealer, stream: TokenStream) -> None:
-        self.number, self.taken, self.dealer = state.lane, state.taken, dealer
-        self.encoders, self.names = stream.encoders, [each.name for each in stream.rows.streams]
-        self.dropped = 0
-        """Consecutive rows without a supervised token."""
-        self.packs: OpenPacks | None = None
-        if stream.packing:
-            rows = {number: self._encoded(*dealer.next_row(self.number)) for number in sorted(sum(state.open, ()))}
-            packs = [[rows[number] for number in pack] for pack in state.open]
-            self.packs = OpenPacks(max_tokens=self.encoders[0].max_seq_length, at_most=OPEN_PACKS, packs=packs)
-
-    def next(self) -> TokenRow:
+    def next(self, lane: int) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
+        if self.stream.packing and lane not in self.packs:
+            opened = self.states[lane].open
+            rows = {number: self._next_row(lane) for number in sorted(sum(opened, ()))}
+            packs, length = (
+                [[rows[number] for number in pack] for pack in opened],
+                self.stream.encoders[0].max_seq_length,
+            )
+            self.packs[lane] = OpenPacks(max_tokens=length, at_most=OPEN_PACKS, packs=packs)
         while True:
-            number, dealt = self.dealer.next_row(self.number)
-            self.taken = number + 1
-            row = self._encoded(number, dealt)
+            row = self._next_row(lane)
+            taken = row[LANE_STATE] + 1
             if not row["supervised"]:
-                self.dropped += 1
-                epoch = self.dealer.rows_per_epoch
-                if epoch is not None and self.dropped >= 10 * epoch:  # one epoch's rows may miss a lane
+                self.dropped[lane] += 1
+                # One epoch's rows may miss a lane.
+                if self.rows_per_epoch is not None and self.dropped[lane] >= 10 * self.rows_per_epoch:
                     raise ToolkitError(
-                        f"{', '.join(self.names)}: no supervised token in {self.dropped:,} consecutive rows",
+                        f"{', '.join(self.names)}: no supervised token in {self.dropped[lane]:,} consecutive rows",
                         hint="check that the answers are not empty, or raise `--max_seq_length`",
                     )
                 continue
-            self.dropped = 0
-            rows = [row] if self.packs is None else self.packs.add(row)
-            if rows is not None:
-                packs = [] if self.packs is None else self.packs.packs
-                numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in packs)
-                state = LaneState(lane=self.number, taken=self.taken, open=numbers)
-                return (row if self.packs is None else joined(rows)) | {LANE_STATE: state}
+            self.dropped[lane] = 0
+            if not self.stream.packing:
+                return row | {LANE_STATE: LaneState(lane=lane, taken=taken)}
+            full = self.packs[lane].add(row)
+            if full is not None:
+                numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in self.packs[lane].packs)
+                return joined(full) | {LANE_STATE: LaneState(lane=lane, taken=taken, open=numbers)}
 
-    def _encoded(self, number: int, row: StreamedRow) -> TokenRow:
-        """Tokens of a row; `LANE_STATE` holds its number in the lane."""
-        place = row.place_in(self.names[row.source])
-        encoded = self.encoders[row.source].encode_row(row.fields, number=row.number, place=place)
+    def _next_row(self, lane: int) -> TokenRow:
+        """Tokens of the next row that the lane still has to train on; `LANE_STATE` holds its number in the lane."""
+        while not self.waiting[lane]:
+            count, (epoch, dealt) = next(self.rows)
+            if epoch == 1 and self.rows_per_epoch is None:
+                self.rows_per_epoch = count
+            number, receiver = divmod(count, LANE_GROUPS * self.stream.global_batch_size)
+            if receiver in self.states and self.states[receiver].needs(number):
+                self.waiting[receiver].append((number, dealt))
+        number, row = self.waiting[lane].popleft()
+        place, encoder = row.place_in(self.names[row.source]), self.stream.encoders[row.source]
+        encoded = encoder.encode_row(row.fields, number=row.number, place=place)
         names = ["input_ids", "labels", "supervised"] + ["row"] * (row.number is not None)
         return {name: encoded[name] for name in names} | {LANE_STATE: number}
 
@@ -291,18 +284,10 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
     def _sequences(self) -> Iterator[TokenRow]:
         worker = torch.utils.data.get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        own = self._own_lanes(range(first, LANE_GROUPS * self.accumulation, stride))
-        rows = self.rows.endless(at_least=self.global_batch_size)
-        dealer = RowDealer(rows, lanes=LANE_GROUPS * self.global_batch_size, own=own)
-        started: dict[int, Lane] = {}
+        lanes = Lanes(self, self._own_lanes(range(first, LANE_GROUPS * self.accumulation, stride)))
         for batch in itertools.count(first, stride):
             for lane in self.lanes(batch):
-                if batch < self.skipped_batches:
-                    yield {PLACEHOLDER: True}
-                    continue
-                if lane not in started:
-                    started[lane] = Lane(own[lane], dealer, self)
-                yield started[lane].next()
+                yield {PLACEHOLDER: True} if batch < self.skipped_batches else lanes.next(lane)
 
     def _own_lanes(self, batches: Iterable[int]) -> LaneStates:
         lanes = itertools.chain.from_iterable(map(self.lanes, batches))
@@ -312,29 +297,21 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
 # -- batches
 
 
-class StreamCollator:
-    """Adds to a collator what a stream yields beside sequences: lane states, errors and placeholders."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
-        for row in rows:
-            if STREAM_ERROR in row or PLACEHOLDER in row:
-                return row
-        batch: dict[str, Any] = self.collator([{name: row[name] for name in row if name != LANE_STATE} for row in rows])
-        return batch | {LANE_STATE: frozenset(row[LANE_STATE] for row in rows)}  # accelerate takes lists apart
+def collate_stream(rows: Sequence[TokenRow], *, collator: Any) -> dict[str, Any]:
+    """Collate sequences with their lane states; pass on an error or a placeholder."""
+    for row in rows:
+        if STREAM_ERROR in row or PLACEHOLDER in row:
+            return row
+    batch: dict[str, Any] = collator([{name: row[name] for name in row if name != LANE_STATE} for row in rows])
+    return batch | {LANE_STATE: frozenset(row[LANE_STATE] for row in rows)}  # accelerate takes lists apart
 
 
 def stream_loader(stream: TokenStream, collator: Any, training: Any, device: torch.device) -> Any:
-    """Return this rank's batches, on its device.
-
-    accelerate is configured for one process, because the lanes are already divided among the ranks.
-    """
+    """Return this rank's batches, on its device; for accelerate of one process, since lanes are divided among ranks."""
     loader = torch.utils.data.DataLoader(
         stream,
         batch_size=training.train_batch_size,
-        collate_fn=StreamCollator(collator),
+        collate_fn=partial(collate_stream, collator=collator),
         num_workers=training.dataloader_num_workers,
         pin_memory=training.dataloader_pin_memory,
         prefetch_factor=training.dataloader_prefetch_factor,
@@ -369,10 +346,7 @@ def write_lane_states(checkpoint: Path, states: LaneStates, *, rank: int, world_
 
 
 def read_lane_states(checkpoint: Path) -> LaneStates | None:
-    """Read the lanes of all ranks that wrote the checkpoint, which may be fewer or more than now.
-
-    Returns None if a rank's file is missing.
-    """
+    """Read the lanes of all ranks that wrote the checkpoint, fewer or more than now; None if a file is missing."""
     states: LaneStates = {}
     written = [read_json_object(path) for path in checkpoint.glob(STATE_FILES)]
     for lane in itertools.chain.from_iterable(file["lanes"] for file in written):

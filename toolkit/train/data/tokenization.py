@@ -1,9 +1,7 @@
 """Tokenise rows, with labels only at supervised tokens.
 
     rows, data_format = load_rows("faq.jsonl", "train")
-    encoder = row_encoder(
-        tokenizer=tokenizer, data_format=data_format, max_seq_length=1024, loss_on=None, system_prompt=None
-    )
+    encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=1024))
     source = EncodedSource(name="faq.jsonl", rows=encode_rows(rows, encoder), encoder=encoder)
     dataset, stats = source.supervised()
 
@@ -28,6 +26,7 @@ from toolkit.data import formats
 from toolkit.data.data_files import DataSource, check_file, config_error, iter_rows, resolve_source
 from toolkit.data.formats import Sample, check_row, detect_format, to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data import chat_template
 from toolkit.train.data.chat_template import Encoded, encode_chat
@@ -42,8 +41,7 @@ _JSON_ROW, _PLACE = "json_row", "place"
 def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
     """Return the rows of a local file (checked first) or of a hub data set, and their format.
 
-    Of a file each row is JSON text: Arrow would infer types from the first rows, and give each tool call the keys of
-    all.
+    Of a file each row is JSON text: Arrow would infer types from the first rows, and give tool calls the keys of all.
     """
     resolved = resolve_source(source) if isinstance(source, str) else source
     path = resolved.path
@@ -161,8 +159,8 @@ class RowEncoder:
             raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
         except (UnicodeError, RecursionError) as error:
             raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
-        labels = [token if learned else IGNORED for token, learned in zip(input_ids, supervised, strict=True)]
-        labels = labels[: self.max_seq_length]
+        pairs = zip(input_ids, supervised, strict=True)
+        labels = [token if learned else IGNORED for token, learned in pairs][: self.max_seq_length]
         return {
             "input_ids": input_ids[: self.max_seq_length],
             "labels": labels,
@@ -183,24 +181,21 @@ class RowEncoder:
         return vocabulary, str(special), str(template), *options
 
 
-def row_encoder(
-    *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None, system_prompt: str | None
-) -> RowEncoder:
+def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> RowEncoder:
     """Return the encoder for rows of one format.
 
     `loss_on` is `assistant` (also the completion), `all`, or None: assistant for chat and prompt/completion, all for
     text. Raises ToolkitError for `assistant` with text.
     """
-    if data_format == "text" and loss_on == "assistant":
-        raise ToolkitError(
-            "`loss_on: assistant` has no effect on plain text: there is no assistant turn", hint="leave `--loss_on` out"
-        )
+    if data_format == "text" and arguments.loss_on == "assistant":
+        what = "`loss_on: assistant` has no effect on plain text: there is no assistant turn"
+        raise ToolkitError(what, hint="leave `--loss_on` out")
     return RowEncoder(
         tokenizer=tokenizer,
         data_format=data_format,
-        max_seq_length=max_seq_length,
-        supervise_all=loss_on == "all" or data_format == "text",
-        system_prompt=system_prompt,
+        max_seq_length=arguments.max_seq_length,
+        supervise_all=arguments.loss_on == "all" or data_format == "text",
+        system_prompt=arguments.system_prompt,
     )
 
 

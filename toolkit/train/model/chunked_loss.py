@@ -12,13 +12,13 @@ once, as a module, so that ZeRO-3 gathers its weight and every engine's hooks se
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -146,7 +146,6 @@ class GradientSum:
         self.value = torch.zeros_like(parameter, dtype=wide) if num_chunks != 1 else None
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add the gradient of one chunk."""
         self.value = gradient if self.value is None else self.value.add_(gradient)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -198,16 +197,6 @@ class UnknownHead(Exception):
     """The model computes its loss from more than the logits of a linear head, scaled or capped."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Targets:
-    labels: torch.Tensor
-    """The token after each position that the head sees, flattened."""
-    positions: torch.Tensor | None
-    """Indices of those that are supervised, from the collator; None: to be read from the labels."""
-    num_items: torch.Tensor | int | None
-    label_smoothing: float
-
-
 class ChunkedLoss:
     """The chunked loss of one model, in effect as long as the model lives."""
 
@@ -220,7 +209,8 @@ class ChunkedLoss:
         self.chunk_tokens, self.label_smoothing = chunk_tokens, label_smoothing
         self.num_losses = 0
         """Losses computed so far."""
-        self._targets: _Targets | None = None
+        self._compute: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Computes the loss of hidden states, during a forward with labels."""
         self._loss: torch.Tensor | None = None
         self._head, self._inner = plain.get_output_embeddings(), inner_head(plain)
         self._model_forward, self._head_forward = plain.forward, self._inner.forward
@@ -238,40 +228,37 @@ class ChunkedLoss:
             positions = kwargs.pop(SUPERVISED_POSITIONS, None)
             if kwargs.get("labels") is None:
                 return self._model_forward(*args, **kwargs)
-            self._targets = _Targets(
-                labels=next_labels(kwargs),
-                positions=positions,
-                num_items=kwargs.get("num_items_in_batch"),
-                label_smoothing=self.label_smoothing if model.training else 0.0,
-            )
+            smoothing = self.label_smoothing if model.training else 0.0
+            given = (next_labels(kwargs), positions, kwargs.get("num_items_in_batch"))
+            self._compute = functools.partial(self._loss_of, *given, label_smoothing=smoothing)
             # Registered now, it runs after the hooks of every engine and takes what they return.
             hook = self._head.register_forward_hook(self._take_loss)
             try:
                 return self._model_forward(*args, **kwargs)
             finally:
                 hook.remove()
-                self._targets = self._loss = None
+                self._compute = self._loss = None
 
         return forward
 
     def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._targets is not None:
-            return self._compute(hidden, self._targets)
-        logits: torch.Tensor = self._head_forward(hidden)
-        return logits
+        result: torch.Tensor = (self._compute or self._head_forward)(hidden)
+        return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compute(self, hidden: torch.Tensor, targets: _Targets) -> torch.Tensor:
-        labels, positions = targets.labels.to(hidden.device), targets.positions
+    def _loss_of(
+        self, labels: torch.Tensor, positions: torch.Tensor | None, items: Any, hidden: torch.Tensor, **how: float
+    ) -> torch.Tensor:
+        """`labels` are flattened; `positions` are those that are supervised, from the collator."""
+        labels = labels.to(hidden.device)
         if positions is None:
             # Fake tensors have no values: all positions are the most that there can be.
             fake = isinstance(labels, FakeTensor)
             positions = torch.arange(len(labels)) if fake else supervised_positions(labels)
-        options = LossOptions(chunk_tokens=self.chunk_tokens, scale=self.scale, label_smoothing=targets.label_smoothing)
+        options = LossOptions(chunk_tokens=self.chunk_tokens, scale=self.scale, **how)
         weight, bias = self._inner.weight, self._inner.bias  # read now: engines replace them between two calls
         total = chunked_cross_entropy(hidden.flatten(0, -2), labels, positions, weight, bias, options)
         self.num_losses += 1
-        items = targets.num_items
         if items is None:
             return total / (labels != IGNORED).sum()  # nan without any, as torch's mean
         return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
@@ -394,7 +381,9 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     token, label = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=torch.int64)
     hidden = _Hidden(last_hidden_state=torch.zeros(1, 1, 1, dtype=torch.float64))
     options = {"attention_mask": torch.ones_like(token), "use_cache": False, "output_router_logits": False}
-    with _replaced(plain, {head: logits.view(1, 1, -1), plain.base_model: hidden}):
+    values = {head: logits.view(1, 1, -1), plain.base_model: hidden}
+    replaced = {name: _Replacement(values[child], child) for name, child in plain._modules.items() if child in values}
+    with patch.dict(plain._modules, replaced):
         plain.loss_function = capture
         try:
             with torch.no_grad():
@@ -406,16 +395,3 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     if len(seen) != 1:
         raise UnknownHead(f"{type(plain).__name__} does not compute one loss from its head's logits")
     return seen[0]
-
-
-@contextlib.contextmanager
-def _replaced(plain: Any, values: dict[Any, Any]) -> Iterator[None]:
-    """Let the model's children return these values; its `_modules` are put back afterwards."""
-    before = dict(plain._modules)
-    for name, child in before.items():
-        if child in values:
-            plain._modules[name] = _Replacement(values[child], child)
-    try:
-        yield
-    finally:
-        plain._modules.update(before)

@@ -14,26 +14,26 @@ rank (a 32nd of the weights' bytes). The libraries leave three things to do here
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from transformers import PreTrainedModel
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging
 
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
 from toolkit.observe.attest.tensors import constants
 from toolkit.presets.training_arguments import uses_fsdp
-
-# -- loading for an engine that shards
-
-
-def is_sharded() -> bool:
-    """Return True if this process trains under an engine that shards parameters."""
-    return is_deepspeed_zero3_enabled() or uses_fsdp()
 
 
 def load_for_shards(load: Callable[[], Any]) -> Any:
@@ -41,25 +41,28 @@ def load_for_shards(load: Callable[[], Any]) -> Any:
 
     `load` calls `from_pretrained`, whose own choice for a quantized model is the GPU of each rank.
     """
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    with (
-        _replaced(Bnb4BitHfQuantizer, "update_device_map", lambda *_: {"": "cpu"}),
-        _quantized_on(_device()) if _reads_weights() else _without_weights(),
-    ):
+    # Rank 0 reads, and where FSDP2 was told not to broadcast (`fsdp_cpu_ram_efficient_loading: false`) every rank.
+    alone = not dist.is_initialized() or dist.get_rank() == 0
+    broadcasts = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
+    reads = alone or (uses_fsdp() and not broadcasts)
+    replaced = [(Bnb4BitHfQuantizer, "update_device_map", lambda *_: {"": "cpu"})]
+    replaced += _quantized_on_device() if reads else _without_weights()
+    verbosity = logging.get_verbosity()
+    if not reads:
+        logging.set_verbosity_error()  # no report on weights that are missing on purpose
+    with ExitStack() as stack:
+        for owner, name, function in replaced:
+            stack.enter_context(patch.object(owner, name, function))
         model = load()
-    if not _reads_weights():
-        for module in _linear_4bit_modules(model):
-            _expect_from_rank_0(module)
+    logging.set_verbosity(verbosity)
+    for module in [] if reads else _linear_4bit_modules(model):
+        _expect_from_rank_0(module)
     return model
 
 
-@contextlib.contextmanager
-def _quantized_on(device: torch.device) -> Iterator[None]:
-    """Quantize each weight on the device, and put the result into host memory."""
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-
-    convert = Bnb4bitQuantize.convert
+def _quantized_on_device() -> list[tuple[type, str, Any]]:
+    """Quantize each weight on this rank's GPU, and put the result into host memory."""
+    convert, device = Bnb4bitQuantize.convert, PartialState().device
 
     def convert_on_device(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         moved = {
@@ -68,15 +71,11 @@ def _quantized_on(device: torch.device) -> Iterator[None]:
         }
         return {name: value.to("cpu") for name, value in convert(self, moved, *args, **kwargs).items()}
 
-    with _replaced(Bnb4bitQuantize, "convert", convert_on_device):
-        yield
+    return [(Bnb4bitQuantize, "convert", convert_on_device)]
 
 
-@contextlib.contextmanager
-def _without_weights() -> Iterator[None]:
+def _without_weights() -> list[tuple[type, str, Any]]:
     """Read and initialize no weights, as transformers does under FSDP without quantization; buffers are computed."""
-    from transformers import PreTrainedModel
-
     load = PreTrainedModel._load_pretrained_model
 
     def load_none(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,33 +88,15 @@ def _without_weights() -> Iterator[None]:
             parameter._is_hf_initialized = True
         self.initialize_weights()
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # no report on weights that are missing on purpose
-    try:
-        with (
-            _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load_none)),
-            _replaced(PreTrainedModel, "_initialize_missing_keys", initialize_buffers),
-        ):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, function: Any) -> Iterator[None]:
-    original = vars(owner)[name]  # with its decorator
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    own = {"_load_pretrained_model": staticmethod(load_none), "_initialize_missing_keys": initialize_buffers}
+    return [(PreTrainedModel, name, function) for name, function in own.items()]
 
 
 def make_shardable(model: Any) -> None:
     """Give 4-bit weights, adapters already added, the form that the engine shards; every rank must call it."""
     for module in _linear_4bit_modules(model):
         state = module.quant_state = module.weight.quant_state
-        state.to(_device())
+        state.to(PartialState().device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             for tensor in constants(state):
                 dist.broadcast(tensor, 0)
@@ -130,11 +111,7 @@ def make_shardable(model: Any) -> None:
 
 def _expect_from_rank_0(module: Any) -> None:
     """Replace a weight that was not read by an empty one of its packed size, with constants of zero."""
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn.modules import Params4bit
-
-    weight, storage = module.weight, module.quant_storage
-    size = weight.numel()
+    weight, storage, size = module.weight, module.quant_storage, module.weight.numel()
     blocks = -(-size // NF4_BLOCK)
     second = QuantState(
         absmax=torch.zeros(-(-blocks // NF4_SECOND_BLOCK)),
@@ -142,42 +119,21 @@ def _expect_from_rank_0(module: Any) -> None:
         blocksize=NF4_SECOND_BLOCK,
         dtype=torch.float32,
     )
+    kind = {"blocksize": NF4_BLOCK, "quant_type": QUANT_TYPE}
     state = QuantState(
         absmax=torch.zeros(blocks, dtype=torch.uint8),
         shape=weight.shape,
         code=torch.zeros(NF4_TABLE),
-        blocksize=NF4_BLOCK,
-        quant_type=QUANT_TYPE,
         dtype=weight.dtype,
         offset=torch.zeros(()),
         state2=second,
+        **kind,
     )
+    packed = torch.empty(-(-size // (2 * storage.itemsize)), 1, dtype=storage)
     module.weight = Params4bit(
-        torch.empty(-(-size // (2 * storage.itemsize)), 1, dtype=storage),
-        quant_state=state,
-        blocksize=NF4_BLOCK,
-        quant_type=QUANT_TYPE,
-        quant_storage=storage,
-        module=module,
-        bnb_quantized=True,
+        packed, quant_state=state, quant_storage=storage, module=module, bnb_quantized=True, **kind
     )
 
 
 def _linear_4bit_modules(model: Any) -> list[Any]:
-    from bitsandbytes.nn.modules import Linear4bit
-
     return [module for module in model.modules() if isinstance(module, Linear4bit)]
-
-
-def _reads_weights() -> bool:
-    """Rank 0 does, and where FSDP2 was told not to broadcast (`fsdp_cpu_ram_efficient_loading: false`) every rank."""
-    alone = not dist.is_initialized() or dist.get_rank() == 0
-    broadcasts = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
-    return alone or (uses_fsdp() and not broadcasts)
-
-
-def _device() -> torch.device:
-    from accelerate import PartialState
-
-    device: torch.device = PartialState().device
-    return device

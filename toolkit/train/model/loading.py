@@ -29,7 +29,8 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.support import check_supported
-from toolkit.train.model import four_bit, varlen_attention
+from toolkit.presets.training_arguments import uses_fsdp
+from toolkit.train.model import varlen_attention
 
 varlen_attention.register()
 
@@ -58,10 +59,8 @@ def choose_attention(job: Job, *, compute_dtype: torch.dtype, on_cpu: bool) -> s
     model = None if own_code else read_model_attention(config)
     asked = Job(packing=job.packing, attn_implementation=name)
     check_supported(None, asked, model=ModelLimits(attention=model))
-    if name not in (None, AUTO):
-        return name
-    if not job.packing:
-        return None
+    if name not in (None, AUTO) or not job.packing:
+        return None if name == AUTO else name
     capability = None if on_cpu else torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0")))
     return packed_attention(model, capability=capability, half_precision=compute_dtype != torch.float32)
 
@@ -76,25 +75,27 @@ def load_model(
     """Return the model, with LoRA adapters or frozen parameters if the arguments say so.
 
     With a `layout`, transformers shards the model while it loads it, and the weights of a `checkpoint` are loaded here,
-    too: the Trainer loads them into every other model.
-
-    A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep bf16
-    optimizer states and no fp32 master weights.
+    too: the Trainer loads them into every other model. The checkpoint's own dtype does not matter: a Trainer without a
+    sharding engine would keep the optimizer states of bf16 weights in bf16.
     """
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"dtype": loaded_dtype(arguments, compute_dtype)}
     if arguments.attn_implementation:
         extra["attn_implementation"] = arguments.attn_implementation
     if arguments.load_in_4bit:
         extra["quantization_config"] = quantization_config(compute_dtype)
-    dtype = loaded_dtype(arguments, compute_dtype)
     if layout is not None:
         extra["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
     resumed = checkpoint if layout is not None else None
     source = arguments
     if resumed is not None and arguments.lora_r is None:
         source = replace(arguments, model_name_or_path=str(resumed), revision="main")
-    load = partial(from_pretrained, AutoModelForCausalLM, source, dtype=dtype, **extra)
-    model = four_bit.load_for_shards(load) if arguments.load_in_4bit and four_bit.is_sharded() else load()
+    load = partial(from_pretrained, AutoModelForCausalLM, source, **extra)
+    if _is_sharded_4_bit(arguments):
+        from toolkit.train.model.four_bit import load_for_shards
+
+        model = load_for_shards(load)
+    else:
+        model = load()
     if arguments.load_in_4bit:
         keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=resumed)
@@ -110,10 +111,7 @@ def loaded_dtype(arguments: ModelArguments, compute_dtype: torch.dtype) -> torch
 def prepare_model(
     model: Any, arguments: ModelArguments, *, compute_dtype: torch.dtype, adapter: Path | None = None
 ) -> Any:
-    """Add LoRA adapters to a loaded model, or freeze parts of it; then give every weight its dtype.
-
-    `adapter` is a checkpoint to read the adapters from.
-    """
+    """Add LoRA adapters, or load those of the checkpoint `adapter`, or freeze parts; then give weights their dtypes."""
     model.config.use_cache = False
     if arguments.lora_r is not None:
         if adapter is None:
@@ -129,16 +127,19 @@ def prepare_model(
             if os.environ.get("RANK", "0") == "0":
                 print(line, flush=True)
     cast_weights(model, compute_dtype)
-    if arguments.load_in_4bit and four_bit.is_sharded():
-        four_bit.make_shardable(model)
+    if _is_sharded_4_bit(arguments):
+        from toolkit.train.model.four_bit import make_shardable
+
+        make_shardable(model)
     return model
 
 
-def with_lora(model: Any, arguments: ModelArguments) -> Any:
-    """Return the model with trainable LoRA adapters on frozen weights; `lora_config` sets further `LoraConfig` fields.
+def _is_sharded_4_bit(arguments: ModelArguments) -> bool:
+    return arguments.load_in_4bit and (is_deepspeed_zero3_enabled() or uses_fsdp())
 
-    Raises ToolkitError if peft rejects the configuration.
-    """
+
+def with_lora(model: Any, arguments: ModelArguments) -> Any:
+    """Return the model with trainable LoRA adapters. Raises ToolkitError if peft rejects the configuration."""
     from peft import LoraConfig, get_peft_model
 
     targets, fields = arguments.lora_target_modules, dict(arguments.lora_config or {})
@@ -155,9 +156,8 @@ def with_lora(model: Any, arguments: ModelArguments) -> Any:
         return get_peft_model(model, config, autocast_adapter_dtype=not is_deepspeed_zero3_enabled())
     except (ValueError, TypeError, ImportError) as error:
         given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
-        raise ToolkitError(
-            f"LoRA{given}: {' '.join(str(error).split())}", hint="see `--lora_target_modules` and `--lora_config`"
-        ) from None
+        what, hint = " ".join(str(error).split()), "see `--lora_target_modules` and `--lora_config`"
+        raise ToolkitError(f"LoRA{given}: {what}", hint=hint) from None
 
 
 def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] | None) -> list[str]:
@@ -199,11 +199,8 @@ def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:
 
 
 def model_without_weights(arguments: ModelArguments) -> Any:
-    """Return the model on the meta device.
-
-    DeepSpeed's configuration is unset, because under ZeRO-3 `from_config` would shard the model.
-    """
-    unset_hf_deepspeed_config()
+    """Return the model on the meta device."""
+    unset_hf_deepspeed_config()  # under ZeRO-3 `from_config` would shard the model
     config = from_pretrained(AutoConfig, arguments)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
@@ -212,15 +209,12 @@ def model_without_weights(arguments: ModelArguments) -> Any:
 def from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:
     """Call `from_pretrained` for the model. Raises ToolkitError with the first line of an error."""
     name = arguments.model_name_or_path
+    source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     try:
-        return auto_class.from_pretrained(
-            name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code, **extra
-        )
+        return auto_class.from_pretrained(name, **source, **extra)
     except Exception as error:  # the tokenizers library raises bare ones for a file that is damaged
         if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
             raise  # of torch: out of memory
-        first_line = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise ToolkitError(
-            f"model {name!r} cannot be loaded: {first_line}",
-            hint="give a local folder with config.json, weights and tokenizer, or a hub id that this node can reach",
-        ) from None
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        hint = "give a local folder with config.json, weights and tokenizer, or a hub id that this node can reach"
+        raise ToolkitError(f"model {name!r} cannot be loaded: {first_line}", hint=hint) from None

@@ -1,19 +1,26 @@
-"""A rehearsal's model and rows: the real ones where they are given, otherwise of the same shapes."""
+"""Stand-ins of a rehearsal: a world whose other ranks do not exist, and rows and weights where none are given.
+
+The environment of rank r of N comes from accelerate's own launcher, so that the preset's file is read as in a run.
+torch's `fake` process group has any size and any rank, and its collectives move nothing.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.job.argument_fields import ModelArguments
+from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
-from toolkit.rehearse.fake_process_group import fill_shards
-from toolkit.rehearse.rehearsed_rank import SYNTHETIC, has_local_weights
+from toolkit.presets import Preset
+from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data
@@ -25,6 +32,62 @@ from toolkit.train.model.loading import (
     model_without_weights,
     prepare_model,
 )
+
+SHARD_VALUE = 0.01
+
+
+def join_fake_world(rehearsed: RehearsedRank, preset: Preset) -> None:
+    """Make this process rank r of N. Call it before anything asks for a process group."""
+    os.environ.update(launcher_environment(preset, world_size=rehearsed.world_size))
+    if rehearsed.fake_tensors:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, which fake tensors take for another device
+        if preset.engine == "ddp":
+            return  # its reducer takes no fake tensors: the model is traced without it
+    if preset.engine != "none":
+        from accelerate.utils.other import get_free_port
+
+        place = {"world_size": rehearsed.world_size, "rank": rehearsed.rank}
+        # the one device that is here
+        os.environ.update(rank_environment(**place, local_rank=0, local_world_size=1, master_port=get_free_port()))
+    if rehearsed.world_size > 1:  # a group that accelerate and every engine use; a single rank's engine starts its own
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rehearsed.rank, world_size=rehearsed.world_size)
+    if preset.engine == "deepspeed":  # ZeRO-3 compares the order of parameters with rank 0's, which nobody sends
+        from deepspeed.runtime.zero import utils
+
+        utils.assert_lst_len_same_as_other_ranks = lambda _: None
+        utils.get_lst_from_rank0 = lambda own: own
+
+
+def fill_shards(model: Any) -> None:
+    """Fill this rank's shards with a constant, in place of what rank 0 would have sent.
+
+    Uninitialised memory holds NaN at times, and ZeRO skips such a step. A ZeRO-3 model is sharded as soon as it is
+    loaded, an FSDP2 model once the Trainer has prepared it.
+    """
+    for parameter in model.parameters():
+        shard = getattr(parameter, "ds_tensor", None)
+        shard = parameter.to_local() if shard is None and hasattr(parameter, "to_local") else shard
+        if shard is not None and shard.is_floating_point():
+            shard.data.fill_(SHARD_VALUE)
+
+
+def register_local_reduction(wrapped: Any) -> None:
+    """Make DDP use its own buckets as the result of the reduction.
+
+    DDP reads the result from the future of the all-reduce, which is empty under the fake backend.
+    """
+    if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
+        wrapped.register_comm_hook(None, _own_bucket)
+
+
+def _own_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+    del state
+    buffer = bucket.buffer()
+    future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
 
 
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:

@@ -1,0 +1,34 @@
+"""Runs that several tests of a module look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, accelerate_launch
+
+Start = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Start:
+    """Return a function that trains three steps under a preset, once with the same words; it returns the run folder."""
+
+    @cache
+    def run(preset: str, *words: str, gpu: bool = False, **options: Any) -> Path:
+        folder = tmp_path_factory.mktemp("run") / preset
+        job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+        job += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+        job += ["--save_strategy", "no", "--output_dir", str(folder), *words]
+        if gpu:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            options |= {"variables": {"CUDA_VISIBLE_DEVICES": seen}, "num_processes": 1}
+        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *job, **options)
+        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        return folder
+
+    return run

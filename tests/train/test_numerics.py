@@ -1,0 +1,120 @@
+"""The numerics contract (docs/concepts/numerics.md) in bf16, which every preset uses on a GPU.
+
+Trained weights are fp32 masters with fp32 optimizer states, frozen ones are held once, in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import attested_ranks, losses, read
+from tiny_model_bytes import BF16_BYTES
+
+from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.verify import verify
+from toolkit.compare.parity import FIRST_LOSS_FLOOR, LOSS_CURVE_FLOOR
+from toolkit.models.read_model import read_model
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.model_states import job_weights, model_states
+from toolkit.presets import load_preset
+
+pytestmark = pytest.mark.launch
+
+P, EMBEDDING, LAYER = 3_219_776, 49_152 * 64, 36_992
+ADAPTERS = 8_192  # rank 4: per layer 512 for q and o each, 384 for k and v, 768 for gate, up and down
+FROZEN = EMBEDDING + LAYER
+REDUCE_DTYPE = {"ddp": "float32", "zero2": "bfloat16", "zero3": "bfloat16", "fsdp2": "bfloat16"}
+LORA_BYTES = {"ddp": 2 * P + 4 * ADAPTERS, "zero2": 2 * (P + ADAPTERS)}
+# What each of two ranks holds, and the dtype of the final model.
+FREEZE_PRESETS = {
+    "ddp": (2 * FROZEN + 4 * (P - FROZEN), "float32"),
+    "zero3": (None, "bfloat16"),
+    "fsdp2": (FROZEN + 2 * (P - FROZEN), "float32"),
+}
+FULL = ("--bf16", "true", "--activation_checkpointing", "true", "--save_model", "false")
+LORA = ("--bf16", "true", "--lora_r", "4")
+FREEZE = ("--bf16", "true", "--neftune_noise_alpha", "5", "--freeze", "model.embed_tokens.*", "model.layers.0.*")
+BF16_ROUNDING = 2**-8
+Start = Callable[..., Path]
+
+
+def nightly(*presets: str) -> list[object]:
+    """ZeRO-2 and FSDP2 run in every test, beside DDP."""
+    return [pytest.param(name, marks=pytest.mark.nightly if name == "zero3" else ()) for name in presets]
+
+
+def assert_same_losses(folder: Path, baseline: Path) -> None:
+    own, expected = losses(folder), losses(baseline)
+    # accelerate's policy for FSDP2 rounds the loss itself to bf16 (`output_dtype`).
+    floor = BF16_ROUNDING if folder.name.startswith("fsdp2") else FIRST_LOSS_FLOOR["bfloat16"]
+    assert own[0] == pytest.approx(expected[0], rel=floor)
+    assert own == pytest.approx(expected, rel=LOSS_CURVE_FLOOR["bfloat16"])
+
+
+@pytest.mark.parametrize("preset", nightly(*REDUCE_DTYPE))
+def test_master_weights_and_optimizer_states_are_fp32_under_bf16_compute(start: Start, preset: str) -> None:
+    folder = start(preset, *FULL)
+    for rank in attested_ranks(folder):
+        dtypes = [rank[f"{name}_dtype"] for name in ("compute", "master", "optimizer", "reduce")]
+        assert dtypes == ["bfloat16", "float32", "float32", REDUCE_DTYPE[preset]]
+        assert {part: rank[f"{part}_bytes"] for part in BF16_BYTES[preset]} == BF16_BYTES[preset]
+        assert rank["activation_checkpointing"] is True
+        assert rank["initial_weights_sha256"] == attested_ranks(start("ddp", *FULL))[0]["initial_weights_sha256"]
+    assert losses(folder)[0] == pytest.approx(losses(start("ddp", *FULL))[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("preset", nightly("ddp", "zero2", "zero3", "fsdp2"))
+def test_a_lora_base_is_held_once_in_bf16_as_planned(start: Start, preset: str, tiny_model: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder, weights = start(preset, *LORA), job_weights(read_model(str(tiny_model)), 4)
+    for number, rank in enumerate(attested_ranks(folder)):
+        dtypes = [rank[f"{name}_dtype"] for name in ("compute", "frozen", "master", "optimizer")]
+        assert dtypes == ["bfloat16", "bfloat16", "float32", "float32"]
+        engine = engine_settings(load_preset(preset), world_size=2, hidden_size=64, rank=number)
+        assert rank["parameter_bytes"] == model_states(engine, weights).parameter_bytes
+        assert rank["parameter_bytes"] == LORA_BYTES.get(preset, rank["parameter_bytes"]) < 2.1 * P
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in saved.values()) == ADAPTERS
+    # in the dtype in which the engine holds them
+    assert {str(tensor.dtype) for tensor in saved.values()} == {
+        "torch.bfloat16" if preset.startswith("zero") else "torch.float32"
+    }
+    assert_same_losses(folder, start("ddp", *LORA))
+
+
+@pytest.mark.parametrize("preset", nightly(*FREEZE_PRESETS))
+def test_frozen_weights_do_not_change_and_all_others_do(start: Start, preset: str, tiny_model: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    folder, (parameter_bytes, dtype) = start(preset, *FREEZE), FREEZE_PRESETS[preset]
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, folder))
+    frozen = {name for name in before if name == "model.embed_tokens.weight" or "layers.0." in name}
+    # Near 1, where norms begin, bf16 has no smaller step than 2**-8, so fp32 weights are compared as they are.
+    same = {name for name in before if torch.equal(after[name], before[name].bfloat16().to(after[name].dtype))}
+    assert (same, len(frozen)) == (frozen, 10)
+    assert {str(tensor.dtype) for tensor in after.values()} == {f"torch.{dtype}"}
+    assert read(folder / "config.json")["dtype"] == dtype
+    for rank in attested_ranks(folder):
+        assert (rank["num_params"], rank["num_trainable_params"]) == (P, P - FROZEN)
+        assert (rank["frozen_dtype"], rank["master_dtype"]) == ("bfloat16", "float32")
+        assert parameter_bytes in (rank["parameter_bytes"], None)
+        assert rank["neftune_noise_alpha"] == 5
+    assert_same_losses(folder, start("ddp", *FREEZE))
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_of_both_dtypes_resumes_and_is_exported_in_one(start: Start, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole = start("fsdp2", *FREEZE, "--save_strategy", "steps", "--save_steps", "2")
+    checkpoint = whole / "checkpoint-2"
+    resumed = start("fsdp2", *FREEZE, "--save_model", "false", "--resume_from_checkpoint", str(checkpoint))
+    assert losses(resumed) == losses(whole)[2:]
+    export(checkpoint, tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in exported.values()} == {"torch.float32"}
+    assert verify(tmp_path / "model").sound
