@@ -219,8 +219,8 @@ def test_one_rank_of_a_split_model_is_rehearsed_in_one_process(key: Key, rehears
 def test_the_command_rehearses_real_rows_and_weights_and_marks_its_folder_as_a_rehearsal(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "32"]
-    words += ["--packing", "--output_dir", str(tmp_path / "out")]
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "256"]
+    words += ["--output_dir", str(tmp_path / "out")]
     command = ["rehearse", "--preset", "fsdp2", "--num-processes", "8", "--rank", "3", "--cpu", "--json", "--", *words]
     ended = toolkit(*command)
     assert ended.returncode == 0, ended.stderr
