@@ -32,10 +32,7 @@ FROM_TRIAL = tuple(key for key in Row.model_fields if key in RunRecord.model_fie
 def aggregate_trials(
     records: Mapping[str, LedgerRecord], spec: ComparisonSpec, unsupported: Mapping[str, str]
 ) -> tuple[list[Row], list[RunRecord]]:
-    """Return rows in the order of the options, and trials in running order, from the ledger's records.
-
-    `unsupported` maps the name of a row that cannot run on this node to the reason.
-    """
+    """Return rows in the order of the options, and trials in running order. `unsupported`: row name to reason."""
     by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
     trials = []
     for trial in spec.trials():

@@ -55,10 +55,7 @@ class ExpectedDuration(NamedTuple):
 
 
 def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
-    """Return every trial in running order, and the duration and cost of those that are left.
-
-    `unsupported` maps the rows that cannot run to the reason.
-    """
+    """Return every trial in running order, with duration and cost of those left. `unsupported`: row to reason."""
     ledger = Ledger(options.output_dir / LEDGER_FILE)
     records, at_largest = ledger.read(), with_largest_batches(spec, ledger)
     if options.gpu is not None:
