@@ -13,13 +13,7 @@ from typing import Any
 from toolkit.compare.ledger import LedgerRecord, TrialRecord
 from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.rows import NOT_SUPPORTED, Failure, Row, RowKey, RunRecord
-from toolkit.compare.significance import (
-    common_steps,
-    compare_with_baseline,
-    mean_interval,
-    rank_of,
-    speeds_of,
-)
+from toolkit.compare.significance import common_steps, compare_with_baseline, mean_interval, rank_of, speeds_of
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.record.columns import Repeats, column_of
 from toolkit.record.measurements import MemoryByPhase, max_memory_by_phase, percentile

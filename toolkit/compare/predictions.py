@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from toolkit.cluster.slurm import Allocation
-from toolkit.compare.batch_search import (
-    completed_sizes,
-    search_bounds,
-    with_largest_batches,
-)
+from toolkit.compare.batch_search import completed_sizes, search_bounds, with_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, TrialRecord, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
