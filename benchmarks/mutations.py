@@ -33,8 +33,8 @@ sys.path.append(str(ROOT / "tests"))
 from file_mutations.attempts import Case, Outcome, attempt, limit_memory
 from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, run_format
 from file_mutations.formats import Format, light_formats
-from file_mutations.small_runs import exported, small_runs
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from small_runs import exported, small_runs
 
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "mutations"
 COUNTS = ("tried", "accepted", "refused", "failed")

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from record import EVIDENCE, ROOT, append_line, print_table, read_lines, spread,
 from small_job import words
 
 from toolkit.cache import path_with_ninja
-from toolkit.compare.significance import geometric_mean, mean_interval
+from toolkit.compare.significance import mean_interval
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of
 from toolkit.launch.options import TrainOptions
@@ -168,7 +169,7 @@ def table_rows(_: dict[str, Any], pairs: Sequence[dict[str, Any]]) -> list[list[
     for case, own in cases_of(pairs).items():
         # Both sides train the same tokens, so that the ratio of tokens per second is the inverse ratio of the seconds.
         ratios = [pair["cpu_seconds"]["bare"] / pair["cpu_seconds"]["toolkit"] for pair in own]
-        mean, interval, goal = geometric_mean(ratios), mean_interval(ratios), GOALS.get(case, GOAL)
+        mean, interval, goal = statistics.geometric_mean(ratios), mean_interval(ratios), GOALS.get(case, GOAL)
         shown = f"{mean:.3f}" + ("" if interval is None else " ({:.3f} to {:.3f})".format(*interval))
         reached = f"{goal:.2f} {'reached' if mean >= goal else 'missed'}"
         rows.append([case, len(own), shown, reached, f"{max(pair['loss_difference'] for pair in own):.0e}"])

@@ -159,15 +159,15 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any) -> Path:
     return build_once("models", lambda folder: random_llama(folder / "tiny-llama", tokenizer, **sizes)) / "tiny-llama"
 
 
-class PresetRuns(dict[str, Path]):
-    """One run folder per preset, launched when a test first asks for it."""
+class LazyRuns(dict[str, Path]):
+    """One run folder per name, launched when a test first asks for it."""
 
     def __init__(self, launch: Callable[[str], Path]) -> None:
         self.launch = launch
 
-    def __missing__(self, preset: str) -> Path:
-        self[preset] = self.launch(preset)
-        return self[preset]
+    def __missing__(self, name: str) -> Path:
+        self[name] = self.launch(name)
+        return self[name]
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +182,7 @@ def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> di
         run = partial(launch_preset, preset, tiny_model, faq_alpaca)
         return build_once(f"run_{preset}", lambda folder: run(folder / preset)) / preset
 
-    return PresetRuns(launch)
+    return LazyRuns(launch)
 
 
 @pytest.fixture(scope="session")
@@ -190,15 +190,13 @@ def saved_runs(build_once: BuildOnce, saved_job: list[str]) -> dict[str, Path]:
     """One uninterrupted run per case of `launching.SAVED`, with checkpoints to resume, export, verify and convert."""
     from launching import LORA, ROOT, SAVED, accelerate_launch
 
-    def run_all(folder: Path) -> None:
-        for case, save_steps in SAVED.items():
-            preset, _, lora = case.partition("-")
-            words = [*saved_job, *(LORA if lora else []), "--save_steps", str(save_steps), "--output_dir"]
-            ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
-            assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    def train(case: str, folder: Path) -> None:
+        preset, _, lora = case.partition("-")
+        words = [*saved_job, *(LORA if lora else []), "--save_steps", str(SAVED[case]), "--output_dir"]
+        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
+        assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
-    folder = build_once("saved_runs", run_all)
-    return {case: folder / case for case in SAVED}
+    return LazyRuns(lambda case: build_once(f"saved_{case}", partial(train, case)) / case)
 
 
 @pytest.fixture(scope="session")

@@ -52,15 +52,6 @@ def test_ops_of_another_user_are_refused(cache: Path, levels_up: int) -> None:
         check_extensions_folder()
 
 
-def test_a_folder_that_the_user_named_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    check_extensions_folder()  # it does not exist yet
-    (tmp_path / "ops").mkdir()
-    (tmp_path / "ops").chmod(0o777)
-    with pytest.raises(ToolkitError, match="would run as you"):
-        check_extensions_folder()
-
-
 def test_it_is_refused_before_a_rank_starts(
     cache: Path, tmp_path: Path, tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

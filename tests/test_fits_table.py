@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fits_table import FULL, HARDWARE, LORA, METHODS, ROWS, Hardware, cell, choice, config_of, fits_table
+from fits_table import FULL, HARDWARE, LORA, METHODS, ROWS, Hardware, cell, choice, config_of
 
 from toolkit.models.read_model import read_model
 from toolkit.plan.options import PlanOptions
@@ -21,13 +21,11 @@ def test_the_models_have_their_published_sizes(model: str) -> None:
     assert round(read_model(config_of(model)).num_params / 1e9, 1) == PUBLISHED[model]
 
 
-@pytest.mark.parametrize("hardware", HARDWARE, ids=lambda hardware: hardware.gpu)
-@pytest.mark.parametrize(("model", "method"), [("Qwen3-8B", FULL), ("Qwen3-8B", LORA), ("Qwen3-0.6B", FULL)])
-def test_a_cell_has_the_bytes_that_plan_says(model: str, method: str, hardware: Hardware) -> None:
+@pytest.mark.parametrize(("model", "method"), [("Qwen3-8B", FULL), ("Qwen3-8B", LORA)])
+def test_a_cell_has_the_bytes_that_plan_says(model: str, method: str) -> None:
+    hardware = HARDWARE[0]
     found = choice(model, method, hardware)
-    if found is None:
-        assert (model, method, hardware.gpu) == ("Qwen3-8B", FULL, "rtx-4090")  # 16 bytes a parameter: 131 GB
-        return
+    assert found is not None
     job = found.job
     options = PlanOptions(
         num_processes=(hardware.num_processes,),
@@ -48,9 +46,3 @@ def test_a_cell_has_the_bytes_that_plan_says(model: str, method: str, hardware: 
 def test_what_fits_nowhere_says_so() -> None:
     tiny = Hardware(name="1 small GPU", gpu="rtx-4090", num_processes=1, host_memory_gib=16)
     assert cell(choice("Qwen3-32B", FULL, tiny)) == "does not fit"
-
-
-def test_the_table_has_a_row_for_each_model_and_method_and_a_column_for_each_hardware() -> None:
-    lines = fits_table().splitlines()
-    assert len(lines) == 2 + sum(map(len, ROWS.values()))
-    assert {line.count("|") for line in lines} == {3 + len(HARDWARE)}

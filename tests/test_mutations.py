@@ -28,7 +28,7 @@ from toolkit.errors import ToolkitError
 
 LIGHT = {kind.name: kind for kind in light_formats()}
 # Mutations per format: with torch or a report, of pickles, which only three formats contain, and of all others.
-SLOW_EXAMPLES, PICKLE_EXAMPLES, EXAMPLES = 6, 14, 20
+SLOW_EXAMPLES, PICKLE_EXAMPLES, EXAMPLES = 3, 7, 10
 WITH_PICKLES = ("optimizer.pt", "DeepSpeed states", "DCP metadata")
 
 

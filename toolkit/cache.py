@@ -12,7 +12,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -87,34 +87,31 @@ def check_extensions_folder() -> None:
 
     Root's folders are trusted, and those that only a group may write.
     """
-    folder = extensions_folder()
-    own = [] if os.environ.get("TORCH_EXTENSIONS_DIR") else [cache_folder(), folder.parent]
+    folder, is_named = extensions_folder(), bool(os.environ.get("TORCH_EXTENSIONS_DIR"))
+    own = [] if is_named else [cache_folder(), folder.parent]
     for path in (*own, folder, *sorted(folder.glob("*/")), *sorted(folder.glob("*/*.so"))):
-        with contextlib.suppress(FileNotFoundError):
-            _check_owner(path)
+        if not path.exists():
+            continue
+        facts = path.stat()
+        is_foreign = facts.st_uid not in (os.geteuid(), 0)
+        if is_foreign or facts.st_mode & stat.S_IWOTH:
+            problem = f"belongs to another user (uid {facts.st_uid})" if is_foreign else "may be written by every user"
+            raise ToolkitError(
+                f"{path} {problem}, and the compiled ops in it would run as you",
+                hint=f"`chmod -R o-w {path}` if it is yours, or another folder:"
+                f" `export {'TORCH_EXTENSIONS_DIR' if is_named else 'TOOLKIT_CACHE'}=DIR`",
+            )
 
 
-def _check_owner(path: Path) -> None:
-    found = path.stat()
-    problem = None
-    if found.st_uid not in (os.geteuid(), 0):
-        problem = f"belongs to another user (uid {found.st_uid})"
-    elif found.st_mode & stat.S_IWOTH:
-        problem = "may be written by every user"
-    if problem is not None:
-        named = "TORCH_EXTENSIONS_DIR" if os.environ.get("TORCH_EXTENSIONS_DIR") else "TOOLKIT_CACHE"
-        raise ToolkitError(
-            f"{path} {problem}, and the compiled ops in it would run as you",
-            hint=f"`chmod -R o-w {path}` if it is yours, or another folder: `export {named}=DIR`",
-        )
-
-
-def are_compiled(ops: Iterable[str]) -> bool:
+def are_compiled(ops: Collection[str]) -> bool:
     """Return True if each of these DeepSpeed ops is compiled; only files are inspected. False without DeepSpeed."""
     if installed_version("torch") is None or installed_version("deepspeed") is None:
         return False
     folder = extensions_folder()
-    return all(_is_fresh(op_library(folder, op)) and not op_lock(folder, op).exists() for op in ops)
+    sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
+    newest = max(source.stat().st_mtime for source in sources)  # newer than its op: ninja would compile it again
+    libraries = [op_library(folder, op) for op in ops if not op_lock(folder, op).exists()]
+    return len(libraries) == len(ops) and all(each.is_file() and each.stat().st_mtime >= newest for each in libraries)
 
 
 def op_library(folder: Path, op: str) -> Path:
@@ -125,12 +122,6 @@ def op_library(folder: Path, op: str) -> Path:
 def op_lock(folder: Path, op: str) -> Path:
     """Return the path of the lock that exists while torch compiles the op."""
     return folder / op / "lock"
-
-
-def _is_fresh(library: Path) -> bool:
-    """Reinstalling torch or DeepSpeed, even the same version, makes ninja compile again: its sources are newer."""
-    sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
-    return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
 def path_with_ninja() -> str:

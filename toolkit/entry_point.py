@@ -71,6 +71,14 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     return EXIT_DONE if code is None else code
 
 
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        hint = "change to a folder that exists: `cd`"
+        raise ToolkitError("the working directory no longer exists", hint=hint) from None
+
+
 def print_message(text: str) -> None:
     """Print a line for the user to stderr, at once, without secrets and control characters.
 
@@ -92,15 +100,12 @@ def prepare_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
-    sys.stdout = sys.stdout or _no_output()
-    sys.stderr = sys.stderr or _no_output()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (as long as the process)
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _no_output() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  (it stays open as long as the process)
 
 
 def _discard(stream: TextIO) -> None:
@@ -111,41 +116,24 @@ def _discard(stream: TextIO) -> None:
         os.close(nothing)
 
 
-def _check_working_directory() -> None:
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise ToolkitError(
-            "the working directory no longer exists", hint="change to a folder that exists: `cd`"
-        ) from None
-
-
 def _report(error: Exception) -> int:
     """Print two lines about an error that is not a ToolkitError, and return the exit code."""
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         print_message("".join(traceback.format_exception(error)))
     if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
-        _discard_full_output(error)
+        if error.filename is None:  # usually of stdout, which keeps what it could not write
+            _discard(sys.stdout)
         what = f"{error.filename}: {error.strerror}" if error.filename else f"cannot write: {error.strerror}"
         print_message(f"error: {ToolkitError(what, hint=MACHINE_FAULTS[error.errno])}")
         return EXIT_INVALID_INPUT
     what = f"unexpected {type(error).__name__}: {error}" if str(error) else f"unexpected {type(error).__name__}"
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
-    print_message(f"error: {ToolkitError(what, hint=_how_to_report(error))}")
-    return EXIT_RUN_FAILED
-
-
-def _discard_full_output(error: OSError) -> None:
-    """An error without a file name is usually one of stdout, which keeps what it could not write."""
-    if error.filename is None:
-        _discard(sys.stdout)
-
-
-def _how_to_report(error: Exception) -> str:
     try:
-        return f"it is a mistake in the toolkit: report it with {save_traceback(error)} ({REPORT_PAGE})"
+        how = f"report it with {save_traceback(error)} ({REPORT_PAGE})"
     except OSError:
-        return f"it is a mistake in the toolkit: run it again with {DEBUG_VARIABLE}=1 and report it ({REPORT_PAGE})"
+        how = f"run it again with {DEBUG_VARIABLE}=1 and report it ({REPORT_PAGE})"
+    print_message(f"error: {ToolkitError(what, hint=f'it is a mistake in the toolkit: {how}')}")
+    return EXIT_RUN_FAILED
 
 
 def save_traceback(error: BaseException) -> Path:

@@ -3,13 +3,6 @@
 >>> print(ToolkitError("unknown preset 'zero4'", hint="did you mean `zero3`?"))
 unknown preset 'zero4'
   hint: did you mean `zero3`?
-
-The hierarchy:
-
-- ToolkitError            invalid input, which the user can fix; exit code 2, two lines, no traceback
-  - RunFailed             the run itself failed; exit code 1
-    - AttestationFailed   the run-time verification found a difference from the preset
-  - OutOfMemory           a GPU or the host ran out of memory; exit code 3
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ def visible(text: str, *, keep: str = "") -> str:
 
 
 class ToolkitError(Exception):
-    """Invalid input: `message` says what is wrong, `hint` is the next thing to type."""
+    """Invalid input, two lines and exit code 2: `message` says what is wrong, `hint` is the next thing to type."""
 
     exit_code = EXIT_INVALID_INPUT
 

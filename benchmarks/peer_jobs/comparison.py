@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.compare.significance import geometric_mean, mean_interval
+from toolkit.compare.significance import mean_interval
 
 # Of the first loss, before anything was learned: the rows, their order and length, and the model are the same.
 FIRST_LOSS_BAND = 1e-3
@@ -85,7 +85,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """Return our figure over theirs, repeat by repeat: its geometric mean and 95 % CI (None with one repeat)."""
     ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
     interval = mean_interval(ratios)
-    return {"ratio": geometric_mean(ratios), "interval": None if interval is None else list(interval)}
+    return {"ratio": statistics.geometric_mean(ratios), "interval": None if interval is None else list(interval)}
 
 
 def row(program: str, runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]
     [
         (["--num_processes", "8", "--lora_r", "16"], ["--num-processes", "8", "--lora-r", "16"]),
         (["--world-size", "8"], ["--num-processes", "8"]),
-        (["--num-processes", "8", "--gpus-per-machine", "4"], ["--num-processes", "8", "--gpus-per-node", "4"]),
         (
             ["--num_processes", "8", "--no-activation_checkpointing"],
             ["--num-processes", "8", "--no-activation-checkpointing"],

@@ -26,10 +26,7 @@ H100 = find_gpu("h100-sxm")
 def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model: Path) -> None:
     shape, on_gpus = read_model(str(tiny_model)), comparison_on_gpus(tiny_model)
     plan = plan_memory(
-        shape,
-        load_preset("zero2"),
-        world_size=2,
-        job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512),
+        shape, load_preset("zero2"), world_size=2, job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512)
     )
     assert planned_memory(on_gpus, ZERO2, shape=shape) == (plan.planned_peak_bytes, plan.peak.allocated_bytes)
     assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == (None, None)
@@ -108,5 +105,5 @@ def test_a_dry_run_reports_the_longest_search_and_the_sizes_already_tried(tmp_pa
     spec = comparison("ddp", "zero2", find_max_batch=32, training_arguments=words)
     Ledger(tmp_path / "ledger.jsonl").append(probe("zero2", 4))
     lines = dry_run_text(options(tmp_path), spec, {}).splitlines()
-    assert lines[0] == "ddp-n2: its largest micro-batch is searched first, from 4 to 32: at most 8 runs of 2 steps"
+    assert lines[0] == "ddp-n2: its largest micro-batch is searched first, from 4 to 32, in runs of two steps"
     assert lines[1] == "zero2-n2: of micro-batches up to 32, 4 were tried, and 4 runs"

@@ -207,13 +207,6 @@ def as_nobody(tmp_path: Path) -> Iterator[None]:
     os.seteuid(0)
 
 
-@pytest.mark.parametrize("source", ["rows.jsonl", ".", "no.jsonl"])
-@pytest.mark.usefixtures("as_nobody")
-def test_a_folder_that_may_not_be_read_is_reported(tmp_path: Path, source: str) -> None:
-    with pytest.raises(ToolkitError, match=r"cannot be read: Permission denied"):
-        resolve_source(str(tmp_path / source))
-
-
 @pytest.mark.usefixtures("as_nobody")
 def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match=r"rows.jsonl cannot be read: Permission denied"):
@@ -260,14 +253,6 @@ def test_a_parquet_cell_that_unpacks_to_more_than_any_row_is_refused(tmp_path: P
     assert (tmp_path / "rows.parquet").stat().st_size < MIB
     with pytest.raises(OverLimit, match="row group 1: more than 16 MiB" if rows == 1 else "row 40: more than 16 MiB"):
         check_file(tmp_path / "rows.parquet", max_bytes=None)
-
-
-@pytest.mark.parametrize(
-    "card", ["configs: 5", "configs: text", "configs: [5, [a]]", "configs: !!python/name:os.system"]
-)
-def test_a_data_set_card_of_wrong_types_names_no_configuration(card: str, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
-    assert resolve_sources([str(tmp_path)])[0].kind == "hub"
 
 
 def test_a_data_set_card_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
@@ -317,12 +302,6 @@ def test_a_copy_of_a_hub_data_set_is_a_source_with_a_configuration(tmp_path: Pat
     assert caught.value.hint == "did you mean `--eval_dataset_config sv`?"
     default = write_dataset_folder(tmp_path / "default", default="sv")
     assert resolve_sources([str(default)]) == [DataSource(kind="hub", name=str(default))]
-
-
-@pytest.mark.parametrize("card", ["", "# no header\n", "---\nlicense: mit\n---\n"])
-def test_a_data_set_card_without_configurations_says_nothing_about_them(card: str, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(card)
-    assert resolve_sources([str(tmp_path)], config="sv")[0].config == "sv"
 
 
 def test_a_configuration_belongs_to_the_hub_data_sets_among_several(write: Write) -> None:

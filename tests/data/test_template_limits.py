@@ -74,12 +74,6 @@ def test_every_template_of_a_model_is_found(tmp_path: Path) -> None:
     assert templates_of(tmp_path) == ["d", "e", "b", "c"]
 
 
-def test_the_real_models_template_is_accepted(real_model: Path) -> None:
-    [template] = templates_of(real_model)
-    assert "<|im_start|>" in template
-    check_templates([template], [CHAT], name="the template")
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> list[str]:
     """A job whose model's template never ends."""

@@ -235,13 +235,6 @@ def job_formats() -> list[Format]:
         ),
         Format(name="data file", seeds=data_seeds(), mutated=["rows.*"], commands=[call(read_every_row)]),
         Format(
-            name="data file of a job",
-            seeds=[{**JOB_FILES}],
-            mutated=["rows.jsonl"],
-            commands=[command("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--", *JOB)],
-            share=6,
-        ),
-        Format(
             name="model config.json",
             seeds=model_seeds(),
             mutated=["config.json"],
@@ -418,19 +411,10 @@ def comparison_formats() -> list[Format]:
     """Return results.json, comparison.json and the ledger."""
     names = ("results_small.json", "results_made_up_gpus.json")
     results: list[Files] = [{"cmp/results.json": (FIXTURES / name).read_bytes()} for name in names]
-    both: list[Files] = [{**files, "before/results.json": next(iter(files.values()))} for files in results]
     reports = [command("report", "cmp"), command("report", "cmp", "--price-per-gpu-hour", "2")]
     return [
         Format(
             name="results.json", seeds=results, mutated=["results.json"], commands=reports, writes=("cmp",), share=6
-        ),
-        Format(
-            name="two results.json",
-            seeds=both,
-            mutated=["cmp/results.json", "before/results.json"],
-            commands=[command("report", "before", "cmp")],
-            writes=("cmp",),
-            share=6,
         ),
         Format(
             name="ledger",

@@ -8,7 +8,6 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import parse_json, read_json, read_json_object
-from toolkit.files.value_limits import CONFIGURATION
 
 
 @pytest.mark.parametrize(
@@ -30,13 +29,6 @@ def test_what_is_no_json_of_ours_is_refused(text: str, why: str) -> None:
         parse_json(text, "mine.json")
     assert len(str(refused.value).splitlines()) <= 2
     assert len(refused.value.message) < 300
-
-
-def test_a_configuration_may_hold_less_than_a_record() -> None:
-    text = "[" + "0," * 20_000 + "0]"
-    assert len(parse_json(text, "mine.json")) == 20_001
-    with pytest.raises(ToolkitError, match="more than 20,000 values"):
-        parse_json(text, "mine.json", limits=CONFIGURATION)
 
 
 def test_a_file_is_read_by_the_same_rules(tmp_path: Path) -> None:

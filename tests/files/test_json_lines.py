@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -44,14 +43,6 @@ def test_a_damaged_line_is_named_and_none_is_left_out(path: Path, line: bytes, m
     longest = 200 if b"xxx" in line else 2**20
     with pytest.raises(ToolkitError, match=message):
         list(read_json_lines(path, max_line_bytes=longest))
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "named pipe"])
-def test_what_is_no_file_is_refused(path: Path, make: object) -> None:
-    assert callable(make)
-    make(path)
-    with pytest.raises(ToolkitError, match=r"rows.jsonl is a (folder|named pipe), expected a file"):
-        list(read_json_lines(path))
 
 
 def test_more_lines_than_any_file_of_its_kind_are_refused(path: Path) -> None:

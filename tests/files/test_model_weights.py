@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +52,6 @@ def test_a_header_that_lies_is_refused(header: Any, given: dict[str, int], tmp_p
     with pytest.raises(ToolkitError, match=r"model\.safetensors is damaged: ") as refused:
         read_header(path)
     assert len(refused.value.message) < 400
-
-
-@pytest.mark.parametrize("size", [0, 7, 40])
-def test_a_file_that_is_cut_off_is_refused(size: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "model.safetensors", {"a": TENSOR})
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ToolkitError, match="is damaged: "):
-        read_header(path)
-
-
-def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ToolkitError, match="is a named pipe, expected a file"):
-        read_weights(tmp_path)
 
 
 @pytest.mark.parametrize(

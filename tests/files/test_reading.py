@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import MAX_TEXT_BYTES, OverLimit, read_bytes, read_text, user_path
+from toolkit.files.reading import OverLimit, read_bytes, read_text, user_path
 
 
 def folder(path: Path) -> Path:
@@ -58,15 +58,6 @@ def test_a_file_is_read_up_to_its_limit_and_no_further(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 1025)
     with pytest.raises(OverLimit, match="has more than 1 KiB"):
         read_bytes(path, max_bytes=1024)
-
-
-def test_a_sparse_file_of_a_terabyte_costs_no_more_than_the_limit(tmp_path: Path) -> None:
-    path = tmp_path / "given"
-    path.touch()
-    os.truncate(path, 2**40)
-    with pytest.raises(OverLimit, match="has more than 64 MiB"):
-        read_bytes(path)
-    assert MAX_TEXT_BYTES == 64 * 2**20
 
 
 def test_text_is_utf8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import SAVED, toolkit
+from launching import toolkit
 
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import (
@@ -30,7 +30,6 @@ from toolkit.files.safe_loading import (
     torch_load,
 )
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
-from toolkit.versions import is_importable
 
 
 class Calls:
@@ -161,20 +160,6 @@ def test_what_libraries_write_is_accepted(tmp_path: Path) -> None:
     assert torch_load(tmp_path / "optimizer.pt")["state"][0]["exp_avg"].tolist() == [1, 1]
 
 
-@pytest.mark.skipif(not is_importable("torchao"), reason="torchao is not installed")
-@pytest.mark.filterwarnings("ignore")
-def test_torchaos_quantized_states_are_loaded(tmp_path: Path) -> None:
-    from torchao.optim.subclass_4bit import OptimState4bit
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    states = {0: {"exp_avg": OptimState8bit.zeros((16, 256))}, 1: {"exp_avg": OptimState4bit.zeros((4096,))}}
-    torch.save({"state": states}, tmp_path / "optimizer.pt")
-    check_checkpoint(tmp_path)
-    loaded = torch_load(tmp_path / "optimizer.pt")["state"]
-    assert [type(loaded[number]["exp_avg"]) for number in (0, 1)] == [OptimState8bit, OptimState4bit]
-    assert loaded[0]["exp_avg"].codes.shape == (16, 256)
-
-
 # -- What runs of every engine have written
 
 
@@ -198,14 +183,6 @@ def plant(path: Path, content: Calls) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("case", SAVED)
-def test_what_the_engines_write_is_accepted(case: str, saved_runs: dict[str, Path]) -> None:
-    checkpoint = newest(saved_runs[case])
-    assert len(pickles_of(checkpoint)) >= 3
-    check_checkpoint(checkpoint)
-
-
-@pytest.mark.launch
 @pytest.mark.parametrize("case", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_a_planted_payload_is_refused_by_file_and_name_and_never_runs(
     case: str, saved_runs: dict[str, Path], tmp_path: Path
@@ -222,6 +199,7 @@ def test_a_planted_payload_is_refused_by_file_and_name_and_never_runs(
     assert (tmp_path / "ran").exists(), "the payload does run where nothing stops it"
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_run_does_not_resume_from_a_checkpoint_with_a_payload(
     saved_runs: dict[str, Path], saved_job: list[str], tmp_path: Path

@@ -210,18 +210,6 @@ def test_a_secret_copied_from_a_record_is_refused_by_name(value: Any) -> None:
         refuse_hidden({"hub_token": value, "system_prompt": "***be brief***"})
 
 
-def test_a_converted_file_has_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = {"base_model": "Qwen/Qwen3-8B", "datasets": [{"path": "a/b", "type": "alpaca"}], "wandb_key": PLAIN}
-    (tmp_path / "theirs.yaml").write_text(json.dumps(theirs | {"hf_use_auth_token": TOKEN, "output_dir": "out"}))
-    with pytest.raises(SystemExit) as ended:
-        main(["convert-config", str(tmp_path / "theirs.yaml"), "--from", "axolotl"])
-    printed = "".join(capsys.readouterr())
-    assert ended.value.code in (0, None)
-    assert "***" in printed
-    assert PLAIN not in printed
-    assert TOKEN not in printed
-
-
 # -- real runs
 
 YAML_TOKEN = "staple-in-a-file"
@@ -268,6 +256,7 @@ def test_a_run_publishes_no_token(folder: Path) -> None:
     assert_no_secret(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_comparison_publishes_no_token_and_is_resumed_with_another(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

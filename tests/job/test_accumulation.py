@@ -15,7 +15,7 @@ from toolkit.presets import list_presets, load_preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import default_accumulate
 from toolkit.presets.support import unsupported
-from toolkit.presets.training_arguments import accumulation_arguments, trainer_arguments
+from toolkit.presets.training_arguments import trainer_arguments
 
 SYNC: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
@@ -72,20 +72,6 @@ def test_two_choices_that_contradict_each_other_are_refused() -> None:
     assert refused.value.hint == "leave one of them out"
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "kwargs", "message"),
-    [
-        ("half", {}, "accumulate is 'half', expected sharded or whole"),
-        (None, {"sync_each_batch": "yes"}, "sync_each_batch is 'yes', expected true or false"),
-        (None, [1], "gradient_accumulation_kwargs is [1], expected keys and values"),
-    ],
-)
-def test_an_invalid_choice_is_named(accumulate: str | None, kwargs: Any, message: str) -> None:
-    with pytest.raises(ToolkitError) as refused:
-        chosen_accumulate(accumulate, {"gradient_accumulation_kwargs": kwargs})
-    assert message in refused.value.message
-
-
 def test_other_keys_of_the_user_stay() -> None:
     given = {"even_batches": False, "gradient_accumulation_kwargs": {"adjust_scheduler": False}}
     assert with_accumulate(given, "whole") == {
@@ -93,16 +79,6 @@ def test_other_keys_of_the_user_stay() -> None:
         "gradient_accumulation_kwargs": {"adjust_scheduler": False, "sync_each_batch": False},
     }
     assert "sync_each_batch" not in given["gradient_accumulation_kwargs"]  # type: ignore[operator]
-
-
-def test_the_python_door_keeps_the_users_keys() -> None:
-    preset, given = load_preset("fsdp2"), {"seed": 1, "accelerator_config": {"even_batches": False}}
-    assert accumulation_arguments(preset, given) == {"seed": 1, "accelerator_config": {"even_batches": False, **SYNC}}
-    assert accumulation_arguments(load_preset("zero2"), given | {"accumulate": "sharded"}) == given
-    with pytest.raises(ToolkitError, match="accumulate is whole, but accelerator_config has sync_each_batch: true"):
-        accumulation_arguments(preset, {"accumulate": "whole", "accelerator_config": SYNC})
-    with pytest.raises(ToolkitError, match="--accumulate sharded does not work under preset 'ddp'"):
-        accumulation_arguments(load_preset("ddp"), {"accelerator_config": SYNC})
 
 
 def test_a_choice_without_accumulation_is_a_warning() -> None:

@@ -93,12 +93,6 @@ def test_an_argument_that_means_something_else_is_answered_with_what_to_type(
     assert MISLEADING.get(theirs, "no other") not in str(caught.value.hint)
 
 
-def test_no_hint_names_the_argument_that_it_was_once_mistaken_for() -> None:
-    for theirs, wrong in MISLEADING.items():
-        assert wrong not in HINTS.get(theirs, "")
-    assert ALIASES["lora_rank"].name == "lora_r"
-
-
 def test_a_misspelled_argument_of_another_tool_suggests_ours() -> None:
     with pytest.raises(ToolkitError, match="unknown argument --micro_batchsize") as caught:
         read_arguments(["--micro_batchsize", "4"])
@@ -109,15 +103,6 @@ def test_an_argument_under_both_names_is_refused_in_a_file() -> None:
     with pytest.raises(ToolkitError, match="max_length and max_seq_length are the same argument") as caught:
         canonical_values({"max_seq_length": 512, "max_length": 256})
     assert caught.value.hint == "keep `max_seq_length`"
-
-
-def test_each_flag_wins_over_the_file_under_either_name(tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text("max_length: 512\nbase_model: a/b\n")
-    assert read_arguments([str(config), "--max_seq_length", "256", "--base_model", "c/d"]) == {
-        "max_seq_length": 256,
-        "model_name_or_path": "c/d",
-    }
 
 
 def test_every_alias_and_hint_is_about_an_argument_that_we_do_not_have() -> None:

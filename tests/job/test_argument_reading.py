@@ -12,7 +12,6 @@ from loaded_modules import HEAVY, loaded_after
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import OWN_ARGUMENTS
 from toolkit.job.argument_reading import argument_types, read_arguments
-from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.train import __main__ as rank
 
@@ -47,22 +46,6 @@ def test_a_list_flag_takes_several_words() -> None:
     }
 
 
-def test_one_or_several_data_sets_are_read_from_flags_and_from_a_file(tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    for text, names, weights in (
-        ("dataset: a.jsonl", ["a.jsonl"], []),
-        ("dataset: [a.jsonl, owner/name]\ndataset_weights: [0.7, 0.3]", ["a.jsonl", "owner/name"], [0.7, 0.3]),
-        ("dataset: a.jsonl\ndataset_weights: 2", ["a.jsonl"], [2.0]),
-    ):
-        config.write_text(text)
-        words = ["--dataset", *names, *(["--dataset_weights", *map(str, weights)] if weights else [])]
-        for argv in ([str(config)], words):
-            job = Job.from_argv(argv)
-            assert (job.dataset, job.dataset_weights) == (tuple(names), tuple(weights))
-    with pytest.raises(ToolkitError, match="--dataset_weights is 'many', expected a number"):
-        read_arguments(["--dataset", "a.jsonl", "b.jsonl", "--dataset_weights", "0.7", "many"])
-
-
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -85,12 +68,6 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     config.write_text("max_steps: 8\nlearning_rate: 1e-4\nbf16: true\nlora_r:\n")
     values = read_arguments([str(config), "--max_steps", "9"])
     assert values == {"max_steps": 9, "learning_rate": 1e-4, "bf16": True}
-
-
-def test_a_json_file_is_a_configuration_file_too(tmp_path: Path) -> None:
-    config = tmp_path / "job.json"
-    config.write_text('{"max_steps": 8}')
-    assert read_arguments([str(config)]) == {"max_steps": 8}
 
 
 @pytest.mark.parametrize(
@@ -135,14 +112,6 @@ def test_an_invalid_configuration_file_is_named_in_the_error(text: str, message:
     with pytest.raises(ToolkitError) as caught:
         read_arguments([str(config)])
     assert message in caught.value.message
-
-
-def test_an_unknown_key_of_the_file_names_the_file_and_the_nearest_key(tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text("learning_rat: 1e-4\n")
-    with pytest.raises(ToolkitError) as caught:
-        read_arguments([str(config)])
-    assert str(caught.value) == f"{config}: unknown key 'learning_rat'\n  hint: did you mean `learning_rate`?"
 
 
 def test_the_help_names_every_argument_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:

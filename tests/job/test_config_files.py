@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_reading import lora_fields, read_config_file
 
@@ -68,26 +66,3 @@ def test_a_lora_config_word_executes_nothing(text: str, tmp_path: Path, monkeypa
     with pytest.raises(ToolkitError, match="expected a YAML or JSON value"):
         lora_fields([f"use_dora={text}"])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "bomb"])
-def test_train_refuses_what_is_no_configuration_before_it_launches(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "train.yaml"
-    if kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    elif kind == "folder":
-        file.mkdir()
-    else:
-        levels = "".join(f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]\n" for n in range(1, 12))
-        file.write_text(f"k0: &k0 [x, x]\n{levels}")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--preset", "ddp", "--cpu", "--", str(file), "--output_dir", str(tmp_path / "out")])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2
-    assert len(lines) <= 2
-    assert lines[0].startswith(f"error: {file} ")
-    assert not (tmp_path / "out").exists()

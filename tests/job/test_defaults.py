@@ -12,7 +12,7 @@ from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job import argument_values as defaults
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.job import Job
-from toolkit.plan.options import PlanOptions, RecommendOptions
+from toolkit.plan.options import PlanOptions
 from toolkit.plan.plan_vs_rehearsal import training_argv
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import make_plans, plan_request, plan_run
@@ -39,11 +39,6 @@ def test_the_training_script_has_the_common_defaults() -> None:
     from transformers import TrainingArguments
 
     assert defaults_of(TrainingArguments) | defaults_of(DataArguments) == EXPECTED
-
-
-def test_recommend_has_the_common_length() -> None:
-    """It finds micro-batch and accumulation."""
-    assert defaults_of(RecommendOptions) == {"max_seq_length": defaults.MAX_SEQ_LENGTH}
 
 
 def test_training_arguments_without_a_flag_are_the_planners_job() -> None:
@@ -83,8 +78,3 @@ def test_without_a_gpu_the_number_of_processes_is_asked_for(
         "error: --num-processes is missing, and no GPU is visible on this node",
         "  hint: the number of GPUs of the job, for example `--num-processes 8`",
     ]
-
-
-def test_a_conversion_needs_the_number_of_processes() -> None:
-    ended = toolkit("checkpoint", "convert", "checkpoint-8", "converted", "--preset", "zero3")
-    assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "error: missing option '--num-processes'")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import yaml
 
-from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.job import Job
 
@@ -56,23 +54,12 @@ def test_a_job_without_arguments_has_every_default_and_writes_no_words() -> None
     assert {name: getattr(Job(), name) for name in ARGUMENTS} == {n: field.default for n, field in ARGUMENTS.items()}
 
 
-def test_a_default_that_is_typed_counts_as_given() -> None:
-    assert Job.from_argv(["--max_seq_length", "1024"]).given == ("max_seq_length",)
-    assert Job(max_seq_length=512, packing=True).given == ("max_seq_length", "packing")
-
-
 def test_other_values_replace_those_of_a_job_and_count_as_given() -> None:
     job = Job.from_argv(["--max_steps", "8", "--data_seed", "7"])
     assert job.with_values(max_steps=9, tp=2, data_seed=8).to_argv() == [
         *("--max_steps", "9", "--data_seed", "8", "--tp", "2")
     ]
     assert job.without("max_steps", "data_seed") == Job()
-
-
-def test_a_misspelled_name_is_refused_in_values_too() -> None:
-    with pytest.raises(ToolkitError, match="unknown argument --max_stepz") as refused:
-        Job.from_values({"max_stepz": 8})
-    assert refused.value.hint == "did you mean `--max_steps`?"
 
 
 def test_both_names_of_activation_checkpointing_switch_it_on() -> None:

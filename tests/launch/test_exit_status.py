@@ -81,12 +81,6 @@ def test_a_rank_that_refused_its_input_before_it_had_a_folder_is_quoted(code: in
         assert failure["hint"] == "ask for 2 GPUs"
 
 
-def test_an_exit_without_output_is_reported_as_such(tmp_path: Path) -> None:
-    folder = running_folder(tmp_path)
-    folder.log.write_text("\n")
-    assert ended(folder)[2]["message"] == "the launcher ended with code 1: no output"
-
-
 def test_exit_code_0_without_a_completed_run_is_a_failure(tmp_path: Path) -> None:
     status, code, failure = ended(running_folder(tmp_path), exit_code=0)
     assert (status, code) == ("failed", 1)

@@ -317,6 +317,7 @@ def test_a_nan_loss_ends_the_run_as_diverged(start: Starter) -> None:
     assert "lower `--learning_rate`" in said
 
 
+@pytest.mark.nightly
 def test_nan_weights_are_never_saved(start: Starter) -> None:
     # the update of step 2 ruins them, while its loss, computed before, is sound; one checkpoint is kept, that of step 1
     warm_up = ("--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "2", "--learning_rate", "1e30")
@@ -330,6 +331,7 @@ def test_nan_weights_are_never_saved(start: Starter) -> None:
     assert [path.name for path in run.folder.glob("*checkpoint-*")] == ["checkpoint-1"]
 
 
+@pytest.mark.nightly
 def test_a_second_signal_during_the_save_ends_the_run_at_once_and_keeps_the_checkpoint_before(start: Starter) -> None:
     run = start("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2")
     run.until_step(4)
@@ -350,6 +352,7 @@ def test_a_second_signal_during_the_save_ends_the_run_at_once_and_keeps_the_chec
     assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
 
 
+@pytest.mark.nightly
 def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_every_process(start: Starter) -> None:
     """A cloud that takes one node back signals that node alone; SLURM signals every process, `tee` too."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "toolkit.train"]
@@ -379,6 +382,7 @@ def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_eve
     )  # `tee` has outlived the signal
 
 
+@pytest.mark.nightly
 def test_ranks_of_an_attempt_that_was_replaced_end_and_leave_the_folder_alone(start: Starter) -> None:
     """As on a node that was cut off from the others, while the run was restarted without it."""
     run = start(plain=True)
@@ -391,6 +395,7 @@ def test_ranks_of_an_attempt_that_was_replaced_end_and_leave_the_folder_alone(st
     assert not (run.folder / "failure.json").exists()
 
 
+@pytest.mark.nightly
 def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_path: Path) -> None:
     group = Path("/sys/fs/cgroup/memory") / f"toolkit-{os.getpid()}"
     try:
@@ -411,6 +416,7 @@ def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_pat
     assert read(tmp_path / "out" / "run.json")["status"] == "host_out_of_memory"
 
 
+@pytest.mark.nightly
 def test_an_exhausted_address_space_is_host_out_of_memory(start: Starter) -> None:
     run = start(*LARGE_LOGITS, shell="ulimit -v 5000000")
     code, said = run.ended()

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import toolkit
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware import disks
 from toolkit.hardware.disks import Mount
 from toolkit.job.job import Job
 from toolkit.launch import nvme
-from toolkit.launch.nvme import swap_folder
 from toolkit.presets import load_preset
 
 PRESET = "zero3_nvme_offload"
@@ -82,12 +80,6 @@ def test_a_path_in_the_file_is_refused(tmp_path: Path, model: Path) -> None:
         check(tmp_path, model, preset=str(tmp_path / "mine.yaml"))
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path, model: Path) -> None:
-    assert refusal(tmp_path / "nowhere", model).message == f"--nvme-path {tmp_path / 'nowhere'} does not exist"
-    (tmp_path / "file").touch()
-    assert "is not a folder" in refusal(tmp_path / "file", model).message
-
-
 def test_a_folder_that_cannot_be_written_is_refused(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,21 +135,6 @@ def test_without_async_io_the_error_says_how_to_compile_it(
     assert error.hint == "python -m toolkit.doctor.ops --async-io"
 
 
-def test_the_command_line_refuses_in_two_lines(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "hej"}\n' * 16)
-    out = str(tmp_path / "out")
-    job = ["--", "--model_name_or_path", str(model), "--dataset", str(tmp_path / "rows.jsonl"), "--max_steps", "4"]
-    options = ["--preset", PRESET, "--nvme-path", "/nowhere", "--num-processes", "2", "--cpu"]
-    for command in (["train", *options, *job, "--output_dir", out], ["compare", *options, "--output", out, *job]):
-        ended = toolkit(*command)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr.splitlines() == [
-            "error: --nvme-path /nowhere does not exist",
-            "  hint: name a folder on a local disk, or `mkdir -p /nowhere`",
-        ]
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.usefixtures("libraries")
 def test_a_valid_disk_passes_with_its_facts(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disks, "PROBE_BYTES", 8 * 2**20)
@@ -195,7 +172,3 @@ def test_a_low_limit_on_locked_memory_is_a_warning(monkeypatch: pytest.MonkeyPat
     assert warning.startswith("warning: only 8.0 MiB may be locked in memory")
     monkeypatch.setattr(nvme, "locked_memory_limit_bytes", lambda: None)
     assert nvme.locked_memory_warnings() == ()
-
-
-def test_each_run_has_its_own_swap_folder() -> None:
-    assert swap_folder(Path("/nvme"), "a") != swap_folder(Path("/nvme"), "b")

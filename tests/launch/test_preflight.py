@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from dataset_folders import write_dataset_folder
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
@@ -79,39 +78,6 @@ def test_an_unsupported_number_of_processes_is_refused(
     assert hint is None or caught.value.hint == hint
 
 
-def test_as_many_processes_as_gpus_pass() -> None:
-    preflight.check_process_count(2, gpus=2, preset=load_preset("fsdp2"))
-
-
-def test_a_missing_model_is_refused(rows: Path, tmp_path: Path) -> None:
-    for name in (str(tmp_path / "nowhere"), "gpt2", "~no-such-user/model", "x" * 5000, str(rows)):
-        with pytest.raises(ToolkitError, match="is neither a folder nor a hub id"):
-            check(name, rows)
-
-
-def test_an_incomplete_model_folder_is_refused(model: Path, rows: Path) -> None:
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ToolkitError, match=r"has no weights \(\*\.safetensors or \*\.bin\)"):
-        check(model, rows)
-    (model / "config.json").write_text('{"dtype": ')
-    with pytest.raises(ToolkitError, match=r"config\.json, line 1: not JSON"):
-        check(model, rows)
-    (model / "config.json").unlink()
-    with pytest.raises(ToolkitError, match=r"has no config\.json"):
-        check(model, rows)
-
-
-def test_a_missing_dataset_is_refused_with_the_nearest_file_name(model: Path, rows: Path) -> None:
-    with pytest.raises(ToolkitError, match="no such data file") as caught:
-        check(model, rows.with_name("row.jsonl"))
-    assert caught.value.hint == f"did you mean `{rows}`?"
-
-
-def test_too_few_rows_for_one_global_batch_are_refused(model: Path, rows: Path) -> None:
-    with pytest.raises(ToolkitError, match="has 16 rows, fewer than one global batch of 18 sequences"):
-        check(model, rows, "--per_device_train_batch_size", "9")
-
-
 def test_weights_make_an_epoch_long_enough_for_a_step(model: Path, rows: Path) -> None:
     few = rows.with_name("few.jsonl")
     few.write_text('{"prompt": "hej", "completion": "hello"}\n' * 2)
@@ -122,34 +88,6 @@ def test_weights_make_an_epoch_long_enough_for_a_step(model: Path, rows: Path) -
     few.write_text(few.read_text() + '{"text": "another format"}\n')
     with pytest.raises(ToolkitError, match=r"few.jsonl: row 3, line 3"):
         check(model, rows, str(few))
-
-
-def test_a_configuration_is_checked_before_the_launch(model: Path, rows: Path, tmp_path: Path) -> None:
-    folder = write_dataset_folder(tmp_path / "greetings")
-    for option in ("dataset", "eval_dataset"):
-        given = [str(rows), f"--{option}", str(folder)] if option == "eval_dataset" else [str(folder)]
-        assert check(model, *given, f"--{option}_config", "sv").global_batch_size == 16
-        with pytest.raises(ToolkitError, match="has no configuration 'de'; it has: en, sv") as caught:
-            check(model, *given, f"--{option}_config", "de")
-        assert caught.value.hint == f"`--{option}_config en`"
-    with pytest.raises(ToolkitError, match=r"--dataset_config sv: .*rows.jsonl is a file"):
-        check(model, rows, "--dataset_config", "sv")
-
-
-COUNTS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "lora_r",
-    "lora_alpha",
-    "preprocessing_num_workers",
-    "streaming_buffer_size",
-)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_count_of_zero_is_refused(name: str, model: Path, rows: Path) -> None:
-    with pytest.raises(ToolkitError, match=f"--{name} is 0, expected 1 or more"):
-        check(model, rows, f"--{name}", "0")
 
 
 def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
@@ -203,11 +141,6 @@ def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: 
     write_json(tmp_path / "out" / "run.json", {"status": "completed"})
     with pytest.raises(ToolkitError, match="already holds a finished run"):
         preflight.check_output(Job.from_values(arguments))
-
-
-def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
-    with pytest.raises(ToolkitError, match="--output_dir is missing"):
-        preflight.check_output(Job.from_values({"model_name_or_path": str(model)}))
 
 
 # -- what the ranks would find
@@ -283,11 +216,6 @@ def test_a_package_that_an_optimizer_needs_is_a_warning_for_another_node(model: 
     assert job.warnings == ("--optim lomo needs lomo_optim, which is not installed here (pip install lomo-optim)",)
 
 
-def test_more_processes_than_a_node_can_hold_are_refused() -> None:
-    with pytest.raises(ToolkitError, match="--num-processes is 100,000,000, expected 1,024 or less on one node"):
-        preflight.check_process_count(100_000_000, gpus=None, preset=load_preset("ddp"))
-
-
 @pytest.mark.parametrize(("place", "what"), [("/", "the root of the file system"), ("~", "the home folder")])
 def test_an_output_folder_that_is_no_folder_of_a_run_is_refused(
     place: str, what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -327,11 +255,6 @@ def test_an_output_folder_in_which_the_run_would_replace_its_inputs_is_refused(
     with pytest.raises(ToolkitError, match=f"--{name} {given} is in output_dir") as caught:
         preflight.check_output(Job.from_values(arguments))
     assert caught.value.hint == "name another folder: `--output_dir DIR`"
-
-
-def test_data_beside_the_files_of_a_run_are_no_obstacle(model: Path, rows: Path) -> None:
-    arguments = {"model_name_or_path": str(model), "dataset": [str(rows), "owner/name"], "output_dir": str(rows.parent)}
-    assert preflight.check_output(Job.from_values(arguments)) == rows.parent
 
 
 def test_a_folder_with_somebody_elses_model_is_refused(model: Path, tmp_path: Path) -> None:

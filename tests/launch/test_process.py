@@ -71,23 +71,6 @@ def test_both_streams_are_logged_and_relayed(tmp_path: Path) -> None:
     assert (outcome.exit_code, outcome.timed_out, outcome.interrupted) == (0, False, False)
 
 
-def test_the_exit_code_is_the_launchers(tmp_path: Path) -> None:
-    command = python_command("raise SystemExit(7)")
-    assert run_command(command, tmp_path / "log", on_line=print).exit_code == 7
-
-
-def test_output_that_is_not_utf8_is_logged(tmp_path: Path) -> None:
-    program = "import sys; sys.stdout.buffer.write(b'a\\xffb\\n'); sys.stdout.flush(); print('after')"
-    run_command(python_command(program), tmp_path / "log", on_line=lambda _: None)
-    assert (tmp_path / "log").read_text() == "a\ufffdb\nafter\n"
-
-
-def test_a_run_has_no_standard_input(tmp_path: Path) -> None:
-    command = python_command("import sys; print(repr(sys.stdin.read()))")
-    run_command(command, tmp_path / "log", on_line=lambda _: None)
-    assert (tmp_path / "log").read_text() == "''\n"
-
-
 def test_strategy_variables_of_this_process_are_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as building TrainingArguments(deepspeed=...) does
     lines: list[str] = []
@@ -118,13 +101,6 @@ def test_a_grandchild_in_its_own_session_is_ended_after_a_normal_exit(tmp_path: 
     command = python_command(WITH_GRANDCHILD, str(grandchild), "0")
     outcome = run_command(command, tmp_path / "log", on_line=lambda _: None)
     assert (outcome.exit_code, outcome.timed_out) == (0, False)
-    assert not is_running(int(grandchild.read_text()))
-
-
-def test_a_grandchild_in_its_own_session_is_ended_after_a_timeout(tmp_path: Path, grandchild: Path) -> None:
-    command = python_command(WITH_GRANDCHILD, str(grandchild), "600")
-    outcome = run_command(command, tmp_path / "log", on_line=lambda _: None, timeout_seconds=1)
-    assert outcome.timed_out
     assert not is_running(int(grandchild.read_text()))
 
 

@@ -129,10 +129,3 @@ def test_a_comparison_divides_the_batch_of_a_group_by_its_ranks() -> None:
     degree = split.job.tp
     assert "--preset fsdp2_tp --preset fsdp2 --num-processes 8 " in command
     assert f"--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --tp {degree}" in command
-
-
-def test_a_named_preset_is_tried_with_all_degrees_that_the_model_allows() -> None:
-    found = recommend(asked(length=2048), [load_preset("fsdp2_tp")])
-    assert found.choice.job.tp in (2, 4)  # 8 leaves no rank for FSDP2
-    with pytest.raises(ToolkitError, match="llama has no experts"):
-        recommend(asked(length=2048), [load_preset("ep")])

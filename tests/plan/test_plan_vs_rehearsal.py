@@ -48,10 +48,7 @@ def test_parts_of_a_trace_on_fake_tensors_are_summed_up_to_parts_of_the_plan() -
 def test_the_peaks_of_a_gpu_are_compared_without_parts() -> None:
     found = {"phase_peaks": {"backward": {"peak_allocated_bytes": 600, "peak_reserved_bytes": 900}}}
     assert [(row.part, row.rehearsed_bytes) for row in compare_parts(PLAN, found)] == [("backward: allocated", 600)]
-
-
-def test_a_part_that_only_the_plan_has_has_no_relative_difference() -> None:
-    assert PartDifference(part="logits", planned_bytes=5, rehearsed_bytes=0).relative is None
+    assert PartDifference(part="logits", planned_bytes=5, rehearsed_bytes=0).relative is None  # the plan's alone
 
 
 @pytest.mark.parametrize(("degrees", "loss"), [({}, "chunked"), ({"ep": 2}, "chunked"), ({"tp": 2, "ep": 4}, "full")])

@@ -61,14 +61,6 @@ def test_a_preset_that_does_not_support_the_world_size_is_left_out_or_if_named_a
         make_plans(replace(request("zeropp"), world_sizes=(12,), job=PlannedJob(gpus_per_node=4)))
 
 
-def test_qlora_is_planned_for_the_presets_that_support_it() -> None:
-    names = {plan.preset for plan in make_plans(request(world_sizes=(2,), lora_r=8, load_in_4bit=True))}
-    sharding = {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "zero3", "zero3_cpu_offload"}
-    assert names == {"ddp", "zero1", "zero2", *sharding}
-    with pytest.raises(ToolkitError, match="--load-in-4bit does not work under preset 'zero2_cpu_offload'"):
-        make_plans(request("zero2_cpu_offload", lora_r=8, load_in_4bit=True))
-
-
 def test_a_70b_model_in_4_bits_fits_on_two_24_gb_cards_with_its_shards_in_host_memory() -> None:
     how = {"activation_checkpointing": True, "lora_r": 16, "load_in_4bit": True, "per_device_train_batch_size": 1}
     shape = read_model(str(LLAMA_8B_CONFIG.parent.parent / "qwen2.5-72b" / "config.json"))
@@ -184,11 +176,6 @@ def test_equal_lengths_need_no_mask() -> None:
     assert make_plans(equal)[0].memory.planned_peak_bytes < make_plans(ragged)[0].memory.planned_peak_bytes
     with pytest.raises(ToolkitError, match="--equal-lengths has no effect with --packing"):
         plan_request(LLAMA_8B, replace(options, equal_lengths=True, packing=True))
-
-
-def test_adapters_on_fewer_modules_train_fewer_parameters() -> None:
-    (some,) = make_plans(request("zero2", lora_r=16, lora_target_modules=("q_proj", "v_proj")))
-    assert some.num_trainable_params == 32 * 16 * ((4096 + 4096) + (4096 + 1024))  # q: 4096 x 4096, v: 1024 x 4096
 
 
 # -- the job as the planner sees it

@@ -14,7 +14,7 @@ from toolkit.models.lora import lora_layers
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import StepTime, offload_efficiency, setup_flops, step_time
+from toolkit.plan.step_time import StepTime, setup_flops, step_time
 from toolkit.presets import load_preset
 
 VOCABULARY = 50_368
@@ -109,14 +109,6 @@ def test_offload_to_host_and_disk_slows_a_step_down() -> None:
     low, high = speeds[1].offload_efficiency
     assert 0 < low < high < 1
     assert speeds[0].offload_efficiency is None
-
-
-def test_offload_efficiency_is_the_formula_of_zero_infinity() -> None:
-    """Batch 2 at length 1024 over 70 GB/s with 70 TFLOP/s: at 2,048 operations per byte, two thirds of the speed."""
-    intensity, bandwidth, peak, moved = 2 * 1024, 70e9, 70e12, 1e9
-    share = offload_efficiency(compute_seconds=intensity * moved / peak, transfer_seconds=moved / bandwidth)
-    assert share == pytest.approx(intensity * bandwidth / (intensity * bandwidth + peak))
-    assert round(share, 2) == 0.67
 
 
 def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, accelerate_launch, read, toolkit
+from launching import ROOT, toolkit
 from preset_files import write
 
 from toolkit.errors import ToolkitError
@@ -159,20 +158,3 @@ def test_a_relative_folder_gives_an_absolute_json(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout.split()) == (0, ["here/zero1.yaml", "here/zero1.json"])
     config = yaml.safe_load((tmp_path / "here" / "zero1.yaml").read_text())
     assert config["deepspeed_config"]["deepspeed_config_file"] == str(tmp_path / "here" / "zero1.json")
-
-
-@pytest.mark.launch
-@pytest.mark.nightly
-def test_an_exported_pair_trains_from_another_working_directory(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
-) -> None:
-    elsewhere = tmp_path / "else where"
-    elsewhere.mkdir()
-    (pair, _) = export_presets([load_preset("zero1")], tmp_path / "my pairs", force=False)
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--max_steps", "1", "--per_device_train_batch_size", "1", "--save_model", "false"]
-    words += ["--save_strategy", "no", "--output_dir", "run"]
-    ended = accelerate_launch(Path(os.path.relpath(pair, elsewhere)), *words, cwd=elsewhere)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    attestation = read(elsewhere / "run" / "attestation.json")
-    assert (attestation["verdict"], attestation["preset"]) == ("attested", "zero1")

@@ -295,14 +295,3 @@ def test_packed_rows_of_llama_run_on_a_cpu_with_these(name: str) -> None:
     llama = read_model_attention({"model_type": "llama"})
     job = Job(attn_implementation=name, packing=True)
     assert unsupported(None, job, model=ModelLimits(attention=llama), device=CPU) is None
-
-
-@pytest.mark.nightly
-def test_flex_attention_has_no_backward_on_a_cpu() -> None:
-    """The library's own words: the rule goes when this does."""
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    part = torch.randn(1, 1, 16, 16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
-        flex_attention(part, part, part)

@@ -70,9 +70,7 @@ def keys(found: Iterable[Key]) -> list[Any]:
 @pytest.mark.parametrize(
     ("preset", "world_size", "rank", "message", "hint"),
     [
-        ("zero3", 0, 0, "--num-processes is 0, expected 1 or more", "None"),
         ("zero3", 4, 4, "--rank is 4, and a world of 4 has ranks 0 to 3", "`--rank 0`"),
-        ("fsdp2", 1, 0, "preset 'fsdp2' needs at least 2 processes, --num-processes is 1", "`--num-processes 2`"),
         ("fsdp2_hybrid", 7, 0, "preset 'fsdp2_hybrid' needs a multiple of 2 processes", "processes 8`"),
         ("zero2", 100_000_000, 0, "--num-processes is 100000000, expected 131,072 or less", "None"),
         ("zero3_nvme_offload", 4, 0, "cannot be rehearsed: its swap files belong to a real run", "`toolkit plan`"),

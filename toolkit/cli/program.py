@@ -32,14 +32,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 # What Typer returns for a Ctrl-C.
 TYPER_INTERRUPTED = 130
 
-# Another tool's or an earlier word for an option -> ours. Every command accepts both; `--help` shows ours.
-OTHER_WORDS = {
-    "world-size": "num-processes",
-    "output": "output-dir",
-    "gpus-per-machine": "gpus-per-node",
-    "wish": "objective",
-    "reference": "baseline",
-}
+# Another word for an option -> ours. Every command accepts both; `--help` shows ours.
+OTHER_WORDS = {"world-size": "num-processes", "output": "output-dir"}
 
 
 def option_word(given: str) -> str:

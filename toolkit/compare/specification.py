@@ -139,10 +139,7 @@ class ComparisonSpec(BaseModel):
     of its ranks train on the same rows."""
 
     def allocation(self) -> Allocation | None:
-        """Return the SLURM job on whose nodes the trials run; None where they run on this node alone.
-
-        Raises ToolkitError outside a SLURM job.
-        """
+        """Return the SLURM job to run in, None on this node alone. Raises ToolkitError outside a SLURM job."""
         if self.processes_per_node is None:
             return None
         return Allocation.current(processes_per_node=self.processes_per_node)
@@ -171,22 +168,17 @@ class ComparisonSpec(BaseModel):
 
     def job(self, row: RowKey) -> Job:
         """Return a row's job, without the arguments that the comparison adds."""
-        return Job.from_argv(self._given_argv(row)).with_values(**self.batches.get(row.name, {}))
+        return Job.from_argv(self.own_argv(row))
 
-    def _given_argv(self, row: RowKey) -> list[str]:
-        """The user's arguments for a row: all rows' and its variant's own.
+    def own_argv(self, row: RowKey) -> list[str]:
+        """Return the user's arguments for a row, then its batch; without what the comparison sets for every trial.
 
-        Degrees of parallelism are for the presets that have the dimension; one that no preset has stays, and is
-        refused.
+        Degrees of parallelism are for the presets that have the dimension; one that no preset has is refused later.
         """
         known = {name for expected in self.expected.values() for name in expected.parallel}
         words = without_degrees(self.training_arguments, known - set(self.expected[row.preset].parallel))
-        return [*words, *self.extra_arguments.get(row.preset, ())]
-
-    def own_argv(self, row: RowKey) -> list[str]:
-        """Return the user's arguments for a row, then its batch; without what the comparison sets for every trial."""
         batch = [word for name, value in self.batches.get(row.name, {}).items() for word in (f"--{name}", str(value))]
-        return [*self._given_argv(row), *batch]
+        return [*words, *self.extra_arguments.get(row.preset, ()), *batch]
 
     def layout(self, row: RowKey) -> ParallelLayout | None:
         """Return how a row divides its ranks; None for data parallelism alone."""
@@ -204,12 +196,8 @@ class ComparisonSpec(BaseModel):
 
     def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
         """Return the row's own arguments, then the comparison's."""
-        added: dict[str, Any] = {
-            "output_dir": output_dir,
-            "save_model": "false",
-            "save_strategy": "no",
-            "untimed_steps": self.untimed_steps,
-        }
+        added: dict[str, Any] = {"output_dir": output_dir, "save_model": "false", "save_strategy": "no"}
+        added["untimed_steps"] = self.untimed_steps
         if self.target_interval is not None:
             added["stop_when_steps_within"] = self.target_interval
         if self.trial_minutes is not None:
@@ -225,8 +213,7 @@ class ComparisonSpec(BaseModel):
         """
         expected, layout = self.expected[row.preset], self.layout(row)
         unwrapped = expected.engine == "ddp" and row.world_size == 1 and not self.cpu
-        if layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1:
-            unwrapped = True
+        unwrapped |= layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1
         return {
             "engine": "none" if unwrapped else expected.engine,
             "sharding": expected.sharding,
@@ -389,13 +376,13 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
             write_json(folder / SPEC_FILE, wanted)
         except OSError as error:
             raise ToolkitError(f"--output-dir {folder} cannot be written: {error.strerror}") from None
-        return
-    if not resume:
+    elif not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
-    for key, now in wanted.items():
-        if present.get(key) != now:
-            then = shown(present.get(key), limit=120)
-            raise ToolkitError(
-                f"{folder} holds another comparison: its {key} is {then}, now {shown(now, limit=120)}",
-                hint="name another folder: `--output-dir DIR`",
-            )
+    else:
+        for key, now in wanted.items():
+            if present.get(key) != now:
+                then, now = (shown(value, limit=120) for value in (present.get(key), now))
+                raise ToolkitError(
+                    f"{folder} holds another comparison: its {key} is {then}, now {now}",
+                    hint="name another folder: `--output-dir DIR`",
+                )

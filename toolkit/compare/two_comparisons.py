@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.compare.result_tables import bytes_cell, format_cell, make_table, results_unit
 from toolkit.compare.results import Environment, Results
-from toolkit.compare.rows import Difference, Row
+from toolkit.compare.rows import Row
 from toolkit.compare.significance import difference
 from toolkit.errors import ToolkitError
 from toolkit.record.columns import Column, Interval
@@ -24,73 +24,62 @@ NOTES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowPair:
-    """One row of both comparisons."""
+def ratio(before: Row, after: Row) -> float | None:
+    """Return the speed after over the speed before; None unless both completed and trained the baseline's problem."""
+    old, new = before.tokens_per_second, after.tokens_per_second
+    return new / old if before.completed and after.completed and old and new else None
 
-    before: Row
-    after: Row
 
-    @property
-    def name(self) -> str:
-        """The row's name."""
-        return self.before.trial
-
-    @property
-    def ratio(self) -> float | None:
-        """Speed after over speed before; None unless both completed and trained the baseline's problem."""
-        old, new = self.before.tokens_per_second, self.after.tokens_per_second
-        return new / old if self.before.completed and self.after.completed and old and new else None
-
-    @property
-    def ratio_interval(self) -> Interval | None:
-        """From the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
-        old, new = self.before.tokens_per_second_interval, self.after.tokens_per_second_interval
-        if self.ratio is None or not old or not new or not old[0]:
-            return None
-        return new[0] / old[1], new[1] / old[0]
-
-    @property
-    def verdict(self) -> Difference | None:
-        """The claim that the ratio's interval supports; None without an interval."""
-        return difference(self.ratio_interval)
+def ratio_interval(before: Row, after: Row) -> Interval | None:
+    """Return its interval, from the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
+    old, new = before.tokens_per_second_interval, after.tokens_per_second_interval
+    if ratio(before, after) is None or not old or not new or not old[0]:
+        return None
+    return new[0] / old[1], new[1] / old[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeforeAndAfter:
-    """Two comparisons: rows in both, rows in one, and what differs in the environment."""
+    """Two comparisons of one job."""
 
     before: Results
     after: Results
-    pairs: tuple[RowPair, ...]
-    only_before: tuple[str, ...]
-    only_after: tuple[str, ...]
-    environment: tuple[tuple[str, str, str], ...]
+    environment: Sequence[tuple[str, str, str]]
     """Name, value before, value after of what differs."""
+
+    @property
+    def pairs(self) -> list[tuple[Row, Row]]:
+        """The rows that are in both."""
+        after = {row.key: row for row in self.after.rows}
+        return [(row, after[row.key]) for row in self.before.rows if row.key in after]
 
     @property
     def summary(self) -> str:
         """The rows that became faster or slower, claimed only where the ratio's interval excludes 1."""
-        if not self.pairs:
+        pairs = self.pairs
+        if not pairs:
             return "No row is in both comparisons."
+        claims = {before.trial: difference(ratio_interval(before, after)) for before, after in pairs}
+        ratios = {before.trial: ratio(before, after) for before, after in pairs}
         changes = []
         for word in ("faster", "slower"):
-            named = [f"{pair.name}: {pair.ratio:.2f}" for pair in self.pairs if pair.verdict == word]
+            named = [f"{name}: {ratios[name]:.2f}" for name, claim in claims.items() if claim == word]
             changes.append(f"{len(named)} became {word}" + (f" ({', '.join(named)})" if named else ""))
-        unseen = sum(pair.verdict == "no difference seen" for pair in self.pairs)
-        changes.append(f"no difference is seen in {unseen}")
-        compared = f"Of {len(self.pairs)} rows in both, {', '.join(changes)}"
-        clauses = [compared if any(pair.verdict for pair in self.pairs) else f"{len(self.pairs)} rows are in both"]
-        single = [pair.name for pair in self.pairs if pair.verdict is None and pair.ratio is not None]
+        changes.append(f"no difference is seen in {list(claims.values()).count('no difference seen')}")
+        compared = f"Of {len(pairs)} rows in both, {', '.join(changes)}"
+        clauses = [compared if any(claims.values()) else f"{len(pairs)} rows are in both"]
+        single = [name for name, claim in claims.items() if claim is None and ratios[name] is not None]
         if single:
             clauses.append(f"nothing is claimed of {len(single)} single runs ({', '.join(single)})")
         clauses += [
-            f"{pair.name}: {pair.before.status_text} before, {pair.after.status_text} after"
-            for pair in self.pairs
-            if pair.before.status_text != pair.after.status_text
+            f"{before.trial}: {before.status_text} before, {after.status_text} after"
+            for before, after in pairs
+            if before.status_text != after.status_text
         ]
-        lonely = {"before": self.only_before, "after": self.only_after}
-        clauses += [f"only {when}: {', '.join(names)}" for when, names in lonely.items() if names]
+        both = {before.key for before, _ in pairs}
+        for when, results in {"before": self.before, "after": self.after}.items():
+            lonely = [row.trial for row in results.rows if row.key not in both]
+            clauses += [f"only {when}: {', '.join(lonely)}"] if lonely else []
         return "; ".join(clauses) + "."
 
     def table(self) -> Table:
@@ -100,17 +89,17 @@ class BeforeAndAfter:
         headings += ["after", "last loss\nbefore", "after"]
         rows = [
             [
-                text_cell(pair.name),
-                _speed_cell(pair.before),
-                _speed_cell(pair.after),
-                number_cell(pair.ratio, 3),
-                format_cell(pair.ratio_interval, RATIO_INTERVAL, unit),
-                text_cell(pair.verdict or NOT_AVAILABLE),
-                bytes_cell(self.before.peak_bytes(pair.before), unit),
-                bytes_cell(self.after.peak_bytes(pair.after), unit),
-                *(number_cell(row.last_loss if row.completed else None, 4) for row in (pair.before, pair.after)),
+                text_cell(before.trial),
+                _speed_cell(before),
+                _speed_cell(after),
+                number_cell(ratio(before, after), 3),
+                format_cell(ratio_interval(before, after), RATIO_INTERVAL, unit),
+                text_cell(difference(ratio_interval(before, after)) or NOT_AVAILABLE),
+                bytes_cell(self.before.peak_bytes(before), unit),
+                bytes_cell(self.after.peak_bytes(after), unit),
+                *(number_cell(row.last_loss if row.completed else None, 4) for row in (before, after)),
             ]
-            for pair in self.pairs
+            for before, after in self.pairs
         ]
         return make_table(headings, rows)
 
@@ -141,15 +130,8 @@ def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
             f"the two comparisons do not train the same job: {values}",
             hint="compare the same job again; `toolkit report DIR` reports each alone",
         )
-    old, new = ({row.key: row for row in results.rows} for results in (before, after))
-    return BeforeAndAfter(
-        before=before,
-        after=after,
-        pairs=tuple(RowPair(before=old[key], after=new[key]) for key in old if key in new),
-        only_before=tuple(row.trial for key, row in old.items() if key not in new),
-        only_after=tuple(row.trial for key, row in new.items() if key not in old),
-        environment=tuple(_differences(_environment(before.environment), _environment(after.environment))),
-    )
+    environment = _differences(_environment(before.environment), _environment(after.environment))
+    return BeforeAndAfter(before=before, after=after, environment=environment)
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:

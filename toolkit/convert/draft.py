@@ -128,10 +128,9 @@ def fsdp_settings() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class Draft:
-    """The settings of a configuration that are still to be converted, and what became of the others.
+    """The settings that are still to be converted (`fsdp_config.offload_params`), and what became of the others.
 
-    A nested setting is addressed as in the file: `fsdp_config.offload_params`, `datasets[0].path`. What changes a
-    setting does nothing if that setting is not left.
+    What changes a setting does nothing if that setting is not left.
     """
 
     def __init__(self, dialect: Dialect, values: Mapping[str, Any]) -> None:

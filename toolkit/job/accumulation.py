@@ -29,11 +29,17 @@ def chosen_accumulate(accumulate: str | None, accelerator_config: Mapping[str, A
     """
     if accumulate not in (None, *ACCUMULATE):
         raise ToolkitError(f"accumulate is {shown(accumulate)}, expected {' or '.join(ACCUMULATE)}")
-    configured = _configured(accelerator_config)
+    kwargs = accelerator_config.get(KWARGS) or {}
+    if not isinstance(kwargs, Mapping):
+        raise ToolkitError(f"accelerator_config {KWARGS} is {shown(kwargs)}, expected keys and values")
+    switch = kwargs.get(SWITCH)
+    if not isinstance(switch, bool | None):
+        raise ToolkitError(f"accelerator_config {SWITCH} is {shown(switch)}, expected true or false")
+    configured = None if switch is None else SHARDED if switch else WHOLE
     if accumulate is not None and configured is not None and accumulate != configured:
-        value = str(accelerator_config[KWARGS][SWITCH]).lower()
         raise ToolkitError(
-            f"accumulate is {accumulate}, but accelerator_config has {SWITCH}: {value}, which means {configured}",
+            f"accumulate is {accumulate}, but accelerator_config has {SWITCH}: {str(switch).lower()}, which means"
+            f" {configured}",
             hint="leave one of them out",
         )
     return accumulate or configured
@@ -47,15 +53,3 @@ def with_accumulate(accelerator_config: Mapping[str, Any], accumulate: str) -> d
     """
     kwargs = dict(accelerator_config.get(KWARGS) or {})
     return {**accelerator_config, KWARGS: {**kwargs, SWITCH: accumulate == SHARDED}}
-
-
-def _configured(accelerator_config: Mapping[str, Any]) -> str | None:
-    kwargs = accelerator_config.get(KWARGS) or {}
-    if not isinstance(kwargs, Mapping):
-        raise ToolkitError(f"accelerator_config {KWARGS} is {shown(kwargs)}, expected keys and values")
-    value = kwargs.get(SWITCH)
-    if value is None:
-        return None
-    if not isinstance(value, bool):
-        raise ToolkitError(f"accelerator_config {SWITCH} is {shown(value)}, expected true or false")
-    return SHARDED if value else WHOLE

@@ -17,10 +17,7 @@ WORKERS = (0, 1, 2, 4, 8)
 
 
 def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packing: bool = False) -> None:
-    """Raise ToolkitError for fewer rows than one global batch: they would silently be repeated within a step.
-
-    `rows` is None where it is not known yet.
-    """
+    """Raise ToolkitError for fewer rows (None: not known) than one global batch, which a step would silently repeat."""
     if rows is None or rows >= batch:
         return
     packs = ", which make at most as many packed sequences" if packing else ""
@@ -37,7 +34,7 @@ def check_weights(job: Job) -> None:
         return
     if len(weights) != len(names):
         raise ToolkitError(
-            f"--dataset_weights has {_count(len(weights), 'weight')} for {_count(len(names), 'data set')}",
+            f"--dataset_weights has length {len(weights)}, expected {len(names)}: a weight for each data set",
             hint=f"one weight for each, in the order of --dataset: {', '.join(names) or 'none is given'}",
         )
     for weight in weights:
@@ -46,10 +43,6 @@ def check_weights(job: Job) -> None:
                 f"--dataset_weights has {weight:g}, expected numbers above 0",
                 hint="leave a data set without rows out of --dataset",
             )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_streaming(job: Job) -> None:

@@ -86,19 +86,18 @@ def _check_ranges(job: Job) -> None:
             check_range(f"--{name}", job.value(name), ARGUMENTS[name].metadata["limits"])
 
 
-def _check_jit_checkpoint(job: Job) -> None:
-    """transformers 5.23 sets a flag per rank when SIGTERM arrives, and saves at the next event of that rank."""
+def _check_settings(job: Job) -> None:
+    if job.profile_steps is not None:
+        profiled_steps(job.profile_steps)
+    if job.lora_config and not job.is_lora:
+        raise ToolkitError("--lora_config needs --lora_r", hint="add `--lora_r 16`")
+    # transformers 5.23 sets a flag per rank when SIGTERM arrives, and saves at the next event of that rank
     if job.enable_jit_checkpoint:
         raise ToolkitError(
             "--enable_jit_checkpoint lets each rank save as soon as its own signal arrives: ranks that are a step apart"
             " wait for each other for ever",
             hint="leave it out: on SIGTERM all ranks agree on a step, save after it and exit",
         )
-
-
-def _check_lora_config(job: Job) -> None:
-    if job.lora_config and not job.is_lora:
-        raise ToolkitError("--lora_config needs --lora_r", hint="add `--lora_r 16`")
 
 
 def _check_comm_hook(job: Job) -> None:
@@ -110,11 +109,6 @@ def _check_comm_hook(job: Job) -> None:
             raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")
 
 
-def _check_profiled_steps(job: Job) -> None:
-    if job.profile_steps is not None:
-        profiled_steps(job.profile_steps)
-
-
 CHECKS: tuple[Callable[[Job], None], ...] = (
     lambda job: refuse_hidden(job.given_values),
     _check_words,
@@ -122,14 +116,12 @@ CHECKS: tuple[Callable[[Job], None], ...] = (
     check_trainer_arguments,
     check_scaling,
     check_global_batch,
-    _check_jit_checkpoint,
+    _check_settings,
     check_weights,
     check_streaming,
     check_evaluation,
     lambda job: check_attention(job.attn_implementation),
     lambda job: check_compilation(job.compilation),
-    _check_profiled_steps,
-    _check_lora_config,
     _check_comm_hook,
 )
 """In this order; the first that objects is reported."""

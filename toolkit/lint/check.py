@@ -17,10 +17,10 @@ from pathlib import Path
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit, is_file
 from toolkit.lint.document import (
+    LINTED_SUFFIXES,
     Document,
     NotAConfiguration,
     load_document,
-    may_be_linted,
     read_text,
     with_deepspeed_json,
 )
@@ -83,7 +83,7 @@ def _candidates(folder: Path) -> list[Path]:
     found: list[Path] = []
     for root, folders, names in os.walk(folder):  # which passes over what may not be read
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [Path(root, name) for name in names if not name.startswith(".") and may_be_linted(name)]
+        paths = [Path(root, name) for name in names if not name.startswith(".") and name.endswith(LINTED_SUFFIXES)]
         found += filter(is_file, paths)
         if len(found) > MAX_FILES:
             raise ToolkitError(

@@ -30,6 +30,7 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
+LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
 MAX_PATH_LENGTH = 1024
 
 _ABSENT = object()
@@ -114,15 +115,6 @@ def with_deepspeed_json(document: Document) -> Document:
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
     return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
-
-
-def may_be_linted(name: str) -> bool:
-    """Return True for the name of a file that is read in a folder.
-
-    >>> [name for name in ("ddp.yaml", "job.sbatch", "train.py") if may_be_linted(name)]
-    ['ddp.yaml', 'job.sbatch']
-    """
-    return name.endswith((*SUFFIXES, *SCRIPT_SUFFIXES))
 
 
 def _read_file(path: Path) -> Document:

@@ -78,9 +78,7 @@ class PhaseMemory:
 
     def as_row(self) -> dict[str, int]:
         """Return the parts as `toolkit plan --json` prints them."""
-        return {f"{part}_bytes": getattr(self, f"{part}_bytes") for part in PARTS} | {
-            "allocated_bytes": self.allocated_bytes
-        }
+        return {f"{part}_bytes": getattr(self, f"{part}_bytes") for part in (*PARTS, "allocated")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,15 +121,10 @@ def plan_memory(
     settings = job.pipeline
     if preset.engine != "pipeline" or settings is None:
         return plan_engine_memory(shape, engine, job)
-    stages = [
-        plan_engine_memory(
-            stage_shape(shape, settings, rank),
-            engine,
-            job,
-            load=stage_load(settings, rank, micro_batches=job.gradient_accumulation_steps),
-        )
-        for rank in range(settings.ranks)
-    ]
+    stages = []
+    for rank in range(settings.ranks):
+        load = stage_load(settings, rank, micro_batches=job.gradient_accumulation_steps)
+        stages.append(plan_engine_memory(stage_shape(shape, settings, rank), engine, job, load=load))
     return max(stages, key=lambda stage: stage.planned_peak_bytes)
 
 

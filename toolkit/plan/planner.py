@@ -6,7 +6,8 @@ plans = make_plans(request)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import (
@@ -97,12 +98,8 @@ class Plan:
             "headroom_bytes": self.headroom_bytes,
             "num_params": self.num_params,
             "num_trainable_params": self.num_trainable_params,
-            "parameter_bytes": memory.states.parameter_bytes,
-            "gradient_bytes": memory.states.gradient_bytes,
-            "optimizer_bytes": memory.states.optimizer_bytes,
-            "activation_bytes": peak.activation_bytes,
-            "logits_bytes": peak.logits_bytes,
-            "buffer_bytes": peak.buffer_bytes,
+            **{f"{part}_bytes": getattr(memory.states, f"{part}_bytes") for part in PARTS[:3]},
+            **{f"{part}_bytes": getattr(peak, f"{part}_bytes") for part in PARTS[3:]},
             "overhead_bytes": memory.overhead_bytes,
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,
@@ -112,11 +109,9 @@ class Plan:
             "largest_micro_batch": self.largest_micro_batch,
             "smallest_world_size": self.smallest_world_size,
             "communication_bytes_per_step": self.communication_bytes_per_step,
-            "communication": [asdict(traffic) | {"seconds": list(traffic.seconds)} for traffic in self.traffic],
+            "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
-            "step_seconds": None if speed is None else list(speed.step_seconds),
-            "tokens_per_second_per_gpu": None if speed is None else list(speed.tokens_per_second_per_gpu),
-            "mfu": None if speed is None else list(speed.mfu),
+            **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
         }
 
 
@@ -153,7 +148,13 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     for world_size in request.world_sizes:
         check_world_size(world_size)
         Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
-    supported = list(_supported(request))
+    supported = []
+    for world_size, preset in itertools.product(request.world_sizes, request.presets):
+        reason = _unsupported(request, preset, world_size)
+        if reason is None:
+            supported.append((preset, world_size))
+        elif request.strict:
+            raise ToolkitError(reason.message, hint=reason.hint)
     if not supported:
         sizes = ", ".join(map(str, request.world_sizes))
         raise ToolkitError(f"no preset trains this in {sizes} processes", hint="see `toolkit presets`")
@@ -192,16 +193,6 @@ def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
     peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.gpu_memory_bytes)
     return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {VERDICT_TEXT[plan.verdict]}"
-
-
-def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
-    for world_size in request.world_sizes:
-        for preset in request.presets:
-            reason = _unsupported(request, preset, world_size)
-            if reason is None:
-                yield preset, world_size
-            elif request.strict:
-                raise ToolkitError(reason.message, hint=reason.hint)
 
 
 def _unsupported(request: PlanRequest, preset: Preset, world_size: int) -> Reason | None:

@@ -122,11 +122,8 @@ def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -
         "headroom_bytes": request.gpu.memory_bytes - memory.planned_peak_bytes,
         "host_bytes": memory.host.peak_bytes,
         "disk_bytes": memory.host.disk_bytes,
-        "communication_bytes_per_step": None if speed is None else speed.communication_bytes_per_step,
-        "communication_seconds": None if speed is None else speed.communication_seconds,
-        "step_seconds": None if speed is None else speed.step_seconds,
-        "tokens_per_second_per_gpu": None if speed is None else speed.tokens_per_second_per_gpu,
-        "mfu": None if speed is None else speed.mfu,
+        **{name: getattr(speed, name, None) for name in ("communication_bytes_per_step", "communication_seconds")},
+        **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
         "dollars_per_million_tokens": dollars_per_million_tokens(price, speed),
     }
 

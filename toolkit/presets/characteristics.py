@@ -4,11 +4,8 @@
 >>> characteristics(load_preset("zero2")).optimizer.formula
 '12/N'
 
-All of it follows from the preset's engine, sharding, offload and parallelism; nothing here names a preset. Bytes are
-those of a full fine-tune with AdamW in bf16, per parameter and rank, between steps: what the run-time verification
-counts.
-
-Each engine pads shards differently (deepspeed 0.19.8, torch 2.13), with N ranks:
+Nothing here names a preset. Bytes are those of a full fine-tune with AdamW in bf16, per parameter and rank, between
+steps: what the run-time verification counts. With N ranks, each engine pads its own way (deepspeed 0.19.8, torch 2.13):
 
 - ZeRO-1 and ZeRO-2 flatten each parameter group and pad it to a multiple of 2·N elements.
 - ZeRO-3 pads every parameter to a multiple of N, and keeps small ones gathered beside their shards.
@@ -125,9 +122,8 @@ class Characteristics:
     not_with: tuple[str, ...]
     """What the preset does not work with, and the upstream issue."""
     fsdp1_name: str | None
-    """The equivalent sharding strategy of FSDP1."""
     other_name: str | None
-    """The equivalent in another engine."""
+    """The equivalents: a sharding strategy of FSDP1, and another engine's name."""
 
     def bytes_on(self, device: str) -> str:
         """Return the formula of all parts kept on a device: `2 + 2/N + 12/N`, or `0`."""

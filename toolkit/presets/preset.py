@@ -136,8 +136,7 @@ def load_preset(name: str) -> Preset:
 def read_preset(path: Path) -> Preset:
     """Read an accelerate YAML, ours or a user's, and the DeepSpeed JSON that it names.
 
-    Raises ToolkitError for a file that cannot be read, an unknown key, a value of another type than its key has, FSDP1,
-    or an unknown engine.
+    Raises ToolkitError for what cannot be read or is not known: a key, a type, FSDP1, an engine.
     """
     config = read_configuration(path)
     check_keys_and_values(config, ACCELERATE_BLOCKS, path)

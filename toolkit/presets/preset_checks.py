@@ -38,9 +38,7 @@ def check_arguments(
     """Check a job, and return one warning for each argument that has no effect.
 
     `preset` and `num_processes` are None where a plain launch does not give them. With `here` false, the job runs on
-    another node, and a package that is missing on this one is a warning.
-
-    Raises ToolkitError for what does not work: a value, a combination, or a method that the preset does not support.
+    another node, and a package that is missing on this one is a warning. Raises ToolkitError for what does not work.
     """
     check_values(job, on_cpu=on_cpu)
     if preset is not None:
@@ -82,10 +80,7 @@ def _ineffective_under(preset: PresetSpec | None, job: Job) -> list[str]:
 
 
 def check_parts(job: Job, config: Mapping[str, Any]) -> None:
-    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration.
-
-    Raises ToolkitError for what the model does not run or cannot be split by, and for a name that no part has.
-    """
+    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration."""
     limits = ModelLimits(attention=read_model_attention(config), split=read_split(config))
     check_supported(None, job, model=limits)
     check_part_names(job, config)

@@ -1,8 +1,7 @@
 """Compatibility rules: which preset works with which method, world size and device, and why not.
 
-Each rule is written once, in the module of its topic, with the upstream issue that explains it; `RULES` lists them. The
-launcher, the training script, the planner, the recommendation, the rehearsal, the checkpoint conversion, `toolkit
-presets` and the docs all ask this module:
+Each rule is written once, in the module of its topic; `RULES` lists them. The launcher, the training script, the
+planner, the recommendation, the rehearsal, the checkpoint conversion, `toolkit presets` and the docs all ask here:
 
     reason = unsupported(preset, Job(lora_r=16, load_in_4bit=True), world_size=8, purpose="plan")
     check_supported(preset, job, world_size=8, device=CPU)       # raises ToolkitError with the reason and a hint

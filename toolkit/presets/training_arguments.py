@@ -4,15 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
     Trainer(model=model, args=args, train_dataset=rows).train()
 
-Such a script is started with `torchrun --nproc_per_node 2 script.py`, or with `accelerate launch` without a
-configuration file. The variables that `accelerate launch --config_file` would have set are set in the process itself,
-so this must happen before the model is loaded and before anything else starts a process group.
-
-Degrees of parallelism are keyword arguments, and transformers shards the model of some presets while it loads it:
-
-    preset = load_preset("fsdp2_tp")
-    args = preset.training_arguments(output_dir="out", tp=2, save_strategy="no")
-    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32, **preset.from_pretrained_arguments())
+The variables that `accelerate launch --config_file` would have set are set in the process itself, so this must happen
+before the model is loaded and before anything else starts a process group. `Preset` says how to call it.
 """
 
 from __future__ import annotations
@@ -114,11 +107,9 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
 
 
 def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | None = None) -> dict[str, str]:
-    """Return the part of the launcher's environment that `TrainingArguments` cannot carry.
+    """Return the part of the launcher's environment that `TrainingArguments` cannot carry, without accelerate.
 
-    `toolkit.launch.command.launcher_environment` derives the complete environment with accelerate's own functions;
-    a test checks that these variables have the same values. This function needs no accelerate, so that
-    `toolkit preset show --as trainer` can print them.
+    A test compares it with `launcher_environment`, which derives everything with accelerate's own functions.
     """
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
     if preset.engine == "deepspeed":
@@ -144,12 +135,7 @@ def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | 
 def training_arguments(
     preset: PresetSpec, given: dict[str, Any], arguments_class: type[TrainingArguments] | None = None
 ) -> TrainingArguments:
-    """Put the preset in effect in this process, and return the arguments for its Trainer.
-
-    `arguments_class` is a subclass of `TrainingArguments`, where the trainer has one of its own.
-
-    Raises ToolkitError for anything that would silently put another strategy in effect.
-    """
+    """Put the preset in effect in this process, and return the arguments for its Trainer (`Preset`)."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     degrees = {name: given[name] for name in DEGREES if given.get(name) is not None}
     given = {name: value for name, value in given.items() if name not in DEGREES}
@@ -177,10 +163,7 @@ def training_arguments(
 
 
 def from_pretrained_arguments(preset: PresetSpec, degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that shard the model while it is loaded; none for other presets.
-
-    Raises ToolkitError before `training_arguments`, and for degrees that differ from those it was given.
-    """
+    """Return the arguments of `from_pretrained` that shard the model while it is loaded; none for other presets."""
     if preset.accelerate_config_path not in _presets_in_effect:
         raise ToolkitError(
             f"preset {preset.name!r} is not in effect yet in this process",

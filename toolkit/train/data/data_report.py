@@ -97,9 +97,10 @@ def data_stats(
     )
 
 
-def of_one_source(stats: DataStats, name: str, *, weight: float | None = None) -> SourceStats:
-    """Return the counts of a data set, from the statistics of its rows."""
-    return SourceStats(name=name, weight=weight, **{each.name: getattr(stats, each.name) for each in fields(Counts)})
+def of_one_source(stats: DataStats, name: str, weight: float | None, **changes: int) -> SourceStats:
+    """Return the counts of a data set, from the statistics of its rows; `changes` are those of an epoch."""
+    counts = {each.name: getattr(stats, each.name) for each in fields(Counts)}
+    return SourceStats(name=name, weight=weight, **counts | changes)
 
 
 def of_all_sources(stats: Sequence[DataStats], sources: Sequence[SourceStats]) -> DataStats:
@@ -146,9 +147,8 @@ def preflight_lines(stats: DataStats) -> list[str]:
     if stats.packs is not None and stats.pack_fill_fraction is not None and stats.epoch_rows is not None:
         each, full = f"{stats.epoch_rows / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
         lines.append(f"  packed into {stats.packs:,} sequences of {each}, {full}; batch sizes count these sequences")
-    # Of a long row the beginning and the end, with the closing ».
     sample = stats.sample
-    sample = sample if len(sample) <= 1200 else f"{sample[:600]} … {sample[-600:]}"
+    sample = sample if len(sample) <= 1200 else f"{sample[:600]} … {sample[-600:]}"  # with the closing »
     lines.append("  first row, supervised part between « and »:")
     return lines + [f"  | {line}" for line in sample.splitlines()]
 

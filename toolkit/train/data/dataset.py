@@ -138,7 +138,7 @@ def _open_streams(
     parts = [replace(source.supervised()[1], streamed=True, epoch_rows=None) for source in first]
     weights = arguments.dataset_weights or None
     shares = fractions(weights) if weights else [None] * len(parts)
-    described = [of_one_source(part, s.name, weight=w) for part, s, w in zip(parts, streams, shares, strict=True)]
+    described = [of_one_source(part, s.name, w) for part, s, w in zip(parts, streams, shares, strict=True)]
     mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights))
     return Data(
         train=TokenStream(mixed, [source.encoder for source in first], training, packing=arguments.packing),
@@ -160,7 +160,7 @@ def _mixed(
             rows = rows.select(repeated_rows(len(rows), count, seed=f"{seed} {index}"))
         tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
         epochs.append(rows)
-        described.append(replace(of_one_source(stats, source.name, weight=share), epoch_rows=count, **tokens))
+        described.append(of_one_source(stats, source.name, share, epoch_rows=count, **tokens))
     return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,34 +124,21 @@ def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
     return read
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRanks:
-    """The ranks of this rank's pipeline, and those that hold the same stages in other pipelines."""
+    """The process groups of a layout: this rank's pipeline, and the ranks that hold the same stages in others."""
 
-    mesh: Any
-    pipeline: Any
-    """The group of the ranks of one pipeline."""
-    replicas: Any
-    """The group of the ranks that hold the same stages."""
-    ends: Any
-    """The group of the first and the last rank of this pipeline; None on ranks between them."""
-    rank: int
-    """This rank's place in its pipeline."""
-    replica: int
-    layout: ParallelLayout
-
-    @classmethod
-    def of(cls, layout: ParallelLayout, device_type: str) -> PipelineRanks:
-        """Make the process groups of a layout. Collective."""
-        mesh = init_device_mesh(device_type, (layout.dp_replicate, layout.pp), mesh_dim_names=("dp_replicate", "pp"))
-        ends = None
+    def __init__(self, layout: ParallelLayout, device_type: str) -> None:
+        """Make the groups. Collective."""
+        self.layout, sizes = layout, (layout.dp_replicate, layout.pp)
+        self.mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "pp"))
+        self.pipeline, self.replicas = self.mesh.get_group("pp"), self.mesh.get_group("dp_replicate")
+        self.rank, self.replica = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("dp_replicate")
+        self.ends: Any = None
+        """The group of the first and the last rank of this pipeline; None on ranks between them."""
         for first in range(0, dist.get_world_size(), layout.pp):
             both = [first, first + layout.pp - 1]
-            group = dist.new_group(both)
-            ends = group if dist.get_rank() in both else ends
-        groups = {"pipeline": mesh.get_group("pp"), "replicas": mesh.get_group("dp_replicate"), "ends": ends}
-        rank, replica = int(mesh.get_local_rank("pp")), int(mesh.get_local_rank("dp_replicate"))
-        return cls(mesh=mesh, **groups, rank=rank, replica=replica, layout=layout)
+            group = dist.new_group(both)  # every rank takes part in making each group
+            self.ends = group if dist.get_rank() in both else self.ends
 
     def global_rank(self, rank: int) -> int:
         """Return the rank in the world of a rank of this pipeline."""
@@ -290,7 +276,7 @@ def load_pipeline(arguments: Arguments, *, compute_dtype: torch.dtype, checkpoin
     job, device = arguments.job, arguments.training.device
     assert arguments.layout is not None
     assert arguments.pipeline is not None
-    ranks = PipelineRanks.of(arguments.layout, device.type)
+    ranks = PipelineRanks(arguments.layout, device.type)
     config = from_pretrained(AutoConfig, job)
     config.use_cache = False
     model = PipelineModel(config, arguments.pipeline, ranks, attention=job.attn_implementation)

@@ -66,6 +66,7 @@ def _run(folder: Path, case: str, model: Path) -> Path:
 def exported(run: Path, out: Path, model: Path) -> Path:
     """Return a run's newest checkpoint exported in several shards."""
     from file_mutations.checkpoint_formats import newest
+
     from toolkit.checkpoint.hf_export import export
 
     if not out.is_dir():
