@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import MinLen
 from pydantic import BaseModel, ConfigDict
 
-from toolkit.cluster.slurm import Allocation
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey
