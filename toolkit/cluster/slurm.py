@@ -39,7 +39,8 @@ from toolkit.job.job import Job
 from toolkit.job.job_checks import refuse_arguments_of_comparison
 from toolkit.launch.command import NVME_PATH_VARIABLE
 from toolkit.launch.preflight import check_required
-from toolkit.presets import Preset, load_preset
+from toolkit.presets.preset import load_preset
+from toolkit.presets.spec import PresetSpec
 
 CPUS_PER_RANK = 4  # the rank, its data loader, and two threads of NCCL; SLURM's own default is one for the whole node
 # SLURM kills a job at its limit: with less than this left after the signal's time it would never train.
@@ -116,7 +117,7 @@ def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
 
 
 def sbatch_values(
-    options: JobOptions, slurm: SlurmOptions, *, output_dir: Path, preset: Preset | None
+    options: JobOptions, slurm: SlurmOptions, *, output_dir: Path, preset: PresetSpec | None
 ) -> dict[str, Any]:
     """Return what every sbatch template needs; `inside` precedes a command that runs in an apptainer container."""
     python = shlex.quote(python_of(options, shares_files=True))
