@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, newline="")
     return path
 
 

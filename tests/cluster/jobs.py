@@ -1,19 +1,16 @@
-"""Training jobs on the cluster of the tests: written by `toolkit cluster slurm`, or torchrun started on each node."""
+"""Training jobs on the cluster of the tests: written by `toolkit cluster slurm`."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.machines import wait_until
 from cluster.slurm import ENDED, Slurm
-from launching import ROOT, SCRIPTS, accelerate_launch, read, toolkit
+from launching import ROOT, accelerate_launch, read, toolkit
 
-PORT = 29400
 SAVE_SECONDS = 20
 """SLURM's warning then comes 100 s before the limit: early enough that the test need not wait for it."""
 LAUNCH_SECONDS = 150.0
@@ -82,22 +79,6 @@ class ClusterJobs:
         ended = accelerate_launch(config, *self.words, "--save_model", "false", "--output_dir", str(out), *words)
         assert ended.returncode == 0, ended.stderr[-3000:]
         return out
-
-    def torchrun(self, preset: str, script: str, out: Path, *words: str) -> tuple[list[int], str]:
-        """Start torchrun on two nodes without SLURM, and return its exit codes and what was printed."""
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment["TOOLKIT_PRESET"] = preset
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        command += ["--rdzv-id", out.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"node1:{PORT}"]
-        command += [str(SCRIPTS / script), *self.words, "--output_dir", str(out), *words]
-        machines = self.slurm.machines
-        started = [machines.start(name, *command, env=environment) for name in ("node1", "node2")]
-        try:
-            printed = [process.communicate(timeout=LAUNCH_SECONDS)[0] for process in started]
-        finally:
-            for process in started:
-                machines.stop(process)
-        return [process.returncode for process in started], "\n".join(printed)
 
     def end(self) -> None:
         for job in self.submitted:

@@ -18,7 +18,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -117,28 +117,12 @@ class Machines:
         spaces = ["--net", "--uts", "--mount", "--pid", f"--wdns={Path.cwd()}"]
         return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", "env", "-u", SERVER_VARIABLE, *words]
 
-    def run(
-        self, name: str, *words: str, sysfs: bool = False, check: bool = True, **more: Any
-    ) -> CompletedProcess[str]:
-        """Run a command on a machine; `sysfs` shows it the machine's own network devices under /sys."""
-        if sysfs:
-            words = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh", *words)
+    def run(self, name: str, *words: str, **more: Any) -> CompletedProcess[str]:
+        """Run a command on a machine, which must succeed."""
         more.setdefault("timeout", COMMAND_SECONDS)
         ended = subprocess.run(self.command(name, *words), capture_output=True, text=True, check=False, **more)
-        assert ended.returncode == 0 or not check, f"{name}: {' '.join(words)}\n{ended.stdout}{ended.stderr}"
+        assert ended.returncode == 0, f"{name}: {' '.join(words)}\n{ended.stdout}{ended.stderr}"
         return ended
-
-    def start(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command on a machine, with both of its streams in a pipe."""
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        streams |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
-        return subprocess.Popen(self.command(name, *words), env=env, **streams)
-
-    def stop(self, process: subprocess.Popen[str]) -> None:
-        """Kill what `start` has started: nsenter, and the command, which is its child."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
     def _in_switch(self, *words: str) -> None:
         """Run a command with the switch's network, and this host's process ids, by which it knows the machines."""

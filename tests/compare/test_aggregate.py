@@ -51,9 +51,5 @@ def test_an_unsupported_row_has_the_reason_and_ranks_no_other_row() -> None:
     spec = comparison("ddp", "zeropp")
     rows = aggregate_rows(spec, *(trial("ddp", r) for r in range(3)), unsupported={"zeropp-n2": "needs CUDA kernels"})
     row = rows["zeropp-n2"]
-    assert (row.status, row.message, row.failure.kind) == (
-        "not_supported",
-        "needs CUDA kernels",
-        "not_supported",
-    )
+    assert (row.status, row.message, row.failure.kind) == ("not_supported", "needs CUDA kernels", "not_supported")
     assert rows["ddp-n2"].rank is None  # nobody to be ranked with

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 from comparison_records import node, row, trial
 
-from toolkit.compare.build_results import (
-    flops_per_token,
-    peak_flops,
-    row_cost,
-    side_run_columns,
-    with_efficiency,
-)
+from toolkit.compare.build_results import flops_per_token, peak_flops, row_cost, side_run_columns, with_efficiency
 from toolkit.compare.ledger import SideRunRecord, TrialRecord
 from toolkit.compare.rows import RowKey
 from toolkit.models.read_model import read_model

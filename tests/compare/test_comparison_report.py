@@ -9,16 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from results_documents import (
-    Document,
-    Tags,
-    console_lines,
-    csv_text,
-    html_text,
-    markdown_text,
-    read,
-    write_report,
-)
+from results_documents import Document, Tags, console_lines, csv_text, html_text, markdown_text, read, write_report
 
 from toolkit.compare.commands import write_report_again
 

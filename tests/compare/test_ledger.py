@@ -11,14 +11,7 @@ import pytest
 from comparison_records import comparison, probe, trial
 
 from toolkit.compare.build_results import build_results
-from toolkit.compare.ledger import (
-    Ledger,
-    SideRunRecord,
-    comparison_lock,
-    probes_of,
-    side_runs_of,
-    trials_of,
-)
+from toolkit.compare.ledger import Ledger, SideRunRecord, comparison_lock, probes_of, side_runs_of, trials_of
 from toolkit.compare.rows import RowKey
 from toolkit.errors import ToolkitError
 

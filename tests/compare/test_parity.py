@@ -33,10 +33,7 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
         ({"problem": {"world_size": 1, "ranks": 1}}, "1 ranks attested, expected 2"),
         ({"problem": {"world_size": [2, 1]}}, "world_size is 2, 1 by rank, expected 2"),
         ({"problem": {"engine": "fsdp2"}}, "engine is fsdp2, expected ddp"),
-        (
-            {"batch_sha256": step(BATCHES, 3, ["20", "x1"])},
-            "batch of step 3 on rank 1 is x1, 21 in ddp-n2-r0",
-        ),
+        ({"batch_sha256": step(BATCHES, 3, ["20", "x1"])}, "batch of step 3 on rank 1 is x1, 21 in ddp-n2-r0"),
         ({"batch_sha256": step(BATCHES, 1, ["00"])}, "step 1 has batches of 1 ranks, of 2 in ddp-n2-r0"),
         ({"step_tokens": [150] * 8}, "step 1 has 150 tokens, 200 in ddp-n2-r0"),
         ({"step_non_padding_tokens": [200] * 8}, "step 1 has 200 non-padding tokens, 180 in ddp-n2-r0"),

@@ -26,10 +26,7 @@ H100 = find_gpu("h100-sxm")
 def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model: Path) -> None:
     shape, on_gpus = read_model(str(tiny_model)), comparison_on_gpus(tiny_model)
     plan = plan_memory(
-        shape,
-        load_preset("zero2"),
-        world_size=2,
-        job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512),
+        shape, load_preset("zero2"), world_size=2, job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512)
     )
     assert planned_memory(on_gpus, ZERO2, shape=shape) == (plan.planned_peak_bytes, plan.peak.allocated_bytes)
     assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == (None, None)

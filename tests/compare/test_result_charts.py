@@ -52,4 +52,5 @@ def test_an_interval_far_beyond_the_others_ends_open_and_does_not_shrink_the_oth
 def test_a_long_curve_is_thinned_in_the_page(results: Document) -> None:
     short = len(html_text(results))
     results["rows"][0]["losses"] = [2.0, 1.0] * 50_000
+    results["rows"][1]["losses"] = [None]  # a line without points
     assert len(html_text(results)) < short + 2100 * len("1000.0,300.0 ")

@@ -9,13 +9,7 @@ import statistics
 import pytest
 from comparison_records import aggregate_rows, comparison, row_beside_ddp, trial
 
-from toolkit.compare.significance import (
-    difference,
-    mean_interval,
-    ratio_confidence,
-    ratio_interval,
-    student_t,
-)
+from toolkit.compare.significance import difference, mean_interval, ratio_confidence, ratio_interval, student_t
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
         "fsdp2_tp-n8": {"per_device_train_batch_size": 6},
     }
     assert {row.name: spec.sequences_per_accumulation_step(row) for row in spec.rows()} == {
-        **{"ddp-n4": 12, "fsdp2_tp-n4": 12, "ddp-n8": 24, "fsdp2_tp-n8": 24},
+        **{"ddp-n4": 12, "fsdp2_tp-n4": 12, "ddp-n8": 24, "fsdp2_tp-n8": 24}
     }
     strong = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     scaled = with_split_model("--tp", "2", batches={"fsdp2_tp-n8": strong, "ddp-n8": strong})
@@ -82,8 +82,7 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
 
 
 @pytest.mark.parametrize(
-    ("micro", "accumulation", "expected"),
-    [(4, 1, [(4, 1), (2, 1), (1, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
+    ("micro", "accumulation", "expected"), [(4, 1, [(4, 1), (2, 1), (1, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])]
 )
 def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
     arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}

@@ -130,7 +130,7 @@ def test_a_key_with_a_line_break_cannot_add_an_argument(tmp_path: Path) -> None:
             LLAMA_FACTORY | {"dataset": "file"},
             "dataset_info.json: file: file_name is 5, expected text",
         ),
-        ("llama-factory", LLAMA_FACTORY | {"dataset": "columns"}, "prompt is [1], expected text"),
+        ("llama-factory", LLAMA_FACTORY | {"dataset": "columns"}, "columns: columns: prompt is [1], expected text"),
         ("trl", TRL | {"accelerate_config": "accelerate.yaml"}, "fsdp_config is ['a'], expected keys and values"),
         (
             "axolotl",

@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,8 @@ THREE_GPUS = {"H100 80 GB": "h100", "L40S 48 GB": "l40s", "RTX 4090 24 GB": "rtx
 NAMES = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A row of a table: what is changed, and the options of `toolkit plan` for it."""
-
-    label: str
-    options: str
+Steps = dict[str, str]
+"""Rows of a table: what is changed, and the options of `toolkit plan` for it."""
 
 
 @cache
@@ -73,23 +68,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> 
 JOB = "--num-processes 8 --max-seq-length 2048"
 SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
 LEAN = f"{SMALL} --activation-checkpointing"
-CHEAPEST_FIRST = [
-    Step(label="start: `zero2`, micro-batch 8, `--loss full`", options=f"{JOB} --preset zero2 --loss full"),
-    Step(label="1. the chunked loss, the default", options=f"{JOB} --preset zero2"),
-    Step(label="2. and micro-batch 1, 8 accumulation steps", options=f"{JOB} --preset zero2 {SMALL}"),
-    Step(label="3. and activation checkpointing", options=f"{JOB} --preset zero2 {LEAN}"),
-    Step(label="4. and `zero3` instead of `zero2`", options=f"{JOB} --preset zero3 {LEAN}"),
-    Step(
-        label="5. and 16 GPUs instead of 8, 4 accumulation steps",
-        options=f"{JOB} --preset zero3 {LEAN}".replace("processes 8", "processes 16").replace("steps 8", "steps 4"),
-    ),
-    Step(label="6. 8 GPUs, LoRA of rank 16", options=f"{JOB} --preset zero3 {LEAN} --lora-r 16"),
-    Step(
-        label="7. 8 GPUs, QLoRA of rank 16, under `ddp`",
-        options=f"{JOB} --preset ddp {LEAN} --lora-r 16 --load-in-4bit",
-    ),
-    Step(label="8. 8 GPUs, all weights, `zero3_cpu_offload`", options=f"{JOB} --preset zero3_cpu_offload {LEAN}"),
-]
+CHEAPEST_FIRST: Steps = {
+    "start: `zero2`, micro-batch 8, `--loss full`": f"{JOB} --preset zero2 --loss full",
+    "1. the chunked loss, the default": f"{JOB} --preset zero2",
+    "2. and micro-batch 1, 8 accumulation steps": f"{JOB} --preset zero2 {SMALL}",
+    "3. and activation checkpointing": f"{JOB} --preset zero2 {LEAN}",
+    "4. and `zero3` instead of `zero2`": f"{JOB} --preset zero3 {LEAN}",
+    "5. and 16 GPUs instead of 8, 4 accumulation steps": f"{JOB} --preset zero3 {LEAN}".replace(
+        "processes 8", "processes 16"
+    ).replace("steps 8", "steps 4"),
+    "6. 8 GPUs, LoRA of rank 16": f"{JOB} --preset zero3 {LEAN} --lora-r 16",
+    "7. 8 GPUs, QLoRA of rank 16, under `ddp`": f"{JOB} --preset ddp {LEAN} --lora-r 16 --load-in-4bit",
+    "8. 8 GPUs, all weights, `zero3_cpu_offload`": f"{JOB} --preset zero3_cpu_offload {LEAN}",
+}
 
 
 def verdicts(options: str) -> list[str]:
@@ -101,33 +92,31 @@ def peak_bytes(options: str) -> int:
     return int(one_plan(f"{options} --gpu h100")["planned_peak_bytes"])
 
 
-def steps_table(steps: Sequence[Step]) -> str:
-    rows = [[step.label, gib(peak_bytes(step.options)), *verdicts(step.options)] for step in steps]
+def steps_table(steps: Steps) -> str:
+    rows = [[label, gib(peak_bytes(options)), *verdicts(options)] for label, options in steps.items()]
     return table(["job", "planned peak, GiB", *THREE_GPUS], rows, right=len(THREE_GPUS) + 1)
 
 
 def out_of_memory() -> str:
-    note = (
-        f"Planned, not measured; the row of step 3 with `toolkit plan {MODEL} {CHEAPEST_FIRST[3].options} --gpu h100`."
-    )
-    return f"{steps_table(CHEAPEST_FIRST)}\n\n{note}"
+    command = f"toolkit plan {MODEL} {list(CHEAPEST_FIRST.values())[3]} --gpu h100"
+    return f"{steps_table(CHEAPEST_FIRST)}\n\nPlanned, not measured; the row of step 3 with `{command}`."
 
 
 # -- docs/tutorials
 
 ONE_GPU = "--num-processes 1 --preset single --per-device-train-batch-size 1 --max-seq-length 2048"
-ONE_GPU_METHODS = [
-    Step(label="all weights", options=f"{ONE_GPU} --activation-checkpointing"),
-    Step(label="LoRA of rank 16", options=f"{ONE_GPU} --activation-checkpointing --lora-r 16"),
-    Step(label="QLoRA of rank 16", options=f"{ONE_GPU} --activation-checkpointing --lora-r 16 --load-in-4bit"),
-]
+ONE_GPU_METHODS: Steps = {
+    "all weights": f"{ONE_GPU} --activation-checkpointing",
+    "LoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16",
+    "QLoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16 --load-in-4bit",
+}
 EIGHT_GPUS = (
     "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 2 --activation-checkpointing"
 )
 
 
 def one_gpu() -> str:
-    command = f"toolkit plan {MODEL} {ONE_GPU_METHODS[-1].options} --gpu rtx-4090"
+    command = f"toolkit plan {MODEL} {ONE_GPU_METHODS['QLoRA of rank 16']} --gpu rtx-4090"
     return f"{steps_table(ONE_GPU_METHODS)}\n\nPlanned, for example with `{command}`."
 
 
@@ -149,13 +138,13 @@ def eight_gpus() -> str:
 
 # -- docs/how-to/choose-a-preset.md
 
-HARDWARE = [
-    Step(label="1 x RTX 4090 24 GB", options="--gpu rtx-4090 --num-processes 1"),
-    Step(label="2 x RTX 4090 24 GB", options="--gpu rtx-4090 --num-processes 2"),
-    Step(label="4 x L40S 48 GB", options="--gpu l40s --num-processes 4"),
-    Step(label="8 x A100 40 GB", options="--gpu a100-40gb --num-processes 8"),
-    Step(label="8 x H100 80 GB", options="--gpu h100 --num-processes 8"),
-]
+HARDWARE: Steps = {
+    "1 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 1",
+    "2 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 2",
+    "4 x L40S 48 GB": "--gpu l40s --num-processes 4",
+    "8 x A100 40 GB": "--gpu a100-40gb --num-processes 8",
+    "8 x H100 80 GB": "--gpu h100 --num-processes 8",
+}
 METHODS = {"all weights": "", "LoRA, rank 16": "--lora-r 16", "QLoRA, rank 16": "--lora-r 16 --load-in-4bit"}
 
 
@@ -176,10 +165,11 @@ def recommended(options: str) -> str:
 
 def recommendations() -> str:
     rows = [
-        [hardware.label, *(recommended(f"{hardware.options} {method}") for method in METHODS.values())]
-        for hardware in HARDWARE
+        [label, *(recommended(f"{options} {method}") for method in METHODS.values())]
+        for label, options in HARDWARE.items()
     ]
-    note = f"Planned, for example with `toolkit recommend {MODEL} --max-seq-length 2048 {HARDWARE[-1].options}`."
+    command = f"toolkit recommend {MODEL} --max-seq-length 2048 {HARDWARE['8 x H100 80 GB']}"
+    note = f"Planned, for example with `{command}`."
     return f"{table(['GPUs', *METHODS], rows, right=0)}\n\n{note}"
 
 
@@ -271,7 +261,7 @@ def test_every_block_of_figures_is_checked() -> None:
 
 
 def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_the_one_before() -> None:
-    peaks = [peak_bytes(step.options) for step in CHEAPEST_FIRST[:6]]
+    peaks = [peak_bytes(options) for options in list(CHEAPEST_FIRST.values())[:6]]
     assert peaks == sorted(set(peaks), reverse=True)
 
 

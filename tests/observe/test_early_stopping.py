@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import random
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +19,11 @@ from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
 
 
-def test_the_interval_of_a_median_equals_what_resampling_gives() -> None:
+def test_the_interval_of_a_median_covers_it_in_at_least_95_of_100_samples() -> None:
     rng = random.Random(0)
-    values = [rng.expovariate(1) for _ in range(41)]
-    medians = sorted(statistics.median(rng.choices(values, k=41)) for _ in range(4_000))
-    assert median_interval(values) == (medians[100], medians[3_900])
-
-
-def test_the_interval_of_a_median_is_computed_for_thousands_of_steps() -> None:
-    values = [1 + i / 10_000 for i in range(5000)]
-    low, high = median_interval(values) or (0, 0)
-    # the order statistics at n/2 -+ 1.96 sqrt(n)/2 = 2500 -+ 69
-    assert (low, high) == pytest.approx((1.2431, 1.2569), abs=3e-4)
+    samples = [median_interval([rng.expovariate(1) for _ in range(41)]) or (0, 0) for _ in range(4_000)]
+    covering = sum(low <= math.log(2) <= high for low, high in samples)  # the median of the distribution
+    assert 0.95 <= covering / len(samples) < 0.98
 
 
 def test_the_median_is_known_once_its_interval_is_narrow() -> None:

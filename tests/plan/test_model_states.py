@@ -49,6 +49,7 @@ def test_planned_4_bit_weights_have_the_measured_bytes(row: dict[str, Any], tmp_
     assert (weights.num_quantized, parameter_bytes) == (row["held"]["num_in_4bit"], row["held"]["parameter_bytes"])
 
 
+@pytest.mark.nightly
 @needs_bitsandbytes
 @pytest.mark.filterwarnings("ignore")
 def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:

@@ -219,13 +219,13 @@ def test_one_rank_of_a_split_model_is_rehearsed_in_one_process(key: Key, rehears
 def test_the_command_rehearses_real_rows_and_weights_and_marks_its_folder_as_a_rehearsal(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "32"]
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "256"]
     words += ["--packing", "--output_dir", str(tmp_path / "out")]
-    command = ["rehearse", "--preset", "fsdp2", "--num-processes", "8", "--rank", "3", "--cpu", "--json", "--", *words]
+    command = ["rehearse", "--preset", "zero2", "--num-processes", "8", "--rank", "3", "--cpu", "--json", "--", *words]
     ended = toolkit(*command)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert (found["world_size"], found["rank"], found["parameter_bytes"]) == (8, 3, 4 * 3_219_776 // 8)
+    assert (found["world_size"], found["rank"], found["gradient_bytes"]) == (8, 3, 4 * 3_219_776 // 8)
     assert found["compute_step_seconds"] is None
     run = read(tmp_path / "out" / "run.json")
     assert (run["status"], run["rehearsal"]["rank"], run["rehearsal"]["random_weights"]) == ("completed", 3, False)

@@ -14,7 +14,7 @@ from launching import read, torchrun_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import Measurements, measure, read_steps
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.nightly]  # ZeRO-2 in every test: test_elastic.py
 
 # 9 rows and 4 sequences per step: an epoch has 3 steps, of which the last is filled up.
 ROWS, STEPS, SAVED = 9, 6, 2
@@ -40,10 +40,7 @@ def measured(folder: Path) -> Measurements:
     return measure(read_steps(RunFolder(folder)), untimed_steps=0)
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [pytest.param(name, marks=pytest.mark.nightly if name != "zero2" else ()) for name in ("ddp", "zero2", "fsdp2")],
-)
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "fsdp2"])
 def test_a_run_resumes_on_fewer_ranks_and_then_on_more_with_the_same_losses(
     preset: str, job: list[str], tmp_path: Path
 ) -> None:

@@ -1,11 +1,4 @@
-"""A command's options as one dataclass.
-
-A command takes a dataclass whose fields are annotated as Typer parameters:
-
-    @dataclass(frozen=True, kw_only=True)
-    class PlanOptions:
-        num_processes: Annotated[tuple[int, ...], typer.Option(help="number of GPUs; repeatable")]
-        gpu: Annotated[str | None, typer.Option(help="GPU name, for example h100")] = None
+"""A command's options as one dataclass, whose fields are annotated as Typer parameters.
 
     @app.command()
     @expand_options
@@ -43,10 +36,9 @@ def expand_words(words: Sequence[str]) -> list[str]:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter of `command` that is a dataclass by the dataclass's fields, for Typer to read.
+    """Replace each parameter of `command` that is a dataclass by its annotated fields, for Typer to read.
 
-    Only fields that are annotated with `typer.Option` or `typer.Argument` become parameters; the others keep their
-    defaults. Typer has no variable-length tuples, so `tuple[X, ...]` is parsed as a list and handed over as a tuple.
+    Typer has no variable-length tuples, so `tuple[X, ...]` is parsed as a list and handed over as a tuple.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []

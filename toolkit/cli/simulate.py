@@ -80,10 +80,7 @@ def _show(
     text: Callable[[], SimulationReport],
     page: Callable[[], SimulationReport],
 ) -> None:
-    """Print JSON or text, and write `simulation.json` and `simulation.html`.
-
-    Raises ToolkitError for a folder that cannot be written.
-    """
+    """Print JSON or text, and write `simulation.json` and `simulation.html` to a folder."""
     written = json.dumps(values, indent=2) + "\n"
     if as_json:
         print(written, end="")

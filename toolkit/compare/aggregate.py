@@ -13,13 +13,7 @@ from typing import Any
 from toolkit.compare.ledger import LedgerRecord, TrialRecord
 from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.rows import NOT_SUPPORTED, Failure, Row, RowKey, RunRecord
-from toolkit.compare.significance import (
-    common_steps,
-    compare_with_baseline,
-    mean_interval,
-    rank_of,
-    speeds_of,
-)
+from toolkit.compare.significance import common_steps, compare_with_baseline, mean_interval, rank_of, speeds_of
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.record.columns import Repeats, column_of
 from toolkit.record.measurements import MemoryByPhase, max_memory_by_phase, percentile
@@ -32,10 +26,7 @@ FROM_TRIAL = tuple(key for key in Row.model_fields if key in RunRecord.model_fie
 def aggregate_trials(
     records: Mapping[str, LedgerRecord], spec: ComparisonSpec, unsupported: Mapping[str, str]
 ) -> tuple[list[Row], list[RunRecord]]:
-    """Return rows in the order of the options, and trials in running order, from the ledger's records.
-
-    `unsupported` maps the name of a row that cannot run on this node to the reason.
-    """
+    """Return rows in the order of the options, and trials in running order. `unsupported`: row name to reason."""
     by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
     trials = []
     for trial in spec.trials():
@@ -74,7 +65,9 @@ def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
     """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
     completed = [trial for trial in trials if trial.completed]
     failed = next((trial for trial in trials if not trial.completed), None)
-    shown = failed or _middle(trials, steps)
+    order = sorted(zip(speeds_of(trials, steps), range(len(trials)), strict=True))
+    middle = trials[order[(len(order) - 1) // 2][1] if steps else 0]  # of the median speed, the slower of two
+    shown = failed or middle
     values = {key: getattr(shown, key) for key in FROM_TRIAL}
     values |= {"trial": key.name, "repeats": len(completed)} | _over_repeats(trials, FROM_ALL_REPEATS)
     if failed is not None:
@@ -105,12 +98,6 @@ def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
         "step_seconds_p90": statistics.geometric_mean([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
         "step_seconds_interval": mean_interval(medians),
     }
-
-
-def _middle(trials: Sequence[TrialRecord], steps: int) -> TrialRecord:
-    """The repeat with the median speed, the slower of two."""
-    order = sorted(zip(speeds_of(trials, steps), range(len(trials)), strict=True))
-    return trials[order[(len(order) - 1) // 2][1] if steps else 0]
 
 
 def _over_repeats(trials: Sequence[TrialRecord], rules: Mapping[Repeats, _Rule]) -> dict[str, Any]:

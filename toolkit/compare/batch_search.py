@@ -1,8 +1,5 @@
 """The search for the largest micro-batch of each row that runs, by doubling and then halving.
 
->>> largest_that_runs(lambda size: size <= 12, start=2, cap=64)
-12
-
 A probe is a run of two steps and a record in the ledger, like a trial: an interrupted search resumes, and no size that
 ran out of memory is tried again.
 """
@@ -25,36 +22,25 @@ from toolkit.launch.preflight import check_dataset
 PROBE_STEPS = 2
 
 
-def largest_that_runs(runs: Callable[[int], bool], *, start: int, cap: int) -> int | None:
-    """Return the largest size up to `cap` that runs, None if none does. Assumes that every smaller size runs too."""
-    low, high, size = 0, cap + 1, min(start, cap)  # low runs, high does not
-    while high - low > 1:
-        low, high = (size, high) if runs(size) else (low, size)
-        size = min(2 * low, cap) if high == cap + 1 and low else (low + high) // 2
-    return low or None
-
-
 def search(
     known: Mapping[int, ProbeRecord], probe: Callable[[int], ProbeRecord], *, start: int, cap: int
 ) -> int | None:
-    """Return the largest micro-batch whose probe completes, None if none does. Sizes in `known` are not probed again.
+    """Return the largest micro-batch up to `cap` that runs, None if none does. Sizes in `known` are not probed again.
 
     A failure for another reason than memory means that the size does not run. If no size has run yet, the reason is
     not the size, and no smaller one is tried.
     """
-    probes, unrelated_failure = dict(known), False
-
-    def runs(size: int) -> bool:
-        nonlocal unrelated_failure
-        if unrelated_failure:
-            return False
+    probes = dict(known)
+    low, high, size = 0, cap + 1, min(start, cap)  # low runs, high does not
+    while high - low > 1:
         if size not in probes:
             probes[size] = probe(size)
         outcome = probes[size]
-        unrelated_failure = not (outcome.completed or outcome.out_of_memory or completed_sizes(probes.values()))
-        return outcome.completed
-
-    return largest_that_runs(runs, start=start, cap=cap)
+        if not (outcome.completed or outcome.out_of_memory or completed_sizes(probes.values())):
+            return None
+        low, high = (size, high) if outcome.completed else (low, size)
+        size = min(2 * low, cap) if high == cap + 1 and low else (low + high) // 2
+    return low or None
 
 
 def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:

@@ -40,10 +40,7 @@ GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def build_results(
     spec: ComparisonSpec, folder: Path, unsupported: Mapping[str, str], *, price_per_gpu_hour: float | None = None
 ) -> Results:
-    """Return the results of the comparison in `folder`, rows in the order of the options.
-
-    `unsupported` maps the name of a row that cannot run on this node to the reason.
-    """
+    """Return the results of the comparison in `folder`. `unsupported`: name of a row that cannot run, to reason."""
     records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)

@@ -53,10 +53,7 @@ class CheckedComparison:
 
 
 def run_comparison(options: CompareOptions) -> None:
-    """Run or resume a comparison, write its report, and print its table.
-
-    Raises ToolkitError before any trial for an invalid job; a trial that fails is a row.
-    """
+    """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
     checked = check_comparison(options)
     if options.dry_run:
         print(dry_run_text(options, checked.spec, checked.unsupported))

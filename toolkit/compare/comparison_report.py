@@ -41,10 +41,7 @@ NamesAndValues = list[tuple[str, str]]
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write the files of a comparison and return their paths, the data first.
-
-    Raises ToolkitError for a folder that cannot be written.
-    """
+    """Write the files of a comparison, the data first. Raises ToolkitError for a folder that cannot be written."""
     made = {RESULTS_FILE: json_text, "results.csv": csv_text, "report.md": markdown_text, "report.html": html_text}
     return [write_report_file(folder / name, make(results)) for name, make in made.items()]
 
@@ -56,10 +53,7 @@ def json_text(results: Results) -> str:
 
 
 def csv_text(results: Results) -> str:
-    """Return `results.csv`: a header, then one line per row; unknowns are empty, messages are one line.
-
-    A spreadsheet would execute text that begins like a formula: it has an apostrophe in front.
-    """
+    """Return `results.csv`; text that a spreadsheet would execute as a formula has an apostrophe in front."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)

@@ -67,10 +67,7 @@ class Ledger:
     path: Path
 
     def read(self) -> dict[str, LedgerRecord]:
-        """Return records by name; of a run that was repeated under one name, the last.
-
-        Raises ToolkitError for a line that is not a record.
-        """
+        """Return records by name, the last of each name. Raises ToolkitError for a line that is not a record."""
         records: dict[str, LedgerRecord] = {}
         if not self.path.exists():
             return records
@@ -122,10 +119,7 @@ def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRun
 
 @contextlib.contextmanager
 def comparison_lock(folder: Path) -> Iterator[None]:
-    """Lock a comparison's folder; the kernel releases the lock when this process ends, however it does.
-
-    Raises ToolkitError while another process runs the same comparison.
-    """
+    """Lock a comparison's folder. Raises ToolkitError while another process runs the same comparison."""
 
     def held(holder: str) -> ToolkitError:
         message = f"{folder} holds a comparison that is still running (process {holder})"

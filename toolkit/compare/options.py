@@ -55,8 +55,7 @@ class CompareOptions:
     ] = None
     training_arguments: TrainingArguments = ()
     variant: Annotated[
-        tuple[str, ...],
-        typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"'),
+        tuple[str, ...], typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"')
     ] = ()
     repeats: Annotated[int, typer.Option(help="trials of each row, interleaved; one gives no confidence interval")] = 3
     order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0

@@ -9,15 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from toolkit.cluster.slurm import Allocation
-from toolkit.compare.batch_search import (
-    completed_sizes,
-    search_bounds,
-    with_largest_batches,
-)
+from toolkit.compare.batch_search import completed_sizes, search_bounds, with_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, TrialRecord, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
@@ -55,10 +49,7 @@ class ExpectedDuration(NamedTuple):
 
 
 def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
-    """Return every trial in running order, and the duration and cost of those that are left.
-
-    `unsupported` maps the rows that cannot run to the reason.
-    """
+    """Return every trial in running order, with duration and cost of those left. `unsupported`: row to reason."""
     ledger = Ledger(options.output_dir / LEDGER_FILE)
     records, at_largest = ledger.read(), with_largest_batches(spec, ledger)
     if options.gpu is not None:
@@ -80,7 +71,10 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
                 outlook = f"duration {span} {source}; {memory}"
         lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
         if trial.row.name not in unsupported:
-            lines.append(f"    {_command(at_largest, trial, options.output_dir, allocation)}")
+            argv = at_largest.training_argv(trial.row, options.output_dir / "trials" / trial.id)
+            preset, size = load_preset(spec.preset_sources[trial.row.preset]), trial.row.world_size
+            command = launch_command(preset, num_processes=size, training_argv=argv, cpu=spec.cpu)
+            lines.append(f"    {(command if allocation is None else allocation.spread(command)).shown}")
     total = _total(durations, options.price_per_gpu_hour)
     lines.append(f"{len(durations)} of {len(trials)} trials to run, in {total}; nothing was started")
     if any(duration is not None and duration.source == "planner" for duration in durations.values()):
@@ -129,13 +123,6 @@ def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hou
 
 def _range(low: float, high: float) -> str:
     return seconds(low) if seconds(low) == seconds(high) else f"{seconds(low)} to {seconds(high)}"
-
-
-def _command(spec: ComparisonSpec, trial: Trial, folder: Path, allocation: Allocation | None) -> str:
-    preset = load_preset(spec.preset_sources[trial.row.preset])
-    argv = spec.training_argv(trial.row, folder / "trials" / trial.id)
-    command = launch_command(preset, num_processes=trial.row.world_size, training_argv=argv, cpu=spec.cpu)
-    return command.shown if allocation is None else allocation.spread(command).shown
 
 
 # Predictions of one row

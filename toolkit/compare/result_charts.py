@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.compare.result_tables import results_unit
@@ -15,8 +14,6 @@ from toolkit.units import NOT_AVAILABLE, ByteUnit, seconds, speed
 PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
 # An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
 LONGEST_INTERVAL = 1.5
-# More points than this are closer than the pixels of a page.
-MOST_POINTS = 2000
 # The box of one rank of a timeline: compute and waiting for data above, communication below.
 LANE_WIDTH, LANE_HEIGHT = 1000.0, 9.0
 LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
@@ -65,7 +62,7 @@ def losses_chart(results: Results) -> LineChart | None:
     for index, ((label, row), width) in enumerate(zip(named, curve_widths(len(named)), strict=True)):
         color = f"c{index % len(CURVES)}"
         points = [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None]
-        lines.append(Line(points=thinned(points), color=color, width=width))
+        lines.append(Line(points=points, color=color, width=width))
         colors.append((color, label if row.status_text == "completed" else f"{label} ({row.status_text})"))
     low, high, last = min(known), max(known), max(len(row.losses) for row in results.rows)
     return LineChart(
@@ -81,16 +78,6 @@ def losses_chart(results: Results) -> LineChart | None:
         title="loss by step",
         note="Where curves coincide, an earlier one is the wider line behind a later one.",
     )
-
-
-def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return points of a curve at equal distances, at most `MOST_POINTS` and the last.
-
-    >>> len(thinned([(step, 1.0) for step in range(4001)])), thinned([(1.0, 2.0)])
-    (1335, [(1.0, 2.0)])
-    """
-    stride = -(-len(points) // MOST_POINTS)
-    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
 def scaling_chart(results: Results) -> LineChart | None:

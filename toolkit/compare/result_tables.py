@@ -9,15 +9,7 @@ from toolkit.compare.results import Results
 from toolkit.compare.rows import Probe, Row, RunRecord
 from toolkit.record.columns import Column, Format, column_of
 from toolkit.record.measurements import MEMORY_PHASES
-from toolkit.report.tables import (
-    UNKNOWN,
-    Cell,
-    Heading,
-    Table,
-    number_cell,
-    one_line,
-    text_cell,
-)
+from toolkit.report.tables import UNKNOWN, Cell, Heading, Table, number_cell, one_line, text_cell
 from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent
 
 TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]

@@ -179,8 +179,7 @@ class _Outcome(Model):
     parity_message: str | None = None
     """Both values and the tolerance where parity failed; what differs where it does so by design."""
     tokens_per_second_per_gpu: Annotated[
-        Measured,
-        Column("tokens/s\nper {process}", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True),
+        Measured, Column("tokens/s\nper {process}", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True)
     ] = None
     """`tokens_per_second` over `world_size`."""
     ratio_to_reference: Annotated[Measured, Column("ratio to\n{baseline}", fixed(3), is_speed=True)] = None

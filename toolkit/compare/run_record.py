@@ -39,10 +39,7 @@ MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumul
 def read_run_record(
     trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int = 0
 ) -> RunRecord:
-    """Return everything that one finished run shows; nothing but its run folder is read.
-
-    Raises ToolkitError for a damaged file in it.
-    """
+    """Return everything that a finished run's folder shows. Raises ToolkitError for a damaged file in it."""
     run = read_run(folder)
     failure = read_run_file(folder.failure_json, RecordedFailure)
     attestation = read_run_file(folder.attestation_json, RecordedAttestation)
@@ -105,10 +102,7 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
 
 
 def startup_seconds(run: RecordedRun) -> float | None:
-    """Return the time from launch until training begins, attestation of the weights included.
-
-    None without either time, and where the clock was set back in between.
-    """
+    """Return the time from launch until training begins; None where a time is unknown or the clock was set back."""
     begun = next((when for phase, when in run.phases or () if phase == "train"), None)
     if begun is None or run.started_unix is None or begun < run.started_unix:
         return None

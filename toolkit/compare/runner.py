@@ -17,15 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from toolkit.cluster.slurm import Allocation
-from toolkit.compare.ledger import (
-    LEDGER_FILE,
-    Ledger,
-    LedgerRecord,
-    SideRunKind,
-    TrialRecord,
-    side_runs_of,
-    trials_of,
-)
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, side_runs_of, trials_of
 from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.specification import ComparisonSpec, Trial
@@ -132,10 +124,7 @@ class Runner:
         return Ledger(self.folder / LEDGER_FILE)
 
     def run(self, unsupported: Mapping[str, str], *, retry_failed: bool) -> None:
-        """Run every trial that the ledger lacks; after a failure the other repeats of its row are skipped.
-
-        `unsupported` maps the rows that are not run to the reason. Raises ComparisonInterrupted on a signal.
-        """
+        """Run what the ledger lacks; no other repeat of a row that failed. Raises ComparisonInterrupted on a signal."""
         trials = [trial for trial in self.spec.trials() if trial.row.name not in unsupported]
         refuse_rehearsals([self.folder / "trials" / trial.id for trial in trials])
         finished = self.ledger.read()

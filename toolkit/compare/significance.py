@@ -166,11 +166,8 @@ def confidence_of(rows: Sequence[Row]) -> float:
 
 def _scaling(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     """Speed relative to the same preset with the fewest processes; nothing if it ran with a single number."""
-    speed_by_size = {
-        other.world_size: other.tokens_per_second or 0.0
-        for other in rows
-        if other.preset == row.preset and other.has_speed
-    }
+    same = [other for other in rows if other.preset == row.preset and other.has_speed]
+    speed_by_size = {other.world_size: other.tokens_per_second or 0.0 for other in same}
     if len(speed_by_size) == 1:
         return {}
     fewest = min(speed_by_size)
@@ -179,20 +176,12 @@ def _scaling(row: Row, rows: Sequence[Row]) -> dict[str, float]:
 
 
 def rank_of(row: Row, rows: Sequence[Row], speeds: Speeds) -> int | None:
-    """Return the row's place among those of its number of processes and group.
-
-    None unless the row is separated from every other of them, at a confidence for all pairs together.
-    """
+    """Return the place in its world size and group; None unless separated from all others, all pairs together."""
     kind = (row.world_size, row.group)
     peers = [other for other in rows if other.key in speeds and (other.world_size, other.group) == kind]
     if row not in peers or len(peers) < 2:
         return None
     confidence = ratio_confidence(len(peers) * (len(peers) - 1) // 2)
-    claims = [
-        difference(ratio_interval(speeds[other.key], speeds[row.key], confidence))
-        for other in peers
-        if other is not row
-    ]
-    if any(claim not in ("faster", "slower") for claim in claims):
-        return None
-    return 1 + claims.count("faster")
+    others = [speeds[other.key] for other in peers if other is not row]
+    claims = [difference(ratio_interval(other, speeds[row.key], confidence)) for other in others]
+    return 1 + claims.count("faster") if set(claims) <= {"faster", "slower"} else None

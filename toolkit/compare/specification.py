@@ -139,10 +139,7 @@ class ComparisonSpec(BaseModel):
     of its ranks train on the same rows."""
 
     def allocation(self) -> Allocation | None:
-        """Return the SLURM job on whose nodes the trials run; None where they run on this node alone.
-
-        Raises ToolkitError outside a SLURM job.
-        """
+        """Return the SLURM job to run in, None on this node alone. Raises ToolkitError outside a SLURM job."""
         if self.processes_per_node is None:
             return None
         return Allocation.current(processes_per_node=self.processes_per_node)

@@ -170,10 +170,7 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> Nam
         return "no such entry in dataset_info.json"
     source = f"{info_path}: {name[:80]}"
     entry = block_of(info, name, info_path)
-    columns, tags = (
-        {each: _text(block, each, source) for each in block}
-        for block in (block_of(entry, "columns", source), block_of(entry, "tags", source))
-    )
+    columns, tags = (_texts(block_of(entry, name, source), f"{source}: {name}") for name in ("columns", "tags"))
     texts = ("formatting", "file_name", "hf_hub_url", "split", "subset")
     formatting, file_name, url, split, subset = (_text(entry, each, source) for each in texts)
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag"} & set(columns):
@@ -207,6 +204,10 @@ def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise unexpected(source, key, value, "text")
     return value
+
+
+def _texts(values: Mapping[str, Any], source: object) -> dict[str, str | None]:
+    return {key: _text(values, key, source) for key in values}
 
 
 def _names(value: Any) -> list[str]:

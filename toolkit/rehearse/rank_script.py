@@ -71,10 +71,7 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         **asdict(rehearsed),
         "steps": len(rows),
         **{name: own[name] for name in (*MODEL_STATES, "num_params", "num_trainable_params")},
-        **{
-            name: max((size for row in rows if (size := getattr(row, name)) is not None), default=None)
-            for name in PEAKS
-        },
+        **{name: max((size for row in rows if (size := getattr(row, name))), default=None) for name in PEAKS},
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
         "not_measured": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],

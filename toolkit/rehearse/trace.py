@@ -80,7 +80,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
             trainer.optimizer.step()
         trainer.model_wrapped.zero_grad()
         run_step(trainer, batch, states)
-        own = verified_facts(trainer, launch) | states.facts()
+        own = verified_facts(trainer, launch) | {f"{part}_bytes": size for part, size in states.bytes.items()}
         del buckets
     return own | {
         "steps": STEPS,
@@ -139,10 +139,6 @@ class TracedModelStates:
         self.serials[part] |= self.memory.serials(tensors)
         sizes = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.nbytes for t in tensors}
         self.bytes[part] = sum(sizes.values())  # each storage region counted once
-
-    def facts(self) -> Facts:
-        """Return the bytes under the names of a run's attestation."""
-        return {f"{part}_bytes": size for part, size in self.bytes.items()}
 
 
 def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: TracedModelStates) -> None:

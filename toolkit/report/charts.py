@@ -14,6 +14,8 @@ from typing import NamedTuple
 LONGEST_BAR_PERCENT = 68.0
 # The box of a line chart in its own units.
 WIDTH, HEIGHT = 1000.0, 300.0
+# More points are closer than the pixels of a page.
+MOST_POINTS = 2000
 # In points, of a curve under all others.
 WIDEST_CURVE = 9.0
 
@@ -121,9 +123,12 @@ class LineChart:
     note: str = ""
 
     def points(self, line: Line) -> list[str]:
-        """Return the line's points as SVG coordinates."""
+        """Return SVG coordinates of the line's points: of a long line at equal distances, and the last."""
         across, down = (self.right - self.left) or 1.0, (self.high - self.low) or 1.0
-        return [f"{WIDTH * (x - self.left) / across:.1f},{HEIGHT * (self.high - y) / down:.1f}" for x, y in line.points]
+        stride, kept = -(-len(line.points) // MOST_POINTS), line.points
+        if stride > 1:
+            kept = [*kept[:-1:stride], kept[-1]]
+        return [f"{WIDTH * (x - self.left) / across:.1f},{HEIGHT * (self.high - y) / down:.1f}" for x, y in kept]
 
     def position(self, x: float) -> float:
         """Return the place of a label below the box, from 0 to 1."""

@@ -31,10 +31,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def write_report_file(file: Path, content: str) -> Path:
-    """Write a file completely or not at all; a byte of a log that is not text becomes a question mark.
-
-    Raises ToolkitError for a folder that cannot be written.
-    """
+    """Write a file completely, unencodable text as `?`. Raises ToolkitError for a folder that cannot be written."""
     try:
         write_bytes(file, content.encode("utf-8", errors="replace"))
     except OSError as error:

@@ -102,12 +102,12 @@ def open_run(
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        if writes:
+        restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        if writes and not restarts:
             folder.check_free()
         # A folder that is in use is refused before anything in it changes; one rank locks it for as long as it runs.
         check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
         if writes:
-            restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
             folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)

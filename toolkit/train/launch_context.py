@@ -82,10 +82,7 @@ class LaunchContext:
 
 
 def _checked_world_size(nodes: str) -> int | None:
-    """Return the number of ranks of the job; None where no launcher has said it.
-
-    Raises ToolkitError where the job asked for another number, as when a cluster allocates fewer nodes.
-    """
+    """Return the job's ranks if a launcher has said it. Raises ToolkitError where a cluster has allocated others."""
     requested, started = os.environ.get(WORLD_SIZE_VARIABLE), os.environ.get("WORLD_SIZE")
     if requested and started and requested != started:
         raise ToolkitError(
@@ -109,11 +106,7 @@ def _from_parent_processes() -> LaunchContext:
 
 
 def accelerate_launch_arguments(argv: list[str]) -> list[str] | None:
-    """Return what follows accelerate's launcher in an argv; None where the argv is another program's.
-
-    >>> accelerate_launch_arguments(["python", "/bin/accelerate", "launch", "--num_processes", "2", "script.py"])
-    ['--num_processes', '2', 'script.py']
-    """
+    """Return what follows accelerate's launcher in an argv; None where the argv is another program's."""
     for position, word in enumerate(argv[:4]):
         name = Path(word).name
         if name in ("accelerate-launch", "accelerate.commands.launch"):
@@ -139,16 +132,11 @@ def context_of_command(options: list[str], folder: Path) -> LaunchContext:
 
 
 def find_deepspeed_config(launch: LaunchContext) -> None:
-    """Give accelerate the absolute path of the preset's JSON where the working directory does not have it.
-
-    The preset's YAML names its JSON relative to the folder above its own; accelerate resolves the name against the
-    working directory.
-    """
+    """Give accelerate the absolute path of the preset's JSON, which it looks for in the working directory."""
     named = os.environ.get(DEEPSPEED_CONFIG_VARIABLE)
-    if named is None or launch.preset is None or launch.preset.deepspeed_config_path is None:
-        return
-    if not Path(named).is_file():
-        os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(launch.preset.deepspeed_config_path)
+    path = None if launch.preset is None else launch.preset.deepspeed_config_path
+    if named is not None and path is not None and not Path(named).is_file():
+        os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(path)
 
 
 def name_swap_folder() -> Path | None:

@@ -72,10 +72,9 @@ class _Chat:
         try:
             return str(self.tokenizer.get_chat_template(tools=self.tools))
         except ValueError:
+            what = "the data are conversations, but the tokenizer has no chat template"
             hint = "pass `--chat_template FILE`, or choose an instruction-tuned model"
-            raise ToolkitError(
-                "the data are conversations, but the tokenizer has no chat template", hint=hint
-            ) from None
+            raise ToolkitError(what, hint=hint) from None
 
     def render(self, num_messages: int, *, prompt_assistant: bool = False) -> str:
         """Render the first messages, followed by the header of an assistant turn if `prompt_assistant`."""

@@ -22,6 +22,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -296,18 +297,13 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
 # -- batches
 
 
-class StreamCollator:
-    """Adds to a collator what a stream yields beside sequences: lane states, errors and placeholders."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
-        for row in rows:
-            if STREAM_ERROR in row or PLACEHOLDER in row:
-                return row
-        batch: dict[str, Any] = self.collator([{name: row[name] for name in row if name != LANE_STATE} for row in rows])
-        return batch | {LANE_STATE: frozenset(row[LANE_STATE] for row in rows)}  # accelerate takes lists apart
+def collate_stream(rows: Sequence[TokenRow], *, collator: Any) -> dict[str, Any]:
+    """Collate sequences with their lane states; pass on an error or a placeholder."""
+    for row in rows:
+        if STREAM_ERROR in row or PLACEHOLDER in row:
+            return row
+    batch: dict[str, Any] = collator([{name: row[name] for name in row if name != LANE_STATE} for row in rows])
+    return batch | {LANE_STATE: frozenset(row[LANE_STATE] for row in rows)}  # accelerate takes lists apart
 
 
 def stream_loader(stream: TokenStream, collator: Any, training: Any, device: torch.device) -> Any:
@@ -315,7 +311,7 @@ def stream_loader(stream: TokenStream, collator: Any, training: Any, device: tor
     loader = torch.utils.data.DataLoader(
         stream,
         batch_size=training.train_batch_size,
-        collate_fn=StreamCollator(collator),
+        collate_fn=partial(collate_stream, collator=collator),
         num_workers=training.dataloader_num_workers,
         pin_memory=training.dataloader_pin_memory,
         prefetch_factor=training.dataloader_prefetch_factor,

@@ -159,8 +159,8 @@ class RowEncoder:
             raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
         except (UnicodeError, RecursionError) as error:
             raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
-        labels = [token if learned else IGNORED for token, learned in zip(input_ids, supervised, strict=True)]
-        labels = labels[: self.max_seq_length]
+        pairs = zip(input_ids, supervised, strict=True)
+        labels = [token if learned else IGNORED for token, learned in pairs][: self.max_seq_length]
         return {
             "input_ids": input_ids[: self.max_seq_length],
             "labels": labels,

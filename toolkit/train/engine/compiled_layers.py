@@ -20,10 +20,9 @@ from toolkit.job.compilation import Compilation
 
 
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:
-    """Compile each decoder layer in place, before the engine wraps the model; return how many there are.
+    """Compile each decoder layer, or a model without repeated layers, in place; return how many modules were compiled.
 
-    A model without repeated layers is compiled as a whole. Where the lengths of batches vary, the layers are compiled
-    for any length at once: torch would otherwise compile for the first length, and again at the second.
+    Where lengths vary, they are compiled for any length at once: torch would otherwise compile twice.
     """
     layers = list(_repeated_layers(model))
     for layer in layers if lengths_vary else []:

@@ -146,7 +146,6 @@ class GradientSum:
         self.value = torch.zeros_like(parameter, dtype=wide) if num_chunks != 1 else None
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add the gradient of one chunk."""
         self.value = gradient if self.value is None else self.value.add_(gradient)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:

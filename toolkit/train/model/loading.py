@@ -156,9 +156,8 @@ def with_lora(model: Any, arguments: ModelArguments) -> Any:
         return get_peft_model(model, config, autocast_adapter_dtype=not is_deepspeed_zero3_enabled())
     except (ValueError, TypeError, ImportError) as error:
         given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
-        raise ToolkitError(
-            f"LoRA{given}: {' '.join(str(error).split())}", hint="see `--lora_target_modules` and `--lora_config`"
-        ) from None
+        what, hint = " ".join(str(error).split()), "see `--lora_target_modules` and `--lora_config`"
+        raise ToolkitError(f"LoRA{given}: {what}", hint=hint) from None
 
 
 def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] | None) -> list[str]:
@@ -210,15 +209,12 @@ def model_without_weights(arguments: ModelArguments) -> Any:
 def from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:
     """Call `from_pretrained` for the model. Raises ToolkitError with the first line of an error."""
     name = arguments.model_name_or_path
+    source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     try:
-        return auto_class.from_pretrained(
-            name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code, **extra
-        )
+        return auto_class.from_pretrained(name, **source, **extra)
     except Exception as error:  # the tokenizers library raises bare ones for a file that is damaged
         if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
             raise  # of torch: out of memory
-        first_line = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise ToolkitError(
-            f"model {name!r} cannot be loaded: {first_line}",
-            hint="give a local folder with config.json, weights and tokenizer, or a hub id that this node can reach",
-        ) from None
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        hint = "give a local folder with config.json, weights and tokenizer, or a hub id that this node can reach"
+        raise ToolkitError(f"model {name!r} cannot be loaded: {first_line}", hint=hint) from None

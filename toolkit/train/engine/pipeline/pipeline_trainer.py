@@ -50,10 +50,8 @@ class PipelineTrainer(SupervisedTrainer):
             process_index=ranks.replica,
             put_on_device=True,
             rng_types=accelerator.rng_types.copy(),
-            even_batches=accelerator.even_batches,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
             data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
+            **{name: getattr(accelerator, name) for name in ("even_batches", "use_seedable_sampler", "non_blocking")},
         )
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
