@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from published_runs import MPT, published
 
 from toolkit.hardware.gpu_table import find_gpu
@@ -43,27 +45,23 @@ def test_published_mfu_and_hfu_are_reproduced_within_a_tenth_of_a_point() -> Non
     assert beyond == [("70b", "32", "mfu"), ("70b", "32", "hfu")]
 
 
-def test_full_training_is_six_a_parameter_and_twelve_a_score() -> None:
-    flops = token_flops(num_params=1000, num_layers=2, attention_width=16, seq_length=8)
-    assert (flops.dense_forward, flops.dense_backward) == (2000, 4000)
-    assert (flops.attention_forward, flops.attention_backward) == (1024, 2048)
-    assert flops.model_flops == flops.hardware_flops == 6 * 1000 + 12 * 2 * 16 * 8
+# Parameters 1000, 2 layers of width 16, rows of 8 tokens: a score of full attention costs 2 * 16 * 8 multiply-adds.
+SCORES = 2 * 16 * 8
 
 
-def test_causal_attention_is_half_of_the_scores() -> None:
-    flops = token_flops(num_params=0, num_layers=2, attention_width=16, seq_length=8, causal=True)
-    assert flops.model_flops == 6 * 2 * 16 * 8
-
-
-def test_recomputation_is_one_more_forward_in_the_hardware_figure_alone() -> None:
-    flops = token_flops(num_params=1000, num_layers=2, attention_width=16, seq_length=8, recompute=True)
-    assert flops.model_flops == 6 * 1000 + 12 * 2 * 16 * 8
-    assert flops.hardware_flops == 8 * 1000 + 16 * 2 * 16 * 8
-
-
-def test_lora_costs_four_a_frozen_parameter_and_six_a_trained_one() -> None:
-    flops = token_flops(num_params=1010, num_layers=0, attention_width=16, seq_length=8, num_trainable_params=10)
-    assert flops.model_flops == 4 * 1000 + 6 * 10
+@pytest.mark.parametrize(
+    ("how", "model_flops", "hardware_flops"),
+    [
+        ({}, 6 * 1000 + 12 * SCORES, 6 * 1000 + 12 * SCORES),
+        ({"causal": True}, 6 * 1000 + 6 * SCORES, 6 * 1000 + 6 * SCORES),
+        ({"recompute": True}, 6 * 1000 + 12 * SCORES, 8 * 1000 + 16 * SCORES),
+        ({"num_trainable_params": 10}, 4 * 990 + 6 * 10 + 12 * SCORES, 4 * 990 + 6 * 10 + 12 * SCORES),
+    ],
+    ids=["full", "causal", "recomputed", "LoRA"],
+)
+def test_operations_of_a_token(how: dict[str, Any], model_flops: int, hardware_flops: int) -> None:
+    flops = token_flops(num_params=1000, num_layers=2, attention_width=16, seq_length=8, **how)
+    assert (flops.model_flops, flops.hardware_flops) == (model_flops, hardware_flops)
 
 
 MOE = ModelShape(

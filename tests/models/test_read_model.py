@@ -14,7 +14,7 @@ from model_configs import ARCHITECTURES, EXPERTS, TINY, built, config_file, coun
 from toolkit.errors import ToolkitError
 from toolkit.models import read_model as reading
 from toolkit.models.decoders import types_with_formulas
-from toolkit.models.read_model import cached_count, count_shape, read_model, shape_from_counted
+from toolkit.models.read_model import cached_count, count_shape, read_model
 from toolkit.models.shape import Layer, ModelShape
 
 
@@ -110,6 +110,8 @@ def test_a_configuration_that_makes_no_sense_is_refused_by_field(
     ("model", "said"),
     [
         ("no/such/folder", "no such file or folder"),
+        (str(Path(__file__).parent), r"has no config\.json"),
+        (__file__, "line 1: not JSON"),
         ("someone/model", "the hub cannot be reached"),
         ("some one/model", "is neither a folder nor a hub id"),
     ],
@@ -118,17 +120,6 @@ def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, m
     monkeypatch.setattr("toolkit.models.read_model._is_reachable", lambda _: False)
     with pytest.raises(ToolkitError, match=said):
         read_model(model)
-
-
-def test_a_broken_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    for text, said in (("{", "line 1: not JSON"), ("[]", "holds list, expected keys and values")):
-        path.write_text(text)
-        with pytest.raises(ToolkitError, match=said):
-            read_model(str(path))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ToolkitError, match=r"has no config\.json"):
-        read_model(str(tmp_path / "empty"))
 
 
 VALUES = {"model_type": "cohere", "hidden_size": 8}
@@ -170,28 +161,19 @@ def test_the_second_call_starts_no_child(children: list[list[str]]) -> None:
         assert shape.counted_activations.at(autocast=False, lora_r=None, mask="none").layers.token_bytes(3) == 70
 
 
-@pytest.mark.parametrize("library", ["transformers", "torch", "peft"])
-def test_an_upgraded_library_counts_again(
-    library: str, children: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count_shape(Path("config.json"), VALUES)
-    real = reading.installed_version
-    monkeypatch.setattr(reading, "installed_version", lambda name: "99" if name == library else real(name))
-    count_shape(Path("config.json"), VALUES)
-    assert len(children) == 2
-
-
-def test_another_configuration_or_changed_counting_code_is_counted_for_itself(
+def test_another_configuration_library_or_counting_code_is_counted_for_itself(
     children: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count_shape(Path("config.json"), VALUES)
     count_shape(Path("config.json"), VALUES | {"hidden_size": 16})
     monkeypatch.setattr(reading, "COUNTING_MODULES", (*reading.COUNTING_MODULES, "shape"))
     count_shape(Path("config.json"), VALUES)
-    assert len(children) == 3
+    monkeypatch.setattr(reading, "installed_version", lambda name: "99" if name == "peft" else "1")
+    count_shape(Path("config.json"), VALUES)
+    assert len(children) == 4
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", '{"model_type": "cohere"}'])
+@pytest.mark.parametrize("damaged", ["[]", "null", '{"model_type": "cohere"}', '{"layers_of_kind": [[["w", "a", 1]]]}'])
 def test_a_damaged_entry_is_counted_again_and_replaced(damaged: str, children: list[list[str]]) -> None:
     path = cached_count(VALUES)
     path.parent.mkdir(parents=True)
@@ -221,12 +203,6 @@ def test_a_real_child_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (counted.counted_on, counted.activations_from) == ("meta device", "saved tensors"), counted.why_not_counted
     monkeypatch.setattr(reading.subprocess, "run", None)  # a second child would fail
     assert read_model(str(path)).num_params == counted.num_params
-
-
-@pytest.mark.parametrize("garbage", [5, {"hidden_size": 5}, {"layers_of_kind": [[["w", "a", 1]]]}], ids=str)
-def test_an_answer_of_the_child_that_is_no_shape_is_an_error(garbage: Any) -> None:
-    with pytest.raises(ToolkitError, match="counted tensors are damaged"):
-        shape_from_counted(garbage)
 
 
 @pytest.mark.launch

@@ -26,7 +26,7 @@ LLAMA = shape_of("llama", attention_bias=True)
 MIXTURE = shape_of("qwen3_moe", **EXPERTS)
 
 
-def test_projections_into_heads_and_mlp_are_split_by_rows_and_those_out_of_them_by_columns() -> None:
+def test_projections_are_split_by_rows_or_columns_the_vocabulary_is_split_and_norms_are_whole() -> None:
     part = shapes(part_of_rank(LLAMA, ParallelLayout(dp_shard=4, tp=2)))
     assert (part["self_attn.q_proj"], part["self_attn.k_proj"], part["self_attn.o_proj"]) == (
         (16, 32),
@@ -35,10 +35,6 @@ def test_projections_into_heads_and_mlp_are_split_by_rows_and_those_out_of_them_
     )
     assert (part["mlp.up_proj"], part["mlp.down_proj"]) == ((24, 32), (32, 24))
     assert (part["self_attn.q_proj.bias"], part["self_attn.o_proj.bias"]) == ((16,), (32,))
-
-
-def test_embedding_and_head_are_split_on_the_vocabulary_and_norms_are_whole() -> None:
-    part = shapes(part_of_rank(LLAMA, ParallelLayout(tp=2)))
     assert (part["model.embed_tokens"], part["lm_head"]) == ((48, 32), (48, 32))
     assert part["input_layernorm"] == part["model.norm"] == (32,)
 

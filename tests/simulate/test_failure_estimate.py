@@ -142,9 +142,3 @@ def test_failures_come_at_their_rate_and_a_seed_repeats_them() -> None:
     assert found.failures == pytest.approx(365 * 24 * HOUR / failing_job().mean_seconds_between_failures, rel=0.01)
     assert simulated(failing_job(), runs=20) == found
     assert simulated(failing_job(), runs=20, seed=1) != found
-
-
-def test_without_failures_only_saves_cost_time() -> None:
-    reliable = failing_job(failures_per_1000_node_days=1e-9, interval_seconds=540.0)
-    found = simulated(reliable, days=1.0, runs=1)
-    assert (found.effective_time_ratio, found.failures, found.standard_error) == (0.9, 0, None)

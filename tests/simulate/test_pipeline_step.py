@@ -58,12 +58,6 @@ def test_a_zero_bubble_schedule_has_no_bubble_with_equal_times(schedule: str) ->
     assert step(schedule, 4, 16).bubble_fraction == pytest.approx(0)
 
 
-def test_zb_h1_loses_a_third_of_1f1bs_bubble() -> None:
-    plain, split = (step(schedule, 4, 16) for schedule in ("1f1b", "zb_h1"))
-    lost = [run.step_seconds - run.work_seconds for run in (plain, split)]
-    assert lost[1] == pytest.approx(lost[0] / 3)  # (p-1)/(3m) of ideal, for (p-1)/m
-
-
 @pytest.mark.parametrize(
     ("schedule", "peaks"),
     [

@@ -36,14 +36,6 @@ def test_the_chunks_together_are_the_model(shape: ModelShape) -> None:
         assert [tensor for part in parts for tensor in part.outer] == list(shape.outer)
 
 
-def test_a_tied_head_is_a_second_copy_on_the_last_stage(shape: ModelShape) -> None:
-    embeddings = tuple(tensor for tensor in shape.outer if not tensor.name.startswith("lm_head"))
-    tied = replace(shape, tied_embeddings=True, outer=embeddings)
-    last = staged(tied).part(FOUR, 3)
-    assert [tensor.name for tensor in last.outer][-1] == "lm_head.weight"
-    assert last.num_params == staged(shape).part(FOUR, 3).num_params
-
-
 def test_the_stages_do_the_operations_of_the_whole_model(shape: ModelShape) -> None:
     whole = staged(shape).chunk_times(replace(FOUR, stages=1), end=0)[0]
     parts = staged(shape).chunk_times(FOUR, end=0)
@@ -93,21 +85,6 @@ def test_tensor_parallelism_divides_states_and_adds_exchanges(shape: ModelShape)
     assert times[1].forward_seconds > times[0].forward_seconds / 4
 
 
-def test_a_transfer_that_leaves_the_node_takes_longer(shape: ModelShape) -> None:
-    inside, outside = staged(shape).transfer_seconds(FOUR), staged(shape, tp=4).transfer_seconds(FOUR)
-    assert inside[0] < outside[0]
-    assert inside[1] < outside[1]
-
-
 def test_a_model_without_formulas_is_refused(shape: ModelShape) -> None:
     with pytest.raises(ToolkitError, match="no formulas"):
         staged(replace(shape, counted_on="meta device")).check()
-
-
-def test_gpipe_holds_the_log_probabilities_of_waiting_micro_batches_on_the_last_stage(shape: ModelShape) -> None:
-    model = staged(shape)
-    held = [model.stage_memory(model.simulate(schedule, FOUR))[3].held_bytes for schedule in ("gpipe", "1f1b")]
-    layers = model.stage_memory(model.simulate("gpipe", FOUR))[2].held_bytes
-    waiting = 7 * 4 * 2048 * shape.vocab_size
-    assert held[0] - waiting > held[1]
-    assert held[0] - waiting == pytest.approx(layers, rel=0.05)

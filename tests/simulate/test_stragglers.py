@@ -81,14 +81,6 @@ def test_one_parameter_server_takes_as_many_times_longer_as_there_are_workers() 
     assert push_pull_seconds(nodes, 8 * GIGA)[0] == pytest.approx(ring_seconds * 64 / 63, rel=0.002)
 
 
-def test_a_slow_worker_costs_synchronous_training_its_factor() -> None:
-    options = replace(SMALL, distribution="constant", slow_workers=1, slow_factor=3.0, policy=("synchronous",))
-    found = study(options)
-    assert found.slowdown == pytest.approx(3 / 1.5)
-    assert found.policies[0].as_row()["waiting_fraction"] == pytest.approx(0.5)
-    assert (found.best_backup_workers, found.best_backup_gain) == (1, pytest.approx(3 / 4 * 20 * 3 / 20))
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -131,26 +123,11 @@ def test_the_command_prints_json_and_writes_the_report(tmp_path: Path, capsys: p
     assert json.loads((tmp_path / "simulation.json").read_text()) == json.loads(printed.out)
 
 
-def test_the_command_refuses_in_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["simulate", "stragglers", "--backup-workers", "16"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: --backup-workers is 16, expected 1 to 15\n"
-        "  hint: fewer backup workers than workers; `--policy synchronous` has none\n"
-    )
-
-
 @pytest.mark.parametrize("distribution", ["lognormal", "exponential", "pareto"])
 def test_a_distribution_has_the_mean_and_spread_it_is_given(distribution: str) -> None:
     seconds = drawn_seconds(distribution, mean=2.0, spread=0.25, shape=(200, 1000), seed=0)
     assert seconds.mean() == pytest.approx(2.0, rel=0.005)
     assert seconds.std() / seconds.mean() == pytest.approx(0.25, rel=0.03)
-
-
-def test_the_slowest_of_many_exponential_times_is_a_harmonic_sum() -> None:
-    slowest = drawn_seconds("exponential", mean=1.0, spread=0.5, shape=(100, 20_000), seed=0).max(axis=0)
-    assert slowest.mean() == pytest.approx(0.5 + 0.5 * sum(1 / k for k in range(1, 101)), rel=0.01)
 
 
 def test_the_smallest_pareto_time_is_its_scale() -> None:

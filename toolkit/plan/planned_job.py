@@ -252,6 +252,13 @@ def check_world_size(world_size: int) -> None:
     check_size("--num-processes", world_size, LARGEST_WORLD_SIZE)
 
 
+def scaled(option: str, value: float | None, unit: int) -> int | None:
+    """Return an option's value in bytes, None if it is not given. Raises ToolkitError for one out of range."""
+    if value is not None and not 0 < value < 10**6:
+        raise ToolkitError(f"{option} is {value}, expected more than 0 and below a million")
+    return None if value is None else round(value * unit)
+
+
 def check_size(option: str, value: int, largest: int) -> None:
     """Raise ToolkitError for a value below 1 or above `largest`."""
     check_range(option, value, Range(lowest=1, highest=largest))

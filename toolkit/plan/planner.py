@@ -29,6 +29,7 @@ from toolkit.plan.planned_job import (
     accumulate_in_effect,
     check_planned_job,
     check_world_size,
+    scaled,
 )
 from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
 from toolkit.presets.compatibility import Reason
@@ -119,9 +120,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     """Return the request with model, presets and GPU read. Raises ToolkitError for what cannot be read."""
     gpu = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
     gpu = custom_gpu(gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
-    host_memory_gib = options.host_memory_gib
-    if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
-        raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
+    host_memory_bytes = scaled("--host-memory-gib", options.host_memory_gib, GIB)
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
@@ -133,7 +132,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         # a rehearsal's rows all have the full length
         job=PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify),
         gpu=gpu,
-        host_memory_bytes=None if host_memory_gib is None else round(host_memory_gib * GIB),
+        host_memory_bytes=host_memory_bytes,
         strict=bool(options.preset),
     )
 

@@ -31,7 +31,7 @@ from toolkit.plan.candidates import (
 )
 from toolkit.plan.memory import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
-from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, scaled
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.spec import PresetSpec
@@ -87,18 +87,10 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         world_size=world_size,
         global_batch_size=options.global_batch_size or -(-DEFAULT_GLOBAL_BATCH // world_size) * world_size,
         job=job,
-        network_bytes_per_second=_scaled("--network-gb-per-second", options.network_gb_per_second, GIGA),
-        nvme_bytes_per_second=_scaled("--nvme-gb-per-second", options.nvme_gb_per_second, GIGA),
-        host_memory_bytes=_scaled("--host-memory-gib", options.host_memory_gib, GIB),
+        network_bytes_per_second=scaled("--network-gb-per-second", options.network_gb_per_second, GIGA),
+        nvme_bytes_per_second=scaled("--nvme-gb-per-second", options.nvme_gb_per_second, GIGA),
+        host_memory_bytes=scaled("--host-memory-gib", options.host_memory_gib, GIB),
     )
-
-
-def _scaled(option: str, value: float | None, unit: int) -> int | None:
-    if value is None:
-        return None
-    if not 0 < value < 10**6:
-        raise ToolkitError(f"{option} is {value}, expected more than 0 and below a million")
-    return round(value * unit)
 
 
 def recommend(
