@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from forked_commands import run_forked_commands
 
-from toolkit.cache import cache_folder
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import RunFailed, ToolkitError
 
@@ -151,13 +150,6 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(command: str) ->
     assert ended.stderr == b""
 
 
-def test_messages_go_nowhere_where_stderr_is_closed() -> None:
-    """Python would print them to stdout, where they are in the way of the data."""
-    assert run("lint").stderr.endswith(b"clean\n")
-    ended = run("lint", redirect="2>&-")
-    assert (ended.returncode, ended.stdout) == (0, b"")
-
-
 def test_a_closed_stdout_is_not_the_next_file_that_is_opened(tmp_path: Path) -> None:
     code = "from toolkit.entry_point import exit_code_of; import sys\n"
     code += "def work():\n    with open(sys.argv[1], 'w') as file:\n        print('a'); file.write('b')\n"
@@ -244,14 +236,3 @@ def test_ctrl_c_is_one_line_also_during_imports(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPT_AT, module, *COMMANDS["recommend"]]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "stopped\n")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_user_without_a_home_folder_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME", "TOOLKIT_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    os.setresuid(12345, 0, 0)
-    try:
-        assert cache_folder() == Path(tempfile.gettempdir()) / ".cache" / "finetune-toolkit"
-    finally:
-        os.setresuid(0, 0, 0)

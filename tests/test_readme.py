@@ -40,7 +40,7 @@ PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
 EXAMPLE = "examples/lora_8b.yaml"
 PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
-WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed"}
+WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed", "toolkit/_version.py"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from toolkit._version import __version__
+
 if TYPE_CHECKING:
     from toolkit.presets import Preset, list_presets, load_preset
-
-__version__ = "0.1.0"
 
 __all__ = ["Preset", "__version__", "list_presets", "load_preset"]
 

@@ -141,7 +141,7 @@ def save_traceback(error: BaseException) -> Path:
 
     Raises OSError where no folder for temporary files can be written to.
     """
-    from toolkit import __version__
+    from toolkit._version import __version__
 
     lines = [
         f"finetune-toolkit {__version__}, Python {platform.python_version()}, {platform.platform()}",

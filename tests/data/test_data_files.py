@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -196,23 +196,6 @@ def test_a_row_without_the_fields_is_reported_with_its_line_and_the_fields_found
     assert caught.value.message == f"{path}: row 2, line 3: no field `output`; fields found: instruction, response"
 
 
-@pytest.fixture
-def as_nobody(tmp_path: Path) -> Iterator[None]:
-    """Root may read everything; `nobody` may not even enter pytest's folders."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    tmp_path.chmod(0o700)
-    os.seteuid(65534)
-    yield
-    os.seteuid(0)
-
-
-@pytest.mark.usefixtures("as_nobody")
-def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match=r"rows.jsonl cannot be read: Permission denied"):
-        check_file(tmp_path / "rows.jsonl")
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_only_regular_files_are_read(tmp_path: Path, suffix: str) -> None:
     """A named pipe waits for a writer, and a device has no end."""
@@ -302,14 +285,6 @@ def test_a_copy_of_a_hub_data_set_is_a_source_with_a_configuration(tmp_path: Pat
     assert caught.value.hint == "did you mean `--eval_dataset_config sv`?"
     default = write_dataset_folder(tmp_path / "default", default="sv")
     assert resolve_sources([str(default)]) == [DataSource(kind="hub", name=str(default))]
-
-
-def test_a_configuration_belongs_to_the_hub_data_sets_among_several(write: Write) -> None:
-    path = write("rows.jsonl", '{"text": "a"}')
-    assert [source.config for source in resolve_sources([str(path), "owner/name"], config="sv")] == [None, "sv"]
-    with pytest.raises(ToolkitError, match=r"--dataset_config sv: .*rows.jsonl is a file") as caught:
-        resolve_sources([str(path)], config="sv")
-    assert caught.value.hint == "leave `--dataset_config` out"
 
 
 def test_the_same_data_set_twice_is_refused(write: Write) -> None:

@@ -188,3 +188,12 @@ def test_num_processes_is_two_without_gpus(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_the_command_imports_no_torch() -> None:
     assert not loaded_after("import toolkit.demo.__main__") & HEAVY
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_chitchat_rows_alternate_between_speakers_and_have_an_answer() -> None:
+    rows = [json.loads(line)["messages"] for line in assets.chitchat_data_file().read_text().splitlines()]
+    assert len(rows) == 4017  # of 7,168: nobody answered the others
+    for row in rows:
+        assert [turn["role"] for turn in row] == [("user", "assistant")[i % 2] for i in range(len(row))]
+        assert all(turn["content"].strip() for turn in row)

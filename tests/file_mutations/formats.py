@@ -359,12 +359,6 @@ env:
   WANDB_PROJECT: demo
 output_dir: out
 """
-TRL_COMMAND = rb"""#!/bin/bash
-export WANDB_PROJECT=demo
-trl sft --config ours.yaml --dataset_name trl-lib/Capybara --eval_strategy steps \
-    --use_peft --lora_alpha=64 --packing --eos_token '<|im_end|>' --learning-rate 2.0e-4 \
-    --accelerate_config zero2 --num_processes 2 --output_dir out
-"""
 
 
 def conversion_formats() -> list[Format]:
@@ -386,20 +380,12 @@ def conversion_formats() -> list[Format]:
         command("convert-config", "theirs.yaml", "--json"),
         command("convert-config", "theirs.yaml", "--output", "out/ours.yaml"),
     ]
-    in_shell: Files = {"train.sh": TRL_COMMAND, "ours.yaml": TRL_YAML.encode()}
     return [
         Format(
             name="other tool's YAML",
             seeds=seeds,
             mutated=["theirs.yaml", "ds.json", "dataset_info.json"],
             commands=commands,
-        ),
-        Format(
-            name="other tool's command",
-            seeds=[in_shell],
-            mutated=["train.sh", "ours.yaml"],
-            commands=[command("convert-config", "train.sh")],
-            share=15,
         ),
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.accumulation import chosen_accumulate, with_accumulate
+from toolkit.job.accumulation import chosen_accumulate
 from toolkit.job.job import Job
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.preset_checks import check_arguments
@@ -70,21 +70,6 @@ def test_two_choices_that_contradict_each_other_are_refused() -> None:
         "accumulate is whole, but accelerator_config has sync_each_batch: true, which means sharded"
     )
     assert refused.value.hint == "leave one of them out"
-
-
-def test_other_keys_of_the_user_stay() -> None:
-    given = {"even_batches": False, "gradient_accumulation_kwargs": {"adjust_scheduler": False}}
-    assert with_accumulate(given, "whole") == {
-        "even_batches": False,
-        "gradient_accumulation_kwargs": {"adjust_scheduler": False, "sync_each_batch": False},
-    }
-    assert "sync_each_batch" not in given["gradient_accumulation_kwargs"]  # type: ignore[operator]
-
-
-def test_a_choice_without_accumulation_is_a_warning() -> None:
-    arguments = {"accumulate": "whole"}
-    warnings = check_arguments(Job.from_values(arguments), load_preset("fsdp2"), num_processes=2, on_cpu=True)
-    assert warnings == ["--accumulate has no effect without --gradient_accumulation_steps above 1"]
 
 
 def test_the_trainer_arguments_of_fsdp2_alone_carry_the_default() -> None:

@@ -93,12 +93,6 @@ def test_an_argument_that_means_something_else_is_answered_with_what_to_type(
     assert MISLEADING.get(theirs, "no other") not in str(caught.value.hint)
 
 
-def test_a_misspelled_argument_of_another_tool_suggests_ours() -> None:
-    with pytest.raises(ToolkitError, match="unknown argument --micro_batchsize") as caught:
-        read_arguments(["--micro_batchsize", "4"])
-    assert caught.value.hint == "did you mean `--per_device_train_batch_size`?"
-
-
 def test_an_argument_under_both_names_is_refused_in_a_file() -> None:
     with pytest.raises(ToolkitError, match="max_length and max_seq_length are the same argument") as caught:
         canonical_values({"max_seq_length": 512, "max_length": 256})

@@ -10,15 +10,8 @@ import pytest
 from loaded_modules import HEAVY, loaded_after
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_fields import OWN_ARGUMENTS
 from toolkit.job.argument_reading import argument_types, read_arguments
-from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.train import __main__ as rank
-
-
-def test_our_arguments_and_transformers_arguments_have_different_names() -> None:
-    assert {"model_name_or_path", "dataset", "lora_r", "untimed_steps"} <= set(OWN_ARGUMENTS)
-    assert len(argument_types()) == len(OWN_ARGUMENTS) + len(trainer_argument_names())
 
 
 @pytest.mark.parametrize(

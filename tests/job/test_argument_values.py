@@ -69,13 +69,6 @@ def test_a_value_of_another_type_in_a_file_is_refused(line: str, expected: str, 
     assert caught.value.message == (expected if expected.startswith("--") else f"{file}: {expected}")
 
 
-def test_a_number_in_a_file_may_have_the_type_that_yaml_gives_it(tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text("max_steps: 8\nlearning_rate: 2e-5\nseed: null\n".replace("seed: null\n", "data_seed: null\n"))
-    values = read_arguments([str(file)])
-    assert values == {"max_steps": 8, "learning_rate": 2e-5}
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.compilation import BACKENDS, MODES, Compilation
+from toolkit.job.compilation import BACKENDS, MODES
 from toolkit.job.job import Job
 from toolkit.presets import load_preset
 from toolkit.presets.preset_checks import check_arguments
@@ -44,11 +44,6 @@ def test_zero3_is_refused_and_zero2_is_not() -> None:
         check_arguments(Job.from_values(arguments), load_preset("zero3"), num_processes=2, on_cpu=True)
     assert "fsdp2" in str(refused.value.hint)
     assert check_arguments(Job.from_values(arguments), load_preset("zero2"), num_processes=2, on_cpu=True) == []
-
-
-def test_a_mode_alone_switches_compilation_on() -> None:
-    assert Job(torch_compile_mode="default").compilation == Compilation(backend="inductor", mode="default")
-    assert Job(torch_compile=False).compilation is None
 
 
 def test_the_backends_and_modes_are_torchs() -> None:

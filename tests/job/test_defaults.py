@@ -13,7 +13,6 @@ from toolkit.job import argument_values as defaults
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.job import Job
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.plan_vs_rehearsal import training_argv
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import make_plans, plan_request, plan_run
 from toolkit.presets import load_preset
@@ -43,10 +42,6 @@ def test_the_training_script_has_the_common_defaults() -> None:
 
 def test_training_arguments_without_a_flag_are_the_planners_job() -> None:
     assert PlannedJob.of(Job()) == PlannedJob()
-
-
-def test_a_rehearsal_without_a_flag_is_the_planners_job() -> None:
-    assert PlannedJob.of(Job.from_argv(training_argv("model", PlannedJob(), cpu=False))) == PlannedJob()
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])

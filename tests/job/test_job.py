@@ -68,11 +68,6 @@ def test_both_names_of_activation_checkpointing_switch_it_on() -> None:
     assert not Job().uses_activation_checkpointing
 
 
-def test_ranks_that_train_on_the_same_rows_are_counted_together() -> None:
-    job = Job(tp=2, cp=4, per_device_train_batch_size=3, max_seq_length=100)
-    assert (job.degrees, job.gpus_per_batch, job.tokens_per_micro_batch) == ({"tp": 2, "cp": 4}, 8, 300)
-
-
 def test_a_run_resumes_unless_the_argument_says_no() -> None:
     assert Job(resume_from_checkpoint="latest").resumes
     assert not any(Job(resume_from_checkpoint=word).resumes for word in (None, "false", "None"))

@@ -75,11 +75,6 @@ def test_an_argument_without_effect_gives_a_warning(preset: str, arguments: dict
     assert line in said
 
 
-def test_a_valid_job_gives_no_warning() -> None:
-    assert check("ddp", lora_r="4", ddp_comm_hook="int8", report_to="none", ddp_bucket_cap_mb="5") == []
-    assert check("zero2", activation_checkpointing="true", max_grad_norm="1", neftune_noise_alpha="5") == []
-
-
 def test_profiled_steps_are_a_range_from_one() -> None:
     assert profiled_steps("3:5") == (3, 5)
     with pytest.raises(ToolkitError, match="expected A:B"):

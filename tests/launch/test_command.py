@@ -85,11 +85,3 @@ def test_on_the_cpu_gpus_are_hidden_and_cores_are_shared(monkeypatch: pytest.Mon
 
 
 PRESET = "zero3_nvme_offload"
-
-
-def test_the_command_passes_and_prints_the_nvme_path() -> None:
-    command = launch_command(
-        load_preset(PRESET), num_processes=2, training_argv=[], cpu=True, nvme_path=Path("/my disk")
-    )
-    assert command.environment["TOOLKIT_NVME_PATH"] == "/my disk"
-    assert command.shown.startswith("TOOLKIT_NVME_PATH='/my disk' accelerate launch ")

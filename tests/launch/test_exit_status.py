@@ -87,11 +87,6 @@ def test_exit_code_0_without_a_completed_run_is_a_failure(tmp_path: Path) -> Non
     assert failure["message"].startswith("the launcher ended with code 0")
 
 
-def test_a_timeout_is_a_status(tmp_path: Path) -> None:
-    status, code, failure = ended(running_folder(tmp_path), timed_out=True)
-    assert (status, code, failure["message"]) == ("timed_out", 1, "still running after 12 s")
-
-
 def test_an_interrupt_is_the_status_whatever_a_rank_reported_meanwhile(tmp_path: Path) -> None:
     folder = running_folder(tmp_path / "silent")
     assert ended(folder, interrupted=True)[2]["message"].startswith("ended by a signal, without a checkpoint")
@@ -104,13 +99,6 @@ def test_an_oom_kill_is_host_out_of_memory(tmp_path: Path) -> None:
     status, code, failure = ended(running_folder(tmp_path), exit_code=-9, memory=True)
     assert (status, code) == ("host_out_of_memory", 3)
     assert "killed by the kernel" in failure["message"]
-
-
-def test_a_completed_run_has_no_failure(tmp_path: Path) -> None:
-    folder = running_folder(tmp_path)
-    folder.update_run(status="completed")
-    assert ended(folder, exit_code=0, memory=True) == ("completed", 0, None)  # the kernel killed somebody else
-    assert not folder.failure_json.exists()
 
 
 PEERS = {
@@ -142,7 +130,3 @@ def test_a_rank_killed_after_another_failed_is_not_the_cause() -> None:
         "Root Cause (first observed failure):\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 2 (pid: 7) \n"
     )
     assert find_killed_rank(log) is None
-
-
-def test_ranks_ended_by_the_elastic_agent_are_not_the_cause() -> None:
-    assert find_killed_rank("rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 8)  (SIGTERM)") is None

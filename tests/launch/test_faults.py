@@ -20,7 +20,7 @@ from launching import ROOT, cpu_environment, losses, read
 
 from toolkit.launch.warm_start import SERVER_VARIABLE, ForkedProcess, fork_process
 from toolkit.record.checkpoints import list_checkpoints
-from toolkit.record.heartbeat import Heartbeat, read_heartbeats, write_attempt_id
+from toolkit.record.heartbeat import Heartbeat, read_heartbeats
 from toolkit.record.timeline import PARTS
 
 pytestmark = pytest.mark.launch
@@ -260,11 +260,6 @@ def test_the_goodput_of_all_starts_of_a_folder_adds_up_to_their_time(story: Stor
     assert "goodput " in story.killed.said
 
 
-def test_a_checkpoint_of_ddp_adapters_does_not_contain_the_base_model(story: Story) -> None:
-    newest = read(story.folder / f"checkpoint-{STORY_STEPS}" / "manifest.json")
-    assert sum(entry["bytes"] for entry in newest["files"] if "token" not in entry["path"]) < 4 * 3_219_776 / 10
-
-
 def test_a_stopped_rank_is_distinguished_from_the_one_that_waits_for_it(start: Starter) -> None:
     run = start(plain=True, TOOLKIT_HANG_TIMEOUT_MINUTES="0.05")  # the ranks end it by themselves
     run.until_step(3)
@@ -380,40 +375,6 @@ def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_eve
     assert (
         f"log at step {second.steps[0]}, all ranks" in (run.folder / "train.log").read_text()
     )  # `tee` has outlived the signal
-
-
-@pytest.mark.nightly
-def test_ranks_of_an_attempt_that_was_replaced_end_and_leave_the_folder_alone(start: Starter) -> None:
-    """As on a node that was cut off from the others, while the run was restarted without it."""
-    run = start(plain=True)
-    run.until_step(2)
-    write_attempt_id(run.folder / "ranks", "of the new attempt")
-    code, said = run.ended()
-    assert code == 1
-    assert "ends: the run was restarted without it" in said
-    assert run.run()["status"] == "running"  # as the new attempt's would be
-    assert not (run.folder / "failure.json").exists()
-
-
-@pytest.mark.nightly
-def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_path: Path) -> None:
-    group = Path("/sys/fs/cgroup/memory") / f"toolkit-{os.getpid()}"
-    try:
-        group.mkdir()
-        # Room for the libraries, which the kernel would otherwise read again and again instead of killing a rank.
-        (group / "memory.limit_in_bytes").write_text("3G")
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        code, said = start(*LARGE_LOGITS, shell=f"echo $$ > {group}/cgroup.procs").ended()
-    finally:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-    assert code == 3, said
-    assert "host_out_of_memory" in said
-    assert "ran out of host memory" in said
-    assert "lower `--per_device_train_batch_size`" in said
-    assert read(tmp_path / "out" / "run.json")["status"] == "host_out_of_memory"
 
 
 @pytest.mark.nightly

@@ -133,18 +133,6 @@ def test_a_dry_run_reports_a_conversion_and_does_not_make_it(tiny_model: Path, t
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
 
 
-def test_a_run_cannot_use_gpus_that_are_only_named() -> None:
-    with pytest.raises(ToolkitError, match="--gpu needs --dry-run"):
-        TrainOptions(preset="ddp", num_processes=2, gpu="h100")
-
-
-@pytest.mark.parametrize("name", ["hang_timeout_minutes", "stop_minutes", "max_restarts"])
-def test_a_negative_limit_is_refused(name: str) -> None:
-    limit: dict[str, Any] = {name: -1}
-    with pytest.raises(ToolkitError, match=f"--{name.replace('_', '-')} is -1, expected 0 or more"):
-        TrainOptions(preset="ddp", num_processes=2, **limit)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

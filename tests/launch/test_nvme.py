@@ -70,16 +70,6 @@ def test_without_a_disk_the_error_names_the_flag_and_the_variable(model: Path) -
     assert error.hint == "`toolkit train --nvme-path DIR`, or TOOLKIT_NVME_PATH=DIR in the environment"
 
 
-def test_a_path_in_the_file_is_refused(tmp_path: Path, model: Path) -> None:
-    config = load_preset(PRESET).deepspeed_config() or {}
-    config["zero_optimization"]["offload_param"]["nvme_path"] = "/nvme"
-    (tmp_path / "mine.json").write_text(json.dumps(config))
-    yaml = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: mine.json}\n"
-    (tmp_path / "mine.yaml").write_text(yaml)
-    with pytest.raises(ToolkitError, match=r"offload_param\.nvme_path is '/nvme', expected 'auto'"):
-        check(tmp_path, model, preset=str(tmp_path / "mine.yaml"))
-
-
 def test_a_folder_that_cannot_be_written_is_refused(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,10 +136,6 @@ def test_a_valid_disk_passes_with_its_facts(tmp_path: Path, model: Path, monkeyp
         *("path", "filesystem", "write_bytes_per_second", "read_bytes_per_second", "free_bytes", "needed_bytes")
     ]
     assert facts["needed_bytes"] == 1010 * (12 + 4 + 4)
-
-
-def test_a_preset_without_nvme_offload_needs_no_disk(model: Path) -> None:
-    assert check(None, model, preset="zero3_cpu_offload") is None
 
 
 def test_the_size_of_swap_files_depends_on_the_device_and_on_lora(model: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from launching import LLAMA_8B_CONFIG
 
-from toolkit.compare.options import CompareOptions
 from toolkit.launch.options import TrainOptions
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.planner import plan_request
@@ -54,11 +53,3 @@ def test_a_plan_is_for_all_visible_gpus(visible: Callable[[int], None]) -> None:
     recommendation = recommend_request(str(LLAMA_8B_CONFIG), RecommendOptions(gpu="h100"))
     rehearsal = RehearseOptions(preset="ddp")
     assert (list(plan.world_sizes), recommendation.world_size, rehearsal.world_size) == ([4], 4, 4)
-
-
-@pytest.mark.parametrize(("gpus", "world_sizes"), [(8, (8,)), (0, (2,))])
-def test_a_comparison_uses_them_too(
-    gpus: int, world_sizes: tuple[int, ...], visible: Callable[[int], None], tmp_path: Path
-) -> None:
-    visible(gpus)
-    assert CompareOptions(preset=("ddp",), output_dir=tmp_path).world_sizes == world_sizes

@@ -78,18 +78,6 @@ def test_an_unsupported_number_of_processes_is_refused(
     assert hint is None or caught.value.hint == hint
 
 
-def test_weights_make_an_epoch_long_enough_for_a_step(model: Path, rows: Path) -> None:
-    few = rows.with_name("few.jsonl")
-    few.write_text('{"prompt": "hej", "completion": "hello"}\n' * 2)
-    batch = ["--per_device_train_batch_size", "10"]
-    with pytest.raises(ToolkitError, match=f"{rows}, {few} has 18 rows, fewer than one global batch of 20 sequences"):
-        check(model, rows, str(few), *batch)
-    assert check(model, rows, str(few), "--dataset_weights", "1", "1", *batch).global_batch_size == 20
-    few.write_text(few.read_text() + '{"text": "another format"}\n')
-    with pytest.raises(ToolkitError, match=r"few.jsonl: row 3, line 3"):
-        check(model, rows, str(few))
-
-
 def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
     for argv, missing in (([], "model_name_or_path"), (["--model_name_or_path", str(model)], "dataset")):
         with pytest.raises(ToolkitError, match=f"--{missing} is missing"):
@@ -123,15 +111,6 @@ def test_the_estimated_size_of_the_saved_files(model: Path) -> None:
     assert preflight.saved_bytes(Job.from_values(arguments), engine="ddp") == 1000 + 4 * 3000
     assert preflight.saved_bytes(Job.from_values(arguments | {"save_model": "false"}), engine="deepspeed") == 4 * 5000
     assert preflight.saved_bytes(Job.from_values(arguments | {"lora_r": "8"}), engine="ddp") == 0
-
-
-def test_a_saved_model_needs_fp32_weights(model: Path) -> None:
-    assert preflight.weight_bytes(model) == 1000
-    (model / "config.json").write_text('{"dtype": "bfloat16"}')
-    assert preflight.weight_bytes(model) == 2000
-    (model / "config.json").write_text('{"torch_dtype": "float16"}')
-    assert preflight.weight_bytes(model) == 2000
-    assert preflight.weight_bytes(Path("owner/name")) == 0
 
 
 def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: Path) -> None:
@@ -210,12 +189,6 @@ def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, ro
     assert launched.value.message == before.value.message or "invalid choice" in launched.value.message
 
 
-def test_a_package_that_an_optimizer_needs_is_a_warning_for_another_node(model: Path, rows: Path) -> None:
-    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), "--optim", "lomo"]
-    job = preflight.check_job(load_preset("ddp"), num_processes=2, training_argv=argv, cpu=False, gpus=2)
-    assert job.warnings == ("--optim lomo needs lomo_optim, which is not installed here (pip install lomo-optim)",)
-
-
 @pytest.mark.parametrize(("place", "what"), [("/", "the root of the file system"), ("~", "the home folder")])
 def test_an_output_folder_that_is_no_folder_of_a_run_is_refused(
     place: str, what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,17 +239,6 @@ def test_a_folder_with_somebody_elses_model_is_refused(model: Path, tmp_path: Pa
         preflight.check_output(Job.from_values(arguments))
     write_json(other / "run.json", {"status": "failed"})
     assert preflight.check_output(Job.from_values(arguments)) == other
-
-
-@pytest.mark.parametrize("target", ["missing", "file", "loop"])
-def test_a_link_to_no_folder_is_refused_before_anything_is_written(target: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "out").symlink_to(tmp_path / target)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ToolkitError, match=r"cannot be written|is a file"):
-        preflight.check_output(Job.from_values({"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")}))
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

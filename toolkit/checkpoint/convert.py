@@ -33,7 +33,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, read_step
 
@@ -45,7 +45,7 @@ RATES = ("base_lrs", "_last_lr", "lr_lambdas")
 def convert(
     path: Path,
     out: Path,
-    preset: Preset,
+    preset: PresetSpec,
     *,
     num_processes: int,
     degrees: Mapping[str, int] | None = None,
@@ -123,7 +123,7 @@ def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> No
             copy_file(file, folder / file.name)
 
 
-def _convert_schedule(path: Path, groups: list[list[str]], preset: Preset) -> None:
+def _convert_schedule(path: Path, groups: list[list[str]], preset: PresetSpec) -> None:
     """Give the schedule a rate for each group of the new optimizer.
 
     DeepSpeed, and a model that is sharded at load, have no groups without parameters. LoRA makes such a group, because
@@ -154,7 +154,7 @@ def _convert_schedule(path: Path, groups: list[list[str]], preset: Preset) -> No
 
 
 def _converted_manifest(
-    files: ModelFiles, reader: CheckpointReader, preset: Preset, num_processes: int, layout: ParallelLayout | None
+    files: ModelFiles, reader: CheckpointReader, preset: PresetSpec, num_processes: int, layout: ParallelLayout | None
 ) -> dict[str, Any]:
     """The source's manifest with the new preset, or a new one if the source has none."""
     manifest, recorded, batch = files.manifest, {}, {}

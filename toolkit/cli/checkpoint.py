@@ -125,7 +125,7 @@ def convert(
     """Convert a checkpoint, with its optimizer states, to resume under another preset or number of processes."""
     _use_the_cpu_alone()
     from toolkit.checkpoint.convert import convert as convert_checkpoint
-    from toolkit.presets import load_preset
+    from toolkit.presets.preset import load_preset
 
     chosen = load_preset(preset)
     degrees = {"tp": tp, "cp": cp, "sp": sp, "ep": ep, "dp_replicate": dp_replicate}

@@ -17,8 +17,8 @@ preset_app = typer.Typer(no_args_is_help=True, help="Print a preset, or copy its
 
 def presets(as_json: JsonOutput = False) -> None:
     """List the presets and when to choose each: engine, sharding, degrees, offload, precision, processes."""
-    from toolkit.presets import list_presets
     from toolkit.presets.characteristics import characteristics
+    from toolkit.presets.preset import list_presets
 
     found = list_presets()
     if as_json:
@@ -48,8 +48,8 @@ def show(
     form: Annotated[str, typer.Option("--as", help="accelerate, deepspeed or trainer")] = "accelerate",
 ) -> None:
     """Print a preset as YAML for accelerate, JSON for DeepSpeed, or training arguments."""
-    from toolkit.presets import load_preset
     from toolkit.presets.export import preset_text
+    from toolkit.presets.preset import load_preset
 
     print(preset_text(load_preset(name), form), end="")
 
@@ -67,8 +67,8 @@ def export(
     Each DeepSpeed JSON is written next to its YAML. Paths inside the files are absolute: export again after moving
     the folder.
     """
-    from toolkit.presets import load_preset, preset_names
     from toolkit.presets.export import export_presets
+    from toolkit.presets.preset import load_preset, preset_names
 
     for path in export_presets([load_preset(name) for name in names or preset_names()], folder, force=force):
         print(path)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit import __version__
+from toolkit._version import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
 from toolkit.cli.compare import compare, report

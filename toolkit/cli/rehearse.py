@@ -22,7 +22,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
     without --output_dir, no files are kept.
     """
-    from toolkit.presets import load_preset
+    from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import plan_rehearsal, rehearse_once, result_facts, result_lines
 
     planned = plan_rehearsal(

@@ -27,9 +27,10 @@ from toolkit.launch.command import (
     process_environment,
 )
 from toolkit.launch.preflight import check_job, check_output, check_required, data_parallel_size
-from toolkit.presets import Preset, load_preset, preset_names
 from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.preset import load_preset, preset_names
 from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import LATEST_WORDS
 from toolkit.record.folder import RunFolder
@@ -67,7 +68,7 @@ class ClusterJob:
     """A checked job: what every engine writes into its file."""
 
     options: JobOptions
-    preset: Preset
+    preset: PresetSpec
     name: str
     job: Job
     training_argv: tuple[str, ...]
@@ -119,7 +120,7 @@ def job_name(preset: str) -> str:
     return re.sub("[^a-z0-9]+", "-", preset.lower())[:MAX_NAME].strip("-") or "train"
 
 
-def preset_word(preset: Preset) -> str:
+def preset_word(preset: PresetSpec) -> str:
     """Return what `TOOLKIT_PRESET` names: a shipped preset by its name, any other by the path of its file."""
     return preset.name if preset.name in preset_names() else str(preset.accelerate_config_path)
 
@@ -191,14 +192,14 @@ def world_sizes(options: JobOptions) -> range:
     return range(options.min_nodes * per_node, options.max_nodes * per_node + 1, per_node)
 
 
-def check_world_sizes(options: JobOptions, preset: Preset, job: Job) -> None:
+def check_world_sizes(options: JobOptions, preset: PresetSpec, job: Job) -> None:
     """Raise ToolkitError for a number of ranks with which the preset cannot train."""
     device = CPU if options.cpu else Device()
     for world_size in world_sizes(options):
         check_supported(preset, job, world_size=world_size, device=device, purpose="cluster")
 
 
-def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job: Job) -> tuple[list[str], Job]:
+def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str], job: Job) -> tuple[list[str], Job]:
     """Give an elastic run its global batch. Raises ToolkitError where a number of nodes cannot keep it."""
     if not options.elastic:
         return argv, job
@@ -213,7 +214,7 @@ def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job
     return argv, job
 
 
-def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]) -> tuple[str, ...]:
+def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[str]) -> tuple[str, ...]:
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest = world_sizes(options)[-1]
     if options.check_files:

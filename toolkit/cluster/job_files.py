@@ -24,7 +24,7 @@ from toolkit.errors import RunFailed, ToolkitError, visible
 from toolkit.files import write_text
 from toolkit.files.secrets import hide_words
 from toolkit.launch.command import NVME_PATH_VARIABLE, torchrun_words
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -113,7 +113,7 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> str:
     return render("node_script.sh.j2", options, preflight_seconds=PREFLIGHT_SECONDS, **values)
 
 
-def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset: Preset | None) -> str:
+def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset: PresetSpec | None) -> str:
     """Return the command that checks a node, without the model: `doctor` plans the memory of one node's ranks."""
     words = [f"{python} -m toolkit doctor --json --output-dir {shlex.quote(str(output_dir))}"]
     words += [f"--num-processes {options.gpus_per_node}"]

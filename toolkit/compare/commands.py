@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.cluster.slurm import Allocation
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.batch_search import find_largest_batches
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.comparison_report import console_table, write_report

@@ -27,7 +27,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job
 from toolkit.plan.step_time import step_time
-from toolkit.presets import load_preset
+from toolkit.presets.preset import load_preset
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
 
 SOURCE_TEXTS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from toolkit.cluster.slurm import Allocation
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, side_runs_of, trials_of
 from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record, read_side_run

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import MinLen
 from pydantic import BaseModel, ConfigDict
 
-from toolkit.cluster.slurm import Allocation
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey
@@ -38,8 +38,8 @@ from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
-from toolkit.presets import Preset, load_preset
-from toolkit.presets.preset import QUANTIZED_KEYS
+from toolkit.presets.preset import QUANTIZED_KEYS, load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.columns import Count, NonNegativeReal, PositiveCount
 from toolkit.record.folder import write_json
 
@@ -70,7 +70,7 @@ class Variant:
     """A preset as it is compared; one without extra arguments has the preset's own name."""
 
     name: str
-    preset: Preset
+    preset: PresetSpec
     source: str
     """The preset's name or the absolute path of its file, as `load_preset` takes it."""
     extra_arguments: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class ExpectedStrategy(BaseModel):
     sharded_at_load: bool = False
 
     @classmethod
-    def of(cls, preset: Preset) -> Self:
+    def of(cls, preset: PresetSpec) -> Self:
         """Return what the trials of a preset must report."""
         zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
         return cls(

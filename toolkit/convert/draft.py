@@ -25,7 +25,7 @@ from toolkit.job.argument_reading import argument_types, argument_words
 from toolkit.job.argument_values import check_type, is_true
 from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.presets import load_preset
+from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported, reasons
 
 PRESET = "--preset"

@@ -20,8 +20,8 @@ from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job
-from toolkit.presets import load_preset
 from toolkit.presets.known_keys import OFFLOAD_DEVICES
+from toolkit.presets.preset import load_preset
 from toolkit.presets.support import reasons, unsupported
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id

@@ -26,7 +26,8 @@ from toolkit.hardware.system_text import entries_of, text_of
 from toolkit.models.read_model import read_model
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.presets import Preset, load_preset
+from toolkit.presets.preset import load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -89,7 +90,7 @@ class NodeReadings:
         return rdma_ports()
 
     @cached_property
-    def preset(self) -> Preset | None:
+    def preset(self) -> PresetSpec | None:
         """The preset that the node is checked for."""
         return None if self.options.preset is None else load_preset(self.options.preset)
 

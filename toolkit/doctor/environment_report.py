@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__
+from toolkit._version import __version__
 from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS, has_libaio_header

@@ -38,7 +38,8 @@ from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
 from toolkit.hardware.disks import existing_folder, mount_of
 from toolkit.hardware.node import describe_node, library_versions
-from toolkit.presets import Preset, list_presets
+from toolkit.presets.preset import list_presets
+from toolkit.presets.spec import PresetSpec
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
@@ -122,7 +123,7 @@ def node_facts(node: NodeReadings) -> NodeFacts:
     return facts
 
 
-def hash_presets(presets: Iterable[Preset]) -> str:
+def hash_presets(presets: Iterable[PresetSpec]) -> str:
     """Return the first 16 digits of the SHA-256 of the presets' files."""
     digest = hashlib.sha256()
     for preset in presets:

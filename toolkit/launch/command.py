@@ -22,7 +22,7 @@ from pathlib import Path
 
 from toolkit.cache import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 # In the environment of every process of a run, so that all of them are found and ended.
@@ -59,7 +59,7 @@ class ProcessCommand:
 class LaunchCommand(ProcessCommand):
     """The launch of all ranks of a run: `argv` is accelerate's launcher."""
 
-    preset: Preset
+    preset: PresetSpec
     num_processes: int
     training_argv: list[str]
     """Arguments of the training script, the same for every rank; `***` for each secret, which `environment` has."""
@@ -82,7 +82,7 @@ class LaunchCommand(ProcessCommand):
 
 
 def launch_command(
-    preset: Preset,
+    preset: PresetSpec,
     *,
     num_processes: int,
     training_argv: Sequence[str],
@@ -126,7 +126,7 @@ def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:
     return environment | ({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if cpu else {})
 
 
-def run_environment(preset: Preset, *, world_size: int, cpu: bool, run_id: str) -> dict[str, str]:
+def run_environment(preset: PresetSpec, *, world_size: int, cpu: bool, run_id: str) -> dict[str, str]:
     """Return the variables that the toolkit gives the launcher of a run, which passes them to all ranks.
 
     Raises ToolkitError for a folder of compiled ops that another user may write.
@@ -148,7 +148,7 @@ def threads_per_rank(world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-def accelerate_options(preset: Preset, *, world_size: int) -> list[str]:
+def accelerate_options(preset: PresetSpec, *, world_size: int) -> list[str]:
     """Return the options of `accelerate launch` that select the preset on one node of `world_size` ranks."""
     options = ["--config_file", str(preset.accelerate_config_path)]
     if preset.deepspeed_config_path is not None:
@@ -161,7 +161,7 @@ def accelerate_options(preset: Preset, *, world_size: int) -> list[str]:
     return options
 
 
-def launcher_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
+def launcher_environment(preset: PresetSpec, *, world_size: int) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for its ranks, the same for all of them.
 
     torchrun adds `rank_environment`. `OMP_NUM_THREADS` is left out: it depends on the node, not on the preset.
@@ -184,7 +184,7 @@ def launcher_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
     return environment
 
 
-def strategy_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
+def strategy_environment(preset: PresetSpec, *, world_size: int) -> dict[str, str]:
     """Return the part of `launcher_environment` that says how to train, and not where the ranks meet."""
     environment = launcher_environment(preset, world_size=world_size)
     return {

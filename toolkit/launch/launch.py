@@ -34,7 +34,7 @@ from toolkit.launch.resume_conversion import (
     remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.presets import load_preset
+from toolkit.presets.preset import load_preset
 from toolkit.record import status
 from toolkit.record.attempts import restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete

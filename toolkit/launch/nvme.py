@@ -22,7 +22,7 @@ from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_o
 from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.launch.command import NVME_PATH_VARIABLE
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.units import gib
 
 # accelerate fills `"nvme_path": "auto"` from these; `accelerate launch` sets neither from its own flags.
@@ -63,7 +63,7 @@ class NvmeDisk:
         return {"path": str(self.path), "filesystem": self.filesystem, **asdict(self.rates), **sizes}
 
 
-def check_nvme(preset: Preset, *, nvme_path: str | None, job: Job, cpu: bool) -> NvmeDisk | None:
+def check_nvme(preset: PresetSpec, *, nvme_path: str | None, job: Job, cpu: bool) -> NvmeDisk | None:
     """Check the disk and measure its rates; None for a preset without NVMe offload.
 
     Raises ToolkitError for the first problem.
@@ -94,7 +94,7 @@ def check_nvme(preset: Preset, *, nvme_path: str | None, job: Job, cpu: bool) ->
     )
 
 
-def nvme_path_of(preset: Preset, given: str | None) -> Path | None:
+def nvme_path_of(preset: PresetSpec, given: str | None) -> Path | None:
     """Return the disk that a run of this preset offloads to; None without NVMe offload.
 
     Raises ToolkitError where no disk is given, or the preset's file fixes one.
@@ -153,7 +153,7 @@ def check_direct_io(path: Path) -> None:
         ) from None
 
 
-def needed_bytes(preset: Preset, job: Job, *, cpu: bool) -> int | None:
+def needed_bytes(preset: PresetSpec, job: Job, *, cpu: bool) -> int | None:
     """Return the size of all ranks' swap files, an upper bound: small tensors that stay in memory are counted too."""
     model = Path(str(job.model_name_or_path))
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else []

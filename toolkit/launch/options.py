@@ -18,7 +18,7 @@ from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:
-    from toolkit.presets import Preset
+    from toolkit.presets.spec import PresetSpec
 
 MAX_RESTARTS = 1000  # more faults than this in one run need a person
 
@@ -68,7 +68,7 @@ class TrainOptions:
         """True if the ranks train on the CPU: as the option says, or because no GPU is visible; not for a named GPU."""
         return self.gpu is None and trains_on_cpu(self.cpu)
 
-    def world_size(self, preset: Preset) -> int:
+    def world_size(self, preset: PresetSpec) -> int:
         """Return the number of processes: as given, or by default all visible GPUs, two on a CPU, one for `single`."""
         if self.num_processes is not None:
             return self.num_processes

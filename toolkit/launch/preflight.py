@@ -25,9 +25,9 @@ from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
 from toolkit.models.config_fields import read_config
 from toolkit.models.read_model import download_config, no_such_model
-from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.record.attempts import Reuse, check_start, reuse_of
 from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, list_checkpoints, read_complete_checkpoint
@@ -63,7 +63,7 @@ class CheckedJob:
 
 
 def check_job(
-    preset: Preset,
+    preset: PresetSpec,
     *,
     num_processes: int,
     training_argv: Sequence[str],
@@ -101,7 +101,7 @@ def check_job(
     return CheckedJob(job=job, global_batch_size=batch, warnings=tuple(warnings))
 
 
-def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset, nodes: int = 1) -> None:
+def check_process_count(num_processes: int, *, gpus: int | None, preset: PresetSpec, nodes: int = 1) -> None:
     """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
     if num_processes < 1:
         raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
@@ -231,7 +231,7 @@ def continues(job: Job) -> bool:
     return any(checkpoint.problem() is None for checkpoint in checkpoints)
 
 
-def check_resume(preset: Preset, *, num_processes: int, job: Job) -> None:
+def check_resume(preset: PresetSpec, *, num_processes: int, job: Job) -> None:
     """Check the checkpoint that the run resumes from against the run.
 
     A checkpoint given by its path is read completely. `latest` is resolved and read by rank 0; here its manifest is

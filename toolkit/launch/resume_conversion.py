@@ -20,7 +20,7 @@ from typing import Self
 
 from toolkit.errors import ToolkitError, printed_errors
 from toolkit.job.job import Job
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
 from toolkit.record.resume_checks import TargetLayout, check_same_batch
 
@@ -33,7 +33,7 @@ RANK_VARIABLES = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK",
 class ResumingRun:
     """The run in which a checkpoint is resumed."""
 
-    preset: Preset
+    preset: PresetSpec
     num_processes: int
     output_dir: Path
     global_batch_size: int
@@ -42,7 +42,7 @@ class ResumingRun:
     trust_pickle: bool = False
 
     @classmethod
-    def of(cls, job: Job, preset: Preset, *, num_processes: int, global_batch_size: int) -> Self:
+    def of(cls, job: Job, preset: PresetSpec, *, num_processes: int, global_batch_size: int) -> Self:
         """Return the run of a job."""
         return cls(
             preset=preset,

@@ -174,8 +174,9 @@ def _run(words: list[str], environment: dict[str, str], server: str, folder: str
     target = words[1] if is_module else str(Path(folder, words[0]).resolve())
     if target in ("accelerate.commands.launch", "torch.distributed.run"):
         _fork_ranks(server)
+    sys.argv[:] = [target, *words[1 + is_module :]]
     path = [folder if is_module else str(Path(target).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.argv[:], sys.path[:] = [target, *words[1 + is_module :]], list(dict.fromkeys(filter(None, [*path, *sys.path])))
+    sys.path[:] = list(dict.fromkeys(filter(None, [*path, *preloaded.LIBRARY_PATH])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if is_module:

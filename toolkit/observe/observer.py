@@ -30,7 +30,7 @@ from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import DATA_WAIT_EVENT
 from toolkit.observe.progress import STEP_PHASES, Progress
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start
 from toolkit.record.folder import RunFolder
 
@@ -153,7 +153,7 @@ def observe(
     folder: str | Path | None = None,
     *,
     record: ObservedRun | None = None,
-    require: Preset | None = None,
+    require: PresetSpec | None = None,
     parts: ObserverParts | None = None,
     untimed_steps: int = UNTIMED_STEPS,
     complete_saves: bool = False,
@@ -203,7 +203,7 @@ def observe(
     return observer
 
 
-def open_record(path: Path, args: Any, preset: Preset | None) -> ObservedRun:
+def open_record(path: Path, args: Any, preset: PresetSpec | None) -> ObservedRun:
     """Open the run folder of a script that has none of its own, and start this rank's heartbeat. Collective."""
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
     if writes:

@@ -13,14 +13,14 @@ from typing import Any
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.batches import CountBatch, tensor_facts
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedRun:
     """What the live objects are verified against; without a preset, only `settings` and the world size are."""
 
-    preset: Preset | None = None
+    preset: PresetSpec | None = None
     world_size: int | None = None
     dp_shard_size: int | None = None
     """Ranks that share one copy of the model in a hybrid mesh."""

@@ -18,7 +18,7 @@ from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose
-from toolkit.presets.preset import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import unsupported
 from toolkit.units import gib
 
@@ -89,7 +89,7 @@ class RecommendRequest:
 class Candidate:
     """A preset with its micro-batch, accumulation and checkpointing, and the plan for it."""
 
-    preset: Preset
+    preset: PresetSpec
     job: PlannedJob
     memory: MemoryPlan
     verdict: str
@@ -129,7 +129,7 @@ class Candidate:
 
 
 def best_candidates(
-    request: RecommendRequest, presets: Iterable[Preset], *, purpose: Purpose = "recommend"
+    request: RecommendRequest, presets: Iterable[PresetSpec], *, purpose: Purpose = "recommend"
 ) -> list[Candidate]:
     """Return one candidate per preset that supports the job and world size, whether it fits or not.
 
@@ -142,7 +142,7 @@ def best_candidates(
     return best
 
 
-def divided_requests(request: RecommendRequest, preset: Preset) -> list[RecommendRequest]:
+def divided_requests(request: RecommendRequest, preset: PresetSpec) -> list[RecommendRequest]:
     """Return the request with every combination of degrees worth a plan.
 
     They are powers of two that stay within a node; a pipeline, which sends little, may cross nodes.
@@ -162,7 +162,7 @@ def divided_requests(request: RecommendRequest, preset: Preset) -> list[Recommen
     return requests
 
 
-def divided_request(request: RecommendRequest, preset: Preset, degrees: Mapping[str, int]) -> RecommendRequest:
+def divided_request(request: RecommendRequest, preset: PresetSpec, degrees: Mapping[str, int]) -> RecommendRequest:
     """Return the request with these degrees of parallelism; the request itself where there are none."""
     layout = preset.layout(request.world_size, degrees)
     if layout is None:
@@ -171,7 +171,7 @@ def divided_request(request: RecommendRequest, preset: Preset, degrees: Mapping[
     return replace(request, job=job, data_parallel_size=layout.data_parallel_size)
 
 
-def refusal(request: RecommendRequest, preset: Preset, purpose: Purpose = "recommend") -> str | None:
+def refusal(request: RecommendRequest, preset: PresetSpec, purpose: Purpose = "recommend") -> str | None:
     """Return the reason that rules a preset out before anything is planned, or None."""
     device = Device(
         name=request.gpu.name,
@@ -185,7 +185,7 @@ def refusal(request: RecommendRequest, preset: Preset, purpose: Purpose = "recom
     return None if reason is None else reason.why
 
 
-def _best(request: RecommendRequest, preset: Preset) -> Candidate:
+def _best(request: RecommendRequest, preset: PresetSpec) -> Candidate:
     """The best with sharded gradients, unless a plan can tell that FSDP2 with whole ones is faster.
 
     Those are summed in bf16, and shards in fp32, so a difference within a plan's precision is no reason.
@@ -207,7 +207,7 @@ def _better(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.memory.planned_peak_bytes)
 
 
-def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointing: bool) -> Candidate:
+def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpointing: bool) -> Candidate:
     """Return the candidate with the largest micro-batch that fits, or with the smallest one if none fits."""
     sizes = request.micro_batches
     planned: dict[int, Candidate] = {}
@@ -222,7 +222,7 @@ def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointin
     return planned[size]
 
 
-def _candidate(request: RecommendRequest, preset: Preset, job: PlannedJob) -> Candidate:
+def _candidate(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:
     memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
     verdict = memory_verdict(memory, memory_bytes=request.gpu.memory_bytes)
     host, host_refusal = request.host_memory_bytes, None

@@ -16,7 +16,7 @@ from typing import Any
 
 from toolkit.models.shape import Tensor
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets.preset import Preset
+from toolkit.presets.spec import PresetSpec
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, PREFETCH_BUCKET, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000
@@ -116,7 +116,7 @@ class EngineSettings:
 
 
 def engine_settings(
-    preset: Preset,
+    preset: PresetSpec,
     *,
     world_size: int,
     hidden_size: int,
@@ -147,12 +147,12 @@ def engine_settings(
 
 
 @lru_cache(maxsize=256)
-def zero_block(preset: Preset) -> dict[str, Any]:
+def zero_block(preset: PresetSpec) -> dict[str, Any]:
     """Return the `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
     return dict((preset.deepspeed_config() or {}).get("zero_optimization") or {})
 
 
-def _zero_settings(preset: Preset, hidden_size: int) -> dict[str, Any]:
+def _zero_settings(preset: PresetSpec, hidden_size: int) -> dict[str, Any]:
     zero, full, square = zero_block(preset), preset.shards_parameters, hidden_size * hidden_size
 
     def setting(key: str, auto: int, default: int) -> int:

@@ -29,7 +29,7 @@ from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, StageLoad, stage_load, stage_shape
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.presets.preset import Preset
+from toolkit.presets.spec import PresetSpec
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
 # causal models of transformers 5.23 were tried that build from their default configuration.
@@ -105,7 +105,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    shape: ModelShape, preset: Preset, *, world_size: int, job: PlannedJob, mixed_precision: str | None = None
+    shape: ModelShape, preset: PresetSpec, *, world_size: int, job: PlannedJob, mixed_precision: str | None = None
 ) -> MemoryPlan:
     """Return the memory of rank 0, or in a pipeline of the rank that needs most.
 

@@ -22,7 +22,7 @@ from toolkit.job.job import Job
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
-from toolkit.presets import load_preset
+from toolkit.presets.preset import load_preset
 from toolkit.presets.support import unsupported
 from toolkit.rehearse.rehearsal import Rehearsal, plan_rehearsal, rehearse_once
 from toolkit.units import NOT_AVAILABLE, gib

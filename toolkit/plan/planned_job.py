@@ -32,8 +32,7 @@ from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.model_states import JobWeights, job_weights
 from toolkit.plan.pipeline_stages import stage_shape
 from toolkit.presets.compatibility import ModelLimits
-from toolkit.presets.preset import Preset
-from toolkit.presets.spec import default_accumulate
+from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
 
 LOSSES = ("chunked", "full", "fused", "chunked_output")
@@ -159,7 +158,7 @@ class TrainingSetup:
     """One job on one model under one preset at one world size: everything that decides communication and step time."""
 
     shape: ModelShape
-    preset: Preset
+    preset: PresetSpec
     world_size: int
     job: PlannedJob = PlannedJob()
     mixed_precision: str | None = None
@@ -221,7 +220,7 @@ class TrainingSetup:
         return self.weights.adapter_units or self.weights.units
 
 
-def accumulate_in_effect(preset: Preset, job: PlannedJob) -> str | None:
+def accumulate_in_effect(preset: PresetSpec, job: PlannedJob) -> str | None:
     """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
     return (job.accumulate or default_accumulate(preset)) if job.gradient_accumulation_steps > 1 else None
 

@@ -32,9 +32,9 @@ from toolkit.plan.planned_job import (
     scaled,
 )
 from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
-from toolkit.presets import list_presets, load_preset
 from toolkit.presets.compatibility import Reason
-from toolkit.presets.preset import Preset
+from toolkit.presets.preset import list_presets, load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import unsupported
 from toolkit.units import GIB, gib
 
@@ -48,7 +48,7 @@ class PlanRequest:
     """What to plan, with model, presets and GPU resolved."""
 
     shape: ModelShape
-    presets: Sequence[Preset]
+    presets: Sequence[PresetSpec]
     world_sizes: Sequence[int]
     job: PlannedJob
     gpu: Gpu
@@ -162,14 +162,16 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     return [_plan(request, preset, size, smallest[preset.name]) for preset, size in supported]
 
 
-def plan_run(preset: Preset, job: Job, *, world_size: int, gpu: Gpu) -> Plan:
+def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu) -> Plan:
     """Return the plan for rows of full length on one node. Raises ToolkitError, with the reason, if there is none."""
     shape = read_model(str(job.model_name_or_path), count=False)
     request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
     return make_plans(request)[0]
 
 
-def plan_run_here(preset: Preset, job: Job, *, world_size: int, say: Callable[[str], None]) -> dict[str, Any] | None:
+def plan_run_here(
+    preset: PresetSpec, job: Job, *, world_size: int, say: Callable[[str], None]
+) -> dict[str, Any] | None:
     """Return the plan for this node's GPUs as a row of `toolkit plan --json`, or None if it cannot be planned.
 
     Passes one line about the plan, or the reason for which there is none, to `say`.
@@ -194,13 +196,13 @@ def plan_line(plan: Plan) -> str:
     return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {VERDICT_TEXT[plan.verdict]}"
 
 
-def _unsupported(request: PlanRequest, preset: Preset, world_size: int) -> Reason | None:
+def _unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
     job = _job_of(request, preset)
     limits = job.limits_on(request.shape)
     return unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
 
 
-def _job_of(request: PlanRequest, preset: Preset) -> PlannedJob:
+def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
     """The job without degrees of other presets' dimensions; one that no preset has stays, and is refused."""
     planned = {name for each in request.presets for name in each.parallel}
     others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
@@ -209,7 +211,7 @@ def _job_of(request: PlanRequest, preset: Preset) -> PlannedJob:
     return replace(request.job, **dict.fromkeys(others))  # type: ignore[arg-type]
 
 
-def _fits(request: PlanRequest, preset: Preset, world_size: int, micro_batch: int) -> bool:
+def _fits(request: PlanRequest, preset: PresetSpec, world_size: int, micro_batch: int) -> bool:
     job = replace(_job_of(request, preset), per_device_train_batch_size=micro_batch)
     return _verdict(request, plan_memory(request.shape, preset, world_size=world_size, job=job)) == FITS
 
@@ -218,7 +220,7 @@ def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
     return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
 
 
-def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
+def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
     """The smallest power of two, up to 1,024, on which the job fits; None if there is none."""
     for size in (1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())):
         micro_batch = request.job.per_device_train_batch_size
@@ -246,7 +248,7 @@ def largest_micro_batch(fits: Callable[[int], bool]) -> int | None:
     return good
 
 
-def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int | None) -> Plan:
+def _plan(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: int | None) -> Plan:
     shape, job = request.shape, _job_of(request, preset)
     memory = plan_memory(shape, preset, world_size=world_size, job=job)
     setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)

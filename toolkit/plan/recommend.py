@@ -34,7 +34,7 @@ from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, scaled
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.presets.compatibility import Purpose
-from toolkit.presets.preset import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, gib
 
 OBJECTIVES = ("fastest", "least-memory")
@@ -93,7 +93,9 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
     )
 
 
-def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective: str = "fastest") -> Recommendation:
+def recommend(
+    request: RecommendRequest, presets: Sequence[PresetSpec], *, objective: str = "fastest"
+) -> Recommendation:
     """Return the recommendation for an objective, one of `OBJECTIVES`.
 
     Raises NothingFits if nothing does, with the smallest number of GPUs on which something does.
@@ -113,7 +115,7 @@ def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective
     )
 
 
-def _candidates(request: RecommendRequest, presets: Sequence[Preset]) -> list[Candidate]:
+def _candidates(request: RecommendRequest, presets: Sequence[PresetSpec]) -> list[Candidate]:
     """Candidates of data parallelism; where none fits without offload, also of presets that split layers or sequences.
 
     Data parallelism is simpler, and split layers and sequences cost communication in every layer.
@@ -185,7 +187,7 @@ def memory_refusal(request: RecommendRequest, candidate: Candidate) -> str:
 
 
 def _reasons_against(
-    request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate], choice: Candidate
+    request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate], choice: Candidate
 ) -> dict[str, str]:
     others = [preset for preset in presets if preset.name != choice.preset.name]
     reasons = {preset.name: reason for preset in others if (reason := why_refused(request, preset)) is not None}
@@ -196,7 +198,7 @@ def _reasons_against(
     return reasons
 
 
-def why_refused(request: RecommendRequest, preset: Preset, *, purpose: Purpose = "recommend") -> str | None:
+def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpose = "recommend") -> str | None:
     """Return the reason against every layout of a preset; where one was not considered, the reason for that."""
     refusals = [refusal(divided, preset, purpose) for divided in divided_requests(request, preset)]
     if not refusals:
@@ -226,7 +228,7 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
     return f"{low:.2f} times" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f} times"
 
 
-def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> NothingFits:
+def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate]) -> NothingFits:
     """The smallest candidate, and the next doubling of the GPUs on which something fits, or other ways to save."""
     hardware = f"{request.world_size} × {request.gpu.name}"
     if not candidates:

@@ -81,23 +81,6 @@ class Preset(PresetSpec):
         """
         return from_pretrained_arguments(self, degrees)
 
-    def texts(self) -> dict[str, str]:
-        """Return file name to text for each of the preset's files, as a run folder records them."""
-        paths = [self.accelerate_config_path, self.deepspeed_config_path]
-        return {f"{path.parent.name}/{path.name}": read_text(path) for path in paths if path is not None}
-
-    def as_row(self) -> dict[str, Any]:
-        """Return the preset as `toolkit presets --json` prints it."""
-        names = ("name", "engine", "sharding", "parallel", "offload_optimizer", "offload_param", "mixed_precision")
-        row = {name: getattr(self, name) for name in (*names, "min_world_size")}
-        json_path = self.deepspeed_config_path
-        return row | {
-            "parallel": list(self.parallel),
-            "accelerate_config": str(self.accelerate_config_path),
-            "deepspeed_config": None if json_path is None else str(json_path),
-            "summary": self.summary,
-        }
-
 
 def presets_root() -> Path:
     """Return the folder of `accelerate_configs/` and `ds_configs/`: inside the wheel, or the checkout."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.files.reading import read_text
 from toolkit.files.yaml_files import read_configuration
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
@@ -106,6 +107,23 @@ class PresetSpec:
     def deepspeed_config(self) -> dict[str, Any] | None:
         """Return the DeepSpeed JSON, or None for another engine."""
         return None if self.deepspeed_config_path is None else read_configuration(self.deepspeed_config_path)
+
+    def texts(self) -> dict[str, str]:
+        """Return file name to text for each of the preset's files, as a run folder records them."""
+        paths = [self.accelerate_config_path, self.deepspeed_config_path]
+        return {f"{path.parent.name}/{path.name}": read_text(path) for path in paths if path is not None}
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the preset as `toolkit presets --json` prints it."""
+        names = ("name", "engine", "sharding", "parallel", "offload_optimizer", "offload_param", "mixed_precision")
+        row = {name: getattr(self, name) for name in (*names, "min_world_size")}
+        json_path = self.deepspeed_config_path
+        return row | {
+            "parallel": list(self.parallel),
+            "accelerate_config": str(self.accelerate_config_path),
+            "deepspeed_config": None if json_path is None else str(json_path),
+            "summary": self.summary,
+        }
 
 
 def default_accumulate(preset: PresetSpec) -> str:

@@ -23,8 +23,6 @@ Reuse = Literal["never", "resume", "resume_if_possible", "overwrite"]
 """What an attempt may do with a run that is in its folder: continue it from a checkpoint; continue it, or start over
 where an unfinished run left no checkpoint; or replace it."""
 
-UNREPORTED = "no rank reported why it ended: they were killed, or their node was lost"
-
 
 def reuse_of(*, continues: bool, resumes: bool, overwrite: bool) -> Reuse:
     """Return what an attempt may do: it has a checkpoint to resume from, it is to resume, it replaces what is there."""
@@ -121,7 +119,8 @@ def record_restart(folder: RunFolder, *, resumed_step: int) -> list[dict[str, An
         return list(run.get("restarts", []))
     failure, ended = read_json(folder.failure_json) or {}, str(run.get("status"))
     if ended == status.RUNNING:
-        ended, failure = status.FAILED, failure or {"message": UNREPORTED}
+        unreported = "no rank reported why it ended: they were killed, or their node was lost"
+        ended, failure = status.FAILED, failure or {"message": unreported}
     record = restart_record(
         folder, ended=ended, failure=failure, world_size=run.get("world_size"), resumed_step=resumed_step
     )

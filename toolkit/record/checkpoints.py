@@ -156,15 +156,6 @@ def read_step(trainer_state: Path) -> int:
     return validate(TypeAdapter(Count), state.get("global_step"), f"{trainer_state}: global_step")
 
 
-def _read_manifest(path: Path) -> Manifest:
-    """Raises ToolkitError, also for a wrong checksum."""
-    content = read_json_object(path, limits=_LIMITS)
-    manifest = validate(TypeAdapter(Manifest), content, str(path))
-    if manifest.sha256 is not None and manifest.sha256 != _manifest_sha256(content):
-        raise ToolkitError(f"{path} is damaged (checksum)")
-    return manifest
-
-
 def _manifest_sha256(content: dict[str, Any]) -> str:
     body = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -211,12 +202,15 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a folder as a checkpoint; `problem` says if it is one."""
-    manifest, unreadable = None, None
-    if os.path.lexists(path / MANIFEST):
+    manifest, unreadable, file = None, None, path / MANIFEST
+    if os.path.lexists(file):
         try:
-            manifest = _read_manifest(path / MANIFEST)
+            content = read_json_object(file, limits=_LIMITS)
+            manifest = validate(TypeAdapter(Manifest), content, str(file))
         except ToolkitError as error:
             unreadable = error.message.removeprefix(f"{path}{os.sep}")
+        if manifest is not None and manifest.sha256 not in (None, _manifest_sha256(content)):
+            manifest, unreadable = None, f"{MANIFEST} is damaged (checksum)"
     named = _NAME.fullmatch(path.name)
     step = manifest.step if manifest is not None else int(named[1]) if named else 0
     return Checkpoint(path=path, step=step, manifest=manifest, unreadable=unreadable)
@@ -269,9 +263,7 @@ def remove_unfinished(output_dir: Path) -> list[Path]:
 def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
     """Turn a folder whose files are all on disk into a checkpoint: write the manifest, then rename the folder.
 
-    `manifest` has the keys of `Manifest`.
-
-    A checkpoint of the same name is moved away first, so that the two are never mixed.
+    `manifest` has the keys of `Manifest`. A checkpoint of the same name is moved away first: the two are never mixed.
     """
     body = {"schema_version": SCHEMA_VERSION, **manifest}
     write_json(folder / MANIFEST, body | {"sha256": _manifest_sha256(body)})

@@ -10,7 +10,7 @@ from toolkit.errors import ToolkitError
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, same_states
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, INTERLEAVED
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.checkpoints import Checkpoint, Manifest
 
 
@@ -25,7 +25,7 @@ class TargetLayout:
     sharded_at_load: bool = False
 
     @classmethod
-    def of(cls, preset: Preset, *, num_processes: int, degrees: Mapping[str, int]) -> Self:
+    def of(cls, preset: PresetSpec, *, num_processes: int, degrees: Mapping[str, int]) -> Self:
         """Return the layout of a preset with these degrees of parallelism."""
         return cls(
             engine=preset.engine,

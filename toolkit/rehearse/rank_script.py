@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import read_rows
 from toolkit.rehearse.rehearsal import RehearsedRank, has_local_weights
 from toolkit.rehearse.stand_ins import join_fake_world, rehearsal_data, rehearsal_model
@@ -38,7 +38,7 @@ MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 
 
-def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress: Progress) -> None:
+def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], progress: Progress) -> None:
     """Rehearse the rank with the training arguments `argv`. Raises whatever went wrong."""
     progress.enter("arguments")
     join_fake_world(rehearsed, preset)

@@ -29,9 +29,9 @@ from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_requi
 from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
-from toolkit.presets import Preset
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.record import status
 from toolkit.record.attempts import start_attempt
@@ -60,13 +60,13 @@ class RehearsedRank:
 class Rehearsal:
     """A process to start: the rank it stands for, and its training arguments."""
 
-    preset: Preset
+    preset: PresetSpec
     rehearsed: RehearsedRank
     training_argv: list[str]
     cpu: bool
 
 
-def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
+def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int) -> None:
     """Raise ToolkitError for a world size that the preset does not support, a rank outside it, or no rehearsal."""
     check_range("--num-processes", world_size, Range(lowest=1, highest=LARGEST_WORLD_SIZE))
     check_supported(preset, world_size=world_size, purpose="rehearse")
@@ -77,7 +77,7 @@ def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
 
 
 def plan_rehearsal(
-    preset: Preset,
+    preset: PresetSpec,
     *,
     world_size: int,
     rank: int,
@@ -104,7 +104,7 @@ def plan_rehearsal(
     )
 
 
-def _check_job(job: Job, preset: Preset, *, world_size: int, on_cpu: bool, purpose: Purpose) -> None:
+def _check_job(job: Job, preset: PresetSpec, *, world_size: int, on_cpu: bool, purpose: Purpose) -> None:
     check_required(job, ("model_name_or_path",))
     if job.resumes:
         raise ToolkitError("--resume_from_checkpoint: a rehearsal trains nothing to resume", hint="leave it out")

@@ -19,7 +19,7 @@ from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
@@ -36,7 +36,7 @@ from toolkit.train.model.loading import (
 SHARD_VALUE = 0.01
 
 
-def join_fake_world(rehearsed: RehearsedRank, preset: Preset) -> None:
+def join_fake_world(rehearsed: RehearsedRank, preset: PresetSpec) -> None:
     """Make this process rank r of N. Call it before anything asks for a process group."""
     os.environ.update(launcher_environment(preset, world_size=rehearsed.world_size))
     if rehearsed.fake_tensors:

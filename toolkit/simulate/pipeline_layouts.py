@@ -17,7 +17,7 @@ from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
 from toolkit.plan.interconnect import Range
 from toolkit.plan.recommend import NothingFits, memory_refusal, why_refused
 from toolkit.plan.recommendation import train_command
-from toolkit.presets import load_preset
+from toolkit.presets.preset import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
 from toolkit.simulate.pipeline_step import PipelineRun
 from toolkit.simulate.stage_plans import StagedModel, StageMemory, at_end

@@ -29,8 +29,8 @@ from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.pipeline_stages import StageLoad, model_part
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_size
 from toolkit.plan.step_time import compute_seconds
-from toolkit.presets import load_preset
-from toolkit.presets.preset import Preset
+from toolkit.presets.preset import load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions
 from toolkit.simulate.pipeline_schedules import PipelineSize
@@ -196,7 +196,7 @@ class StagedModel:
         return replace(engine, layout=ParallelLayout(dp_shard=replicas, tp=self.tp))
 
     @cached_property
-    def _split_preset(self) -> Preset:
+    def _split_preset(self) -> PresetSpec:
         return load_preset(SPLIT_LIKE)
 
     @property

@@ -34,7 +34,7 @@ from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folde
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start, record_restart, reuse_of
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
@@ -214,7 +214,7 @@ def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpo
     return checkpoint
 
 
-def _resuming_run(arguments: Arguments, preset: Preset) -> ResumingRun:
+def _resuming_run(arguments: Arguments, preset: PresetSpec) -> ResumingRun:
     return ResumingRun(
         preset=preset,
         num_processes=arguments.training.world_size,

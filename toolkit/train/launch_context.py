@@ -26,7 +26,8 @@ from toolkit.launch.command import (
     strategy_environment,
 )
 from toolkit.launch.nvme import ACCELERATE_VARIABLES, swap_folder
-from toolkit.presets import Preset, load_preset, read_preset
+from toolkit.presets.preset import load_preset, read_preset
+from toolkit.presets.spec import PresetSpec
 
 # Set by `accelerate launch` for every preset.
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"
@@ -38,7 +39,7 @@ DEEPSPEED_CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 class LaunchContext:
     """The preset and sizes that the live objects are verified against; None where the launcher gives none."""
 
-    preset: Preset | None
+    preset: PresetSpec | None
     world_size: int | None
     dp_shard_size: int | None = None
     """Ranks that share one copy of the model in a hybrid mesh."""
@@ -75,7 +76,7 @@ class LaunchContext:
         return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
     @classmethod
-    def of_preset(cls, preset: Preset, world_size: int | None) -> LaunchContext:
+    def of_preset(cls, preset: PresetSpec, world_size: int | None) -> LaunchContext:
         """Return the context of a run under a preset, its hybrid mesh divided as the preset says."""
         shard_size = preset.dp_shard_size(world_size) if world_size else None
         return cls(preset=preset, world_size=world_size, dp_shard_size=shard_size)

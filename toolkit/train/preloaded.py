@@ -9,6 +9,7 @@ import ctypes
 import os
 import random
 import resource
+import sys
 import threading
 from pathlib import Path
 
@@ -36,6 +37,8 @@ with garbage_collector_off():
 
 SET_BY_IMPORTS = {name: value for name, value in os.environ.items() if name not in _before}
 """Variables that the imports have set."""
+LIBRARY_PATH = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+"""`sys.path` without PYTHONPATH, which is each program's own; multiprocessing sets the path of who asks for it."""
 assert not torch.cuda.is_initialized()
 assert threading.active_count() == 1
 

@@ -37,7 +37,7 @@ from toolkit.observe.attest.tensors import (
 )
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
-from toolkit.presets import Preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 
 
@@ -171,7 +171,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
 
-def attestation_json(preset: Preset | None, expected: Values, ranks: list[Values], found: list[Difference]) -> Values:
+def attestation_json(
+    preset: PresetSpec | None, expected: Values, ranks: list[Values], found: list[Difference]
+) -> Values:
     """Return the content of `attestation.json`. Its digest is equal for equal runs."""
     verdict = "attested" if preset is not None else "no_preset"
     body = {
@@ -185,7 +187,7 @@ def attestation_json(preset: Preset | None, expected: Values, ranks: list[Values
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def verified_line(preset: Preset, reading: Values) -> str:
+def verified_line(preset: PresetSpec, reading: Values) -> str:
     """Return the log line of a verified run."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
