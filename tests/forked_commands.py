@@ -16,7 +16,7 @@ from launching import ROOT
 FORK_EACH = """
 import atexit, json, os, sys
 import toolkit.cli.program
-from toolkit.cli import main
+from toolkit.__main__ import main
 
 def write_modules():
     with open(f"../{number}.modules", "w") as file:

@@ -227,12 +227,16 @@ def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "rows.jsonl").write_text('{"text": "sound"}\n{"text": 1}\n')
     argv = ["train", "--preset", "ddp", "--num-processes", "1", "--", "--model_name_or_path", "model"]
-    loaded = loaded_after(f"import toolkit.cli; toolkit.cli.main({[*argv, '--dataset', 'rows.jsonl']!r})", cwd=tmp_path)
+    loaded = loaded_after(
+        f"from toolkit.__main__ import main; main({[*argv, '--dataset', 'rows.jsonl']!r})", cwd=tmp_path
+    )
     assert not loaded & HEAVY
     assert not {name for name in loaded if name.startswith("toolkit.train")}
 
 
-@pytest.mark.parametrize("module", ["toolkit", "toolkit.cli", "toolkit.compare.commands", "toolkit.launch.launch"])
+@pytest.mark.parametrize(
+    "module", ["toolkit", "toolkit.cli.program", "toolkit.compare.commands", "toolkit.launch.launch"]
+)
 def test_importing_a_light_module_does_not_import_torch(module: str) -> None:
     loaded = loaded_after(f"import {module}")
     assert "toolkit" in loaded

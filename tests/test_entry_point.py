@@ -177,7 +177,7 @@ def test_a_light_command_needs_nothing_of_the_machine(environment: dict[str, str
 
 def test_a_working_directory_that_is_gone_is_reported(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    code = f"import os; os.rmdir({str(tmp_path / 'gone')!r}); from toolkit.cli import main; main(['presets'])"
+    code = f"import os; os.rmdir({str(tmp_path / 'gone')!r}); from toolkit.__main__ import main; main(['presets'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-c", code]
     ended = subprocess.run(
@@ -226,7 +226,7 @@ def interrupt(event, details):
         os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.addaudithook(interrupt)
-from toolkit.cli import main
+from toolkit.__main__ import main
 main(sys.argv[2:])
 """
 

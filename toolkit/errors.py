@@ -55,6 +55,10 @@ def printed_errors(text: str) -> list[ToolkitError]:
     return [ToolkitError(found["message"], hint=found["hint"]) for found in _PRINTED.finditer(text)]
 
 
+class OverLimit(ToolkitError):
+    """A file is larger, longer or deeper than any file of its kind."""
+
+
 class RunFailed(ToolkitError):
     """The run started and failed."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from toolkit.__main__ import main
 from toolkit.cache import cache_folder
-from toolkit.cli import main
 from toolkit.cli.options import expand_words
 from toolkit.job.argument_reading import PATHS, argument_types, read_arguments
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from results_documents import FIXTURES, Document
 
-from toolkit.cli import main
+from toolkit.__main__ import main
 from toolkit.compare.commands import write_report_again
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.rows import Row, RunRecord

@@ -15,8 +15,7 @@ from dataset_folders import write_dataset_folder
 
 from toolkit.data import text_files
 from toolkit.data.data_files import DataSource, check_file, is_hub_id, iter_rows, resolve_source, resolve_sources
-from toolkit.errors import ToolkitError
-from toolkit.files.reading import OverLimit
+from toolkit.errors import OverLimit, ToolkitError
 from toolkit.units import MIB
 
 Write = Callable[[str, str | bytes], Path]

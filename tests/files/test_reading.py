@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import ToolkitError
-from toolkit.files.reading import OverLimit, read_bytes, read_text, user_path
+from toolkit.errors import OverLimit, ToolkitError
+from toolkit.files.reading import read_bytes, read_text, user_path
 
 
 def folder(path: Path) -> Path:

@@ -228,7 +228,7 @@ def test_adapters_of_experts_are_refused_where_experts_are_divided(
 def test_the_command_refuses_before_it_starts_a_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.cli import main
+    from toolkit.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

@@ -121,6 +121,8 @@ def test_the_command_prints_json_and_writes_the_report(tmp_path: Path, capsys: p
     assert {"policies", "all_reduce_seconds", "slowdown", "best_backup_workers"} <= set(json.loads(printed.out))
     assert "simulation.html" in printed.err
     assert json.loads((tmp_path / "simulation.json").read_text()) == json.loads(printed.out)
+    page, policies = (tmp_path / "simulation.html").read_text(), json.loads(printed.out)["policies"]
+    assert page.count('<div class="bar">') == page.count("<polyline") == len(policies), "one speed, one loss curve each"
 
 
 @pytest.mark.parametrize("distribution", ["lognormal", "exponential", "pareto"])

@@ -39,6 +39,14 @@ def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(s
     check_memory_by_phase(folder, run)
 
 
+@pytest.mark.nightly
+def test_top_k_sends_an_index_and_a_value_of_the_largest_gradients(start: Start) -> None:
+    folder = start("ddp", "--ddp_comm_hook", "top_k", *NOT_SAVED)
+    sent = read(folder / "run.json")["ddp_comm_hook"]["communication_bytes_per_step"]
+    assert 0.01 * P * 8 <= sent <= 0.01 * P * 8 + 10 * 8  # 1 % of each bucket, rounded up
+    assert [rank["reduce_dtype"] for rank in attested_ranks(folder)] == ["float32+int32"] * 2
+
+
 # Linux adds a thread's pages to the process's peak after 64 page faults, and to its present size as soon as it is read.
 RSS_LAG_BYTES = 64 * 4096
 

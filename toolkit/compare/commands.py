@@ -14,9 +14,9 @@ from toolkit.cluster.allocation import Allocation
 from toolkit.compare.batch_search import find_largest_batches
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.comparison_report import console_table, write_report
+from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions
-from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ComparisonInterrupted, ConsoleProgress, Runner, stderr_console

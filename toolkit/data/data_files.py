@@ -29,8 +29,8 @@ from toolkit.data.text_files import (
     error_at,
     over_limit,
 )
-from toolkit.errors import ToolkitError, nearest
-from toolkit.files.reading import OverLimit, open_file, read_text, user_path
+from toolkit.errors import OverLimit, ToolkitError, nearest
+from toolkit.files.reading import open_file, read_text, user_path
 from toolkit.files.value_limits import Limits, shown
 from toolkit.files.yaml_files import parse_yaml
 from toolkit.units import GIB, MIB

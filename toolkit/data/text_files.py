@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.errors import ToolkitError
-from toolkit.files.reading import OverLimit, open_file
+from toolkit.errors import OverLimit, ToolkitError
+from toolkit.files.reading import open_file
 from toolkit.units import MIB
 
 # A row is a document at most: a long book has 5 MiB.

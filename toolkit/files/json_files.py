@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.errors import ToolkitError
-from toolkit.files.reading import MAX_TEXT_BYTES, OverLimit, open_file, read_text
+from toolkit.errors import OverLimit, ToolkitError
+from toolkit.files.reading import MAX_TEXT_BYTES, open_file, read_text
 from toolkit.files.value_limits import RECORDS, Limits, check_values
 from toolkit.units import MIB
 

@@ -7,15 +7,11 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import OverLimit, ToolkitError
 from toolkit.units import KIB, MIB
 
 MAX_TEXT_BYTES = 64 * MIB
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-
-
-class OverLimit(ToolkitError):
-    """A file that is larger, longer or deeper than any file of its kind."""
 
 
 def user_path(text: str | Path) -> Path:

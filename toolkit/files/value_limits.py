@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.errors import ToolkitError
-from toolkit.files.reading import OverLimit
+from toolkit.errors import OverLimit, ToolkitError
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError

@@ -40,6 +40,7 @@ ARGUMENTS_OF_COMPARISON = {
 
 # option -> the hook that reads it
 COMM_HOOK_OPTIONS = {
+    "ddp_comm_hook_top_k_fraction": "top_k",
     "ddp_comm_hook_power_sgd_rank": "power_sgd",
     "ddp_comm_hook_power_sgd_start": "power_sgd",
 }
@@ -104,6 +105,9 @@ def _check_comm_hook(job: Job) -> None:
     """Check the range of the hook's options."""
     if job.ddp_comm_hook is None:
         return
+    fraction = job.ddp_comm_hook_top_k_fraction
+    if not 0 < fraction <= 1:
+        raise ToolkitError(f"--ddp_comm_hook_top_k_fraction is {fraction}, expected more than 0 and at most 1")
     for option, lowest in (("ddp_comm_hook_power_sgd_rank", 1), ("ddp_comm_hook_power_sgd_start", 2)):
         if job.value(option) < lowest:
             raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import ToolkitError
-from toolkit.files.reading import OverLimit, is_file
+from toolkit.errors import OverLimit, ToolkitError
+from toolkit.files.reading import is_file
 from toolkit.lint.document import (
     LINTED_SUFFIXES,
     Document,

@@ -50,20 +50,17 @@ class ModelAttention:
     def why_not(self, name: str) -> str | None:
         """Return why the model does not run this attention function, or None if it does."""
         if name == VARLEN:
-            return self._why_not_varlen()
+            reasons = {
+                f"transformers does not support SDPA for {self.model_type}": not self.sdpa,
+                f"{self.model_type} does not pass the lengths of documents to its attention": not self.flash,
+                "it caps its scores": self.softcap,
+                "it attends within chunks": self.chunks,
+            }
+            return next((reason for reason, applies in reasons.items() if applies), None)
         if name in FLASH_ATTENTION and self.named_flash and name not in self.named_flash:
             return f"{self.model_type} works with {' and '.join(self.named_flash)} only"
         kind = "flash" if is_flash(name) else {"sdpa": "sdpa", "flex_attention": "flex"}.get(name)
         return f"transformers does not support it for {self.model_type}" if kind and not getattr(self, kind) else None
-
-    def _why_not_varlen(self) -> str | None:
-        if not self.sdpa:
-            return f"transformers does not support SDPA for {self.model_type}"
-        if not self.flash:
-            return f"{self.model_type} does not pass the lengths of documents to its attention"
-        if self.softcap or self.chunks:
-            return "it caps its scores" if self.softcap else "it attends within chunks"
-        return None
 
     @property
     def working(self) -> tuple[str, ...]:

@@ -21,9 +21,8 @@ from toolkit.job.model_arguments import check_part_names
 from toolkit.models.attention import read_model_attention
 from toolkit.models.split import read_split
 from toolkit.presets.compatibility import CPU, Device, ModelLimits, Purpose
-from toolkit.presets.spec import PresetSpec
+from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec
 from toolkit.presets.support import check_degrees_given, check_supported
-from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 
 
 def check_arguments(

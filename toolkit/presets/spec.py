@@ -15,6 +15,9 @@ from toolkit.files.yaml_files import read_configuration
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
 
+# What a preset sets, and a job therefore may not.
+STRATEGY_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PresetSpec:

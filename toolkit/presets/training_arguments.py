@@ -28,7 +28,7 @@ from toolkit.parallel import sharded_at_load, split_sequences
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.compatibility import CPU
 from toolkit.presets.known_keys import PARALLEL_KEY
-from toolkit.presets.spec import PresetSpec, default_accumulate
+from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate
 from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ YAML_KEYS = {
     *("parallelism_config", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "rdzv_backend", "same_network", "main_training_function", "use_cpu", "debug"),
 }
-STRATEGY_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 # accelerate's launcher sets one of these when its configuration file names an engine.
 ENGINE_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 SDPA = "sdpa"

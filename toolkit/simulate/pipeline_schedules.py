@@ -1,8 +1,8 @@
 """The order in which each stage of a pipeline runs its forwards and backwards, by schedule.
 
     >>> order = operation_order("1f1b", PipelineSize(stages=2, micro_batches=3))
-    >>> [order.text(stage) for stage in range(2)]
-    ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
+    >>> " ".join(f"{LETTERS[kind]}{number}" for kind, _, number in map(order.decode, order.operations[0]))
+    'F0 F1 B0 F2 B1 B2'
 
 A stage is one GPU, or one group of GPUs that split its layers. It has one chunk of the model, or several: chunk 0 is
 the first of the model. `B` is a whole backward; zero-bubble schedules split it into `I`, the gradient of the input,
@@ -73,12 +73,6 @@ class OperationOrder:
         """Return kind, chunk and micro-batch of an operation."""
         row, micro_batch = divmod(operation, self.size.micro_batches)
         return (*divmod(row, self.size.num_chunks), micro_batch)
-
-    def text(self, stage: int) -> str:
-        """Return a stage's operations: letter and micro-batch, with the chunk where a stage has several."""
-        operations = map(self.decode, self.operations[stage])
-        shows_chunk = self.size.chunks > 1
-        return " ".join(f"{LETTERS[kind]}{number}" + f".{chunk}" * shows_chunk for kind, chunk, number in operations)
 
 
 def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:

@@ -51,7 +51,7 @@ class ChunkTimes:
         return self.forward_seconds + self.backward_seconds + self.weight_seconds
 
     def by_kind(self) -> tuple[float, float, float, float]:
-        """Return the seconds of each kind of operation."""
+        """Return the seconds of each kind of operation, in the order of `LETTERS`."""
         whole = self.backward_seconds + self.weight_seconds
         return self.forward_seconds, self.backward_seconds, whole, self.weight_seconds
 

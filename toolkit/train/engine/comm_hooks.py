@@ -1,4 +1,4 @@
-"""DDP's gradient communication hooks, which are torch's own, counted and read back.
+"""DDP's gradient communication hooks: torch's own and top-k compression, counted and read back.
 
 Counted are the bytes of the tensors that a hook passes to `all_reduce` and `all_gather` on this rank, with their
 dtypes. Each hook's module sees torch.distributed through a counter, so no other communication is counted.
@@ -6,8 +6,10 @@ dtypes. Each hook's module sees torch.distributed through a counter, so no other
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +22,12 @@ from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import uncompiled
 from toolkit.train.active_run import ActiveRun
 
-HOOKS = {
+PLAIN_HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
     # per channel of 512: per tensor, one outlier decides the scale of a whole bucket
     "int8": quantization_hooks.quantization_perchannel_hook,
-    "power_sgd": powerSGD_hook.powerSGD_hook,
 }
 
 
@@ -55,7 +56,7 @@ class CountedHook:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.hook: Callable[[Any, Any], Any] = HOOKS[name]
+        self.hook: Callable[[Any, Any], Any] = partial(PLAIN_HOOKS.get(name, default_hooks.allreduce_hook))
         self.calls, self.dtypes = 0, set[str]()
         self.bytes: Counter[str] = Counter()
         """Passed to collectives, in the buckets, and sent in a ring, so far on this rank."""
@@ -122,6 +123,9 @@ def register_hook(wrapped: Any, arguments: ModelArguments) -> CountedHook:
             matrix_approximation_rank=arguments.ddp_comm_hook_power_sgd_rank,
             start_powerSGD_iter=arguments.ddp_comm_hook_power_sgd_start,
         )
+        hook.hook = powerSGD_hook.powerSGD_hook
+    elif hook.name == "top_k":
+        state, hook.hook = TopK(arguments.ddp_comm_hook_top_k_fraction, hook), top_k_hook
     wrapped.register_comm_hook(state, hook)
     return hook
 
@@ -136,3 +140,47 @@ def hook_dtype(wrapped: Any) -> str | None:
     """Return the dtypes that DDP's communication hook has sent; None without a hook."""
     hook = registered_hook(wrapped)
     return None if hook is None else "+".join(sorted(hook.dtypes))
+
+
+class TopK:
+    """Top-k compression with error feedback: state of `top_k_hook`.
+
+    Each rank sends the `fraction` of a bucket's elements that is largest in magnitude and holds the rest back for the
+    next step's gradient, so that nothing is lost, only late (Stich et al., https://arxiv.org/abs/1809.07599).
+    """
+
+    def __init__(self, fraction: float, collectives: Any = dist) -> None:
+        self.fraction, self.collectives = fraction, collectives
+        self.unsent: dict[torch.Tensor, torch.Tensor] = {}
+        """What was not sent yet, by parameter: DDP rebuilds its buckets after the first step."""
+
+
+def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
+    buffer = bucket.buffer()
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in state.unsent:
+            gradient.add_(state.unsent[parameter].view_as(gradient))
+    k = max(1, math.ceil(state.fraction * buffer.numel()))
+    indices = buffer.abs().topk(k, sorted=False).indices
+    values = buffer[indices]
+    buffer[indices] = 0
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        state.unsent[parameter] = gradient.clone()
+    ranks = dist.get_world_size()
+    sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
+    all_indices = [torch.empty_like(sent) for _ in range(ranks)]
+    all_values = [torch.empty_like(values) for _ in range(ranks)]
+    gathers = [
+        state.collectives.all_gather(all_indices, sent, async_op=True),
+        state.collectives.all_gather(all_values, values, async_op=True),
+    ]
+
+    def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        buffer.zero_()
+        for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
+            buffer.index_add_(0, rank_indices, rank_values / ranks)
+        return buffer
+
+    # Wait for both: gloo's threads may finish the second before the first.
+    return torch.futures.collect_all([work.get_future() for work in gathers]).then(add_up)
