@@ -130,4 +130,4 @@ def test_the_home_folder_is_not_named(home: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_imports_no_heavy_library(tmp_path: Path) -> None:
-    assert not loaded_after("import toolkit.cli; toolkit.cli.main(['env'])", cwd=tmp_path) & HEAVY
+    assert not loaded_after("import toolkit.__main__; toolkit.__main__.main(['env'])", cwd=tmp_path) & HEAVY

@@ -52,6 +52,16 @@ def test_text_has_both_ratios_the_best_intervals_and_the_known_miss(capsys: pyte
     assert "time with all nodes" in out
 
 
+def test_the_page_draws_the_ratio_by_interval_and_both_best_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--gpus", "16384", "--output-dir", str(tmp_path)], capsys)[0] == 0
+    page = (tmp_path / "simulation.html").read_text()
+    _, _, chart = page.partition('aria-label="effective time ratio by checkpoint interval"')
+    points = [line.partition('"')[0].split() for line in chart.split('<polyline points="')[1:]]
+    assert [len({*line}) for line in points] == [41, 41, 1, 1, 1, 1]  # exact, first order, two dots with their rings
+
+
 def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(["--gpus", "1000000", "--days", "100"], capsys)
     failures_of_a_run = 125_000 * 6.5 / 1000 * 100

@@ -85,7 +85,8 @@ def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest
     assert code == 0
     page = (tmp_path / "out" / "simulation.html").read_text()
     rows = json.loads((tmp_path / "out" / "simulation.json").read_text())["schedules"]
-    assert page.count("stage 3 ") == len(rows)
+    assert page.count('aria-label="stage 3"><path d="M') == page.count("<details") == len(rows)
+    assert page.count("<details open>") == 1
     assert "http://" not in page
     assert "https://" not in page
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy
 import pytest
+from command_line import run_command
 
-from toolkit import cli
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.plan.interconnect import Interconnect
@@ -114,13 +114,13 @@ def test_a_diverged_policy_is_named_and_has_no_loss() -> None:
 
 def test_the_command_prints_json_and_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "stragglers", "--workers", "4", "--steps", "20", "--json"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "--output-dir", str(tmp_path)])
-    assert ended.value.code == 0
-    printed = capsys.readouterr()
-    assert {"policies", "all_reduce_seconds", "slowdown", "best_backup_workers"} <= set(json.loads(printed.out))
-    assert "simulation.html" in printed.err
-    assert json.loads((tmp_path / "simulation.json").read_text()) == json.loads(printed.out)
+    code, out, err = run_command([*words, "--output-dir", str(tmp_path)], capsys)
+    assert code == 0
+    assert {"policies", "all_reduce_seconds", "slowdown", "best_backup_workers"} <= set(json.loads(out))
+    assert "simulation.html" in err
+    assert json.loads((tmp_path / "simulation.json").read_text()) == json.loads(out)
+    page, policies = (tmp_path / "simulation.html").read_text(), json.loads(out)["policies"]
+    assert page.count('<div class="bar">') == page.count("<polyline") == len(policies), "one speed, one loss curve each"
 
 
 @pytest.mark.parametrize("distribution", ["lognormal", "exponential", "pareto"])

@@ -37,7 +37,7 @@ def pipeline(options: PipelineOptions, as_json: JsonOutput = False) -> None:
     if chunks_without_effect(options):
         print_message("warning: --chunks has no effect: these schedules have one chunk per stage")
     text = functools.partial(pipeline_report, comparison, timeline=options.timeline)
-    page = functools.partial(pipeline_report, comparison, timeline=True, every=True)
+    page = functools.partial(pipeline_report, comparison, timeline=False, on_page=True)
     _show(comparison.as_json(), as_json, options.output_dir, text=text, page=page)
 
 

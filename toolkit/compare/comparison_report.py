@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from toolkit.compare.result_charts import losses_chart, memory_chart, scaling_chart, speed_chart, timeline_charts
+from toolkit.compare.result_charts import losses_chart, memory_chart, profiled_steps, scaling_chart, speed_chart
 from toolkit.compare.result_tables import (
     parity_table,
     phases_table,
@@ -74,7 +74,7 @@ def html_text(results: Results) -> str:
         speed_chart=speed_chart(results),
         losses_chart=losses_chart(results),
         scaling_chart=scaling_chart(results),
-        timeline_charts=timeline_charts(results),
+        profiled_steps=profiled_steps(results),
         trials=trials_table(results),
     )
 

@@ -2,54 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from toolkit.compare.result_tables import results_unit
 from toolkit.compare.results import Results
-from toolkit.compare.rows import NOT_SUPPORTED, Row, Timeline, TimelineRank
-from toolkit.report.charts import CURVES, LANES, Bar, BarChart, Line, LineChart, curve_widths
-from toolkit.units import NOT_AVAILABLE, ByteUnit, seconds, speed
+from toolkit.compare.rows import NOT_SUPPORTED, Row, TimelineRank
+from toolkit.report.charts import (
+    CURVES,
+    LANES,
+    Bar,
+    BarChart,
+    Boxes,
+    Line,
+    LineChart,
+    TimelineChart,
+    TimelineCharts,
+    curve_widths,
+)
+from toolkit.units import NOT_AVAILABLE, ByteUnit, speed
 
 # Parts of the model states, in the order of their colors, and their keys in a row.
 PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
 # An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
 LONGEST_INTERVAL = 1.5
-# The box of one rank of a timeline: compute and waiting for data above, communication below.
-LANE_WIDTH, LANE_HEIGHT = 1000.0, 9.0
+# Two lanes in the row of a rank: compute and waiting for data above, communication below.
+LANE_HEIGHT = 9.0
 LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimelineChart:
-    """One profiled step of a row."""
-
-    label: str
-    timeline: Timeline
-    expanded: bool
-    """The page shows it opened."""
-
-    @property
-    def seconds(self) -> float:
-        """Length of the chart, from the earliest start to the latest end."""
-        return max(rank.start_seconds + rank.seconds for rank in self.timeline.ranks) or 1.0
-
-    @property
-    def length(self) -> str:
-        """Length of the chart as text."""
-        return seconds(self.seconds)
-
-    def lanes(self, rank: TimelineRank) -> list[tuple[str, str]]:
-        """Return the SVG path and the CSS variable of each lane that has intervals."""
-        scale, paths = LANE_WIDTH / self.seconds, []
-        for lane in LANES:
-            boxes = [
-                f"M{(rank.start_seconds + start) * scale:.1f} {LANE_TOP[lane]:g}h{(end - start) * scale:.1f}"
-                f"v{LANE_HEIGHT:g}h-{(end - start) * scale:.1f}z"
-                for start, end in rank.lanes.get(lane, ())
-            ]
-            if boxes:
-                paths.append(("".join(boxes), lane))
-        return paths
 
 
 def losses_chart(results: Results) -> LineChart | None:
@@ -112,11 +90,29 @@ def scaling_chart(results: Results) -> LineChart | None:
     )
 
 
-def timeline_charts(results: Results) -> list[TimelineChart]:
+def profiled_steps(results: Results) -> TimelineCharts:
     """Return one profiled step of each row that has one; the first of those with most ranks is expanded."""
     known = [(label, row.timeline) for label, row in results.labelled_rows if row.timeline]
-    widest = max((timeline for _, timeline in known), key=lambda timeline: len(timeline.ranks), default=None)
-    return [TimelineChart(label=label, timeline=timeline, expanded=timeline is widest) for label, timeline in known]
+    widest = max((step for _, step in known), key=lambda step: len(step.ranks), default=None)
+    timelines = [
+        TimelineChart(
+            label=label,
+            rows=[(f"rank {rank.rank}", _lanes(rank)) for rank in step.ranks],
+            seconds=max(rank.start_seconds + rank.seconds for rank in step.ranks) or 1.0,
+            x_name=f"step {step.step}",
+            expanded=step is widest,
+        )
+        for label, step in known
+    ]
+    return TimelineCharts(timelines=timelines, colors=tuple(LANES.items()))
+
+
+def _lanes(rank: TimelineRank) -> list[Boxes]:
+    lanes = []
+    for lane in LANES:
+        spans = [(rank.start_seconds + start, rank.start_seconds + end) for start, end in rank.lanes.get(lane, ())]
+        lanes.append(Boxes(spans=spans, color=lane, top=LANE_TOP[lane], height=LANE_HEIGHT))
+    return lanes
 
 
 def memory_chart(results: Results) -> BarChart:

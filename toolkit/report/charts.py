@@ -1,4 +1,4 @@
-"""Bar and line charts as data, and their colors, distinguishable with red-green color blindness.
+"""Bar charts, line charts and timelines as data, and their colors, distinguishable with red-green color blindness.
 
 Geometry only: lengths become percentages and points become coordinates of a box that stretches; the templates draw them
 as plain elements and SVG.
@@ -6,14 +6,18 @@ as plain elements and SVG.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from toolkit.units import seconds
 
 # The text beside the longest bar needs the rest of the line, on a phone too.
 LONGEST_BAR_PERCENT = 68.0
 # The box of a line chart in its own units.
 WIDTH, HEIGHT = 1000.0, 300.0
+# The height of one row of a timeline, as wide as a line chart.
+ROW_HEIGHT = 20.0
 # More points are closer than the pixels of a page.
 MOST_POINTS = 2000
 # In points, of a curve under all others.
@@ -133,6 +137,53 @@ class LineChart:
     def position(self, x: float) -> float:
         """Return the place of a label below the box, from 0 to 1."""
         return (x - self.left) / ((self.right - self.left) or 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """Boxes of one color in a row of a timeline, from start to end in seconds."""
+
+    spans: Iterable[tuple[float, float]]
+    color: str
+    """CSS variable."""
+    top: float = 0.0
+    height: float = ROW_HEIGHT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineChart:
+    """One row of boxes per rank or stage, on the same axis of time."""
+
+    label: str
+    rows: Sequence[tuple[str, Sequence[Boxes]]]
+    seconds: float
+    """Length of the axis."""
+    x_name: str
+    expanded: bool
+    """The page shows it opened."""
+
+    @property
+    def length(self) -> str:
+        """Length of the axis as text."""
+        return seconds(self.seconds)
+
+    def path(self, boxes: Boxes) -> str:
+        """Return the SVG path of boxes; empty without any."""
+        scale = WIDTH / self.seconds
+        places = ((start * scale, (end - start) * scale) for start, end in boxes.spans)
+        return "".join(f"M{x:.2f} {boxes.top:g}h{width:.2f}v{boxes.height:g}h-{width:.2f}z" for x, width in places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineCharts:
+    """Timelines, each of which can be opened and closed."""
+
+    timelines: Sequence[TimelineChart]
+    colors: Sequence[tuple[str, str]]
+    """Entries of the legend: CSS variable and name."""
+
+
+Chart = BarChart | LineChart | TimelineCharts
 
 
 def curve_widths(count: int) -> list[float]:

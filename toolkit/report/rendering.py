@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_bytes
-from toolkit.report.charts import CSS_VARIABLES, LANES
+from toolkit.report.charts import CSS_VARIABLES
 from toolkit.report.tables import many_lines, one_line
 from toolkit.units import NOT_AVAILABLE
 
@@ -53,7 +53,6 @@ def _environment(*, markdown: bool) -> Environment:
         style=Markup((TEMPLATES / "page.css").read_text("utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text("utf-8")),
         css_variables=CSS_VARIABLES,
-        lanes=tuple(LANES.items()),
         no_alarm=NO_ALARM,
     )
     return environment

@@ -1,4 +1,4 @@
-"""`toolkit simulate failures`: closed forms and a Monte Carlo simulation side by side, as JSON and as a table.
+"""`toolkit simulate failures`: closed forms and a Monte Carlo simulation side by side, as JSON, a table and a chart.
 
     >>> job = FailingJob(nodes=1500, failures_per_1000_node_days=6.5, checkpoint_seconds=60, restart_seconds=300)
     >>> simulated = simulate_failures(job, days=30, runs=20, seed=0)
@@ -21,6 +21,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
+from toolkit.report.charts import Line, LineChart
 from toolkit.report.tables import Cell, Heading, Table, text_cell, text_heading
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, LEAST, FailureOptions, check_range
 from toolkit.simulate.simulation_report import SimulationReport
@@ -35,6 +36,8 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 DEFAULT_RUNS = 10
 MOST_FAILURES = 2_000_000  # of all simulated runs: a few seconds
+# Intervals of the chart: from a tenth of the best to ten times it.
+CHART_DECADES, POINTS_PER_DECADE = 1, 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +238,36 @@ def failure_report(estimate: FailureEstimate) -> SimulationReport:
     return SimulationReport(
         title="Failures and checkpoints, simulated",
         summary=summary,
-        sections=[("", Table(headings=headings, rows=cells))],
+        sections=[
+            ("", Table(headings=headings, rows=cells)),
+            ("Effective time ratio by checkpoint interval", interval_chart(estimate)),
+        ],
         notes=notes,
+    )
+
+
+def interval_chart(estimate: FailureEstimate) -> LineChart:
+    """Return the effective time ratio by interval, on a logarithmic axis, with both best intervals."""
+    job, (young, daly) = estimate.job, estimate.best_intervals
+    center, steps = math.log10(young), CHART_DECADES * POINTS_PER_DECADE
+    places = [center + step / POINTS_PER_DECADE for step in range(-steps, steps + 1)]
+    exact = [(place, job.at_interval(10**place).exact_time_ratio) for place in places]
+    first_order = [(place, job.at_interval(10**place).effective_time_ratio) for place in places]
+    lines = [Line(points=exact, color="c2", width=2.0), Line(points=first_order, color="c1", width=2.0, dashed=True)]
+    for color, best in (("c5", young), ("c4", daly)):
+        point = (math.log10(best), job.at_interval(best).exact_time_ratio)
+        lines.append(Line(points=[point], color=color, width=6.0, dots=True))
+    ratios = [ratio for _, ratio in (*exact, *first_order)]
+    low, high = min(ratios), max(ratios)
+    return LineChart(
+        lines=lines,
+        colors=[("c2", "exact"), ("c1", "first order"), ("c5", "best by Young"), ("c4", "best by Daly")],
+        left=places[0],
+        right=places[-1],
+        low=low,
+        high=high,
+        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        x_labels=[(place, f"{10**place / 60:,.3g}") for place in (places[0], places[-1])],
+        x_name="minutes of training between two saves, logarithmic",
+        title="effective time ratio by checkpoint interval",
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
+from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
 from toolkit.report.tables import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.options import LEAST, PipelineOptions, check_range
 from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, PipelineSize, check_schedule, chunks_of
@@ -38,7 +39,10 @@ MOST_SHOWN = 3  # of more schedules the terminal shows the timeline and stages o
 LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
 LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
-MOST_STAGES_SHOWN = 16
+MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
+# CSS variables of the page's colors by kind of operation: F, I, B, W.
+COLORS = ("c2", "c1", "c5", "c4")
+KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,13 +220,17 @@ def _given_times(options: PipelineOptions) -> ChunkTimes:
     )
 
 
-def pipeline_report(comparison: PipelineComparison, *, timeline: bool, every: bool = False) -> SimulationReport:
-    """Return the schedules for people: a table, and of a few, or of `every` one, memory by stage and the timeline."""
+def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: bool = False) -> SimulationReport:
+    """Return the schedules for people: a table, and of a few memory by stage and the timeline; on a page of all."""
     schedules, fastest = comparison.schedules, comparison.fastest
-    sections: list[tuple[str, Table | str]] = [("", _comparison_table(comparison))]
-    for simulated in schedules if every or len(schedules) <= MOST_SHOWN else [fastest]:
+    sections: list[tuple[str, Table | Chart | str]] = [("", _comparison_table(comparison))]
+    if on_page:
+        timelines = [_drawn_timeline(each.run, expanded=each is fastest) for each in schedules]
+        colors = list(zip(COLORS, KINDS, strict=True))
+        sections.append(("Timelines", TimelineCharts(timelines=timelines, colors=colors)))
+    for simulated in schedules if on_page or len(schedules) <= MOST_SHOWN else [fastest]:
         run = simulated.run
-        heading = f"{run.order.schedule}, {seconds(run.makespan_seconds)}"
+        heading = f"{run.order.schedule}, {'memory by stage' if on_page else seconds(run.makespan_seconds)}"
         if simulated.memory is not None:
             sections.append((heading, _stages_table(simulated, simulated.memory)))
             heading = ""
@@ -296,12 +304,20 @@ def _stages_table(simulated: SimulatedSchedule, stages: Sequence[StageMemory]) -
 def text_timeline(run: PipelineRun, *, columns: int) -> list[str]:
     """Return one line per stage: what it does in the middle of each of `columns` equal times.
 
-    Of more than 16 stages, evenly spaced ones are shown, the first and the last among them.
+    Of more than 16 stages, evenly spaced ones are shown.
     """
-    count, most = run.size.stages, MOST_STAGES_SHOWN
-    stages = range(count) if count <= most else [place * (count - 1) // (most - 1) for place in range(most)]
+    stages = shown_stages(run.size.stages, MOST_STAGES_OF_TEXT)
     width = len(str(stages[-1]))
     return [f"stage {stage:>{width}} {''.join(_sampled(run, stage, columns))}" for stage in stages]
+
+
+def shown_stages(count: int, most: int) -> Sequence[int]:
+    """Return evenly spaced stages, the first and the last among them.
+
+    >>> shown_stages(64, 4)
+    [0, 21, 42, 63]
+    """
+    return range(count) if count <= most else [place * (count - 1) // (most - 1) for place in range(most)]
 
 
 def _sampled(run: PipelineRun, stage: int, columns: int) -> Iterator[str]:
@@ -312,3 +328,27 @@ def _sampled(run: PipelineRun, stage: int, columns: int) -> Iterator[str]:
         while end <= now and (following := next(operations, None)) is not None:
             start, end, kind, _ = following
         yield LETTERS[kind] if start <= now < end else IDLE
+
+
+def _drawn_timeline(run: PipelineRun, *, expanded: bool) -> TimelineChart:
+    rows = []
+    for stage in shown_stages(run.size.stages, MOST_STAGES_ON_PAGE):
+        spans: list[list[tuple[float, float]]] = [[] for _ in LETTERS]
+        for start, end, kind in _operations_to_draw(run, stage):
+            spans[kind].append((start, end))
+        boxes = [Boxes(spans=of_kind, color=color) for of_kind, color in zip(spans, COLORS, strict=True)]
+        rows.append((f"stage {stage}", boxes))
+    label = run.order.schedule
+    return TimelineChart(label=label, rows=rows, seconds=run.makespan_seconds, x_name="one step", expanded=expanded)
+
+
+def _operations_to_draw(run: PipelineRun, stage: int) -> Iterator[tuple[float, float, int]]:
+    """Start, end and kind of each operation; where there are too many, what is sampled at equal times."""
+    if len(run.order.operations[stage]) <= MOST_POINTS:
+        for start, end, kind, _ in run.stage_operations(stage):
+            yield start, end, kind
+        return
+    step = run.makespan_seconds / MOST_POINTS
+    for place, letter in enumerate(_sampled(run, stage, MOST_POINTS)):
+        if letter != IDLE:
+            yield place * step, (place + 1) * step, LETTERS.index(letter)

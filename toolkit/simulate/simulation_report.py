@@ -1,4 +1,4 @@
-"""What a simulation says to people: the same tables, timelines and notes in the terminal and on a page."""
+"""The report of a simulation: the same tables and notes in the terminal and on a page, which also has charts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from toolkit.report.charts import Chart
 from toolkit.report.rendering import render
 from toolkit.report.tables import Table, rich_table
 
@@ -21,8 +22,8 @@ class SimulationReport:
 
     title: str
     summary: str
-    sections: list[tuple[str, Table | str]]
-    """Heading, which may be empty, and a table or lines of characters."""
+    sections: list[tuple[str, Table | Chart | str]]
+    """Heading, which may be empty, and a table; lines of characters in the terminal, or a chart on a page."""
     notes: list[str]
     """What a reader must know before quoting a figure."""
 
@@ -31,6 +32,8 @@ class SimulationReport:
         console = Console(width=terminal_columns())
         print(self.summary)
         for heading, content in self.sections:
+            if not isinstance(content, Table | str):
+                continue
             if heading:
                 print(f"\n{heading}:")
             if isinstance(content, str):
@@ -41,6 +44,5 @@ class SimulationReport:
 
     def page(self) -> str:
         """Return it as a self-contained page of HTML."""
-        return render(
-            "simulation.html.j2", title=self.title, summary=self.summary, sections=self.sections, notes=self.notes
-        )
+        summary = self.summary.replace("\n", "; ")
+        return render("simulation.html.j2", title=self.title, summary=summary, sections=self.sections, notes=self.notes)

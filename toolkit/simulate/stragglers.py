@@ -21,6 +21,7 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
+from toolkit.report.charts import CURVES, Bar, BarChart, Line, LineChart, curve_widths
 from toolkit.report.tables import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.options import (
     DEFAULT_DISTRIBUTION,
@@ -35,7 +36,7 @@ from toolkit.simulate.options import (
 from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
 from toolkit.simulate.synchronization import FloatArray, Policy, PolicyRun, best_backup_workers, simulate
-from toolkit.units import SECONDS_PER_HOUR, gib
+from toolkit.units import SECONDS_PER_HOUR, gib, number
 from toolkit.units import seconds as seconds_text
 
 MOST_BATCHES = 1_000_000
@@ -350,8 +351,40 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
     return SimulationReport(
         title="Stragglers and synchronization, simulated",
         summary=_summary(study),
-        sections=[("", Table(headings=headings, rows=tuple(rows)))],
+        sections=[
+            ("", Table(headings=headings, rows=tuple(rows))),
+            ("Steps per second", speed_chart(study)),
+            ("Loss by time", loss_chart(study)),
+        ],
         notes=_notes(study),
+    )
+
+
+def speed_chart(study: StragglerStudy) -> BarChart:
+    """Return one bar per policy: its steps per second."""
+    speeds = [(result.run.policy.label, result.run.steps_per_second) for result in study.policies]
+    bars = tuple((label, Bar(segments=((speed, "speed"),), text=number(speed, 3))) for label, speed in speeds)
+    return BarChart(bars=bars)
+
+
+def loss_chart(study: StragglerStudy) -> LineChart:
+    """Return each policy's losses by the time of the simulation."""
+    labels = [result.run.policy.label for result in study.policies]
+    colors = [f"c{index % len(CURVES)}" for index in range(len(labels))]
+    curves = zip(study.policies, colors, curve_widths(len(labels)), strict=True)
+    losses = [loss for result in study.policies for _, loss in result.curve]
+    low, high, last = min(losses), max(losses), max(result.curve[-1][0] for result in study.policies)
+    return LineChart(
+        lines=[Line(points=result.curve, color=color, width=width) for result, color, width in curves],
+        colors=list(zip(colors, labels, strict=True)),
+        left=0.0,
+        right=last,
+        low=low,
+        high=high,
+        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
+        x_name="seconds",
+        title="loss by time",
     )
 
 
