@@ -8,8 +8,8 @@ from typing import Any
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.ledger import ProbeRecord, TrialRecord
 from toolkit.compare.results import Environment
-from toolkit.compare.rows import Failure, Row, RowKey
-from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy, Trial
+from toolkit.compare.rows import Failure, Row, RowKey, Trial
+from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.planned_job import PlannedJob

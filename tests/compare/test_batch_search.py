@@ -17,10 +17,12 @@ from comparison_records import comparison, failure, probe
 from launching import ROOT, read
 
 from toolkit.compare.aggregate import aggregate_trials
-from toolkit.compare.batch_search import find_largest_batches, search, search_bounds, with_largest_batches
+from toolkit.compare.batch_search import find_largest_batches, search
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
+from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner
+from toolkit.compare.specification import with_largest_batches
 from toolkit.launch.warm_start import SERVER_VARIABLE
 
 DDP = RowKey(preset="ddp", world_size=2)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from comparison_records import comparison, trial
 
-from toolkit.compare.rows import RowKey
+from toolkit.compare.rows import RowKey, Trial
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.runner import ConsoleProgress, Runner
-from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder, write_json
 from toolkit.record.measurements import MemoryByPhase

@@ -16,8 +16,8 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.candidates import RecommendRequest
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
-from toolkit.plan.recommend import NOT_NEEDED, recommend
-from toolkit.plan.recommendation import compare_command, train_command
+from toolkit.plan.recommend import NOT_NEEDED, recommend, train_command
+from toolkit.plan.recommendation import compare_command
 from toolkit.presets import list_presets, load_preset
 
 H100 = find_gpu("h100-sxm")

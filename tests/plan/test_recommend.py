@@ -21,14 +21,13 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, best_candidates
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.recommend import EQUAL_WITHIN, Recommendation, recommend, recommend_request
+from toolkit.plan.recommend import EQUAL_WITHIN, Recommendation, recommend, recommend_request, train_command
 from toolkit.plan.recommendation import (
     compare_command,
     failure_loss,
     recommendation_json,
     recommendation_lines,
     scaling_curve,
-    train_command,
 )
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB

@@ -10,7 +10,8 @@ from preset_files import deepspeed_pair
 from tiny_model_bytes import BF16_BYTES, NORM_PARAMS, NUM_PARAMS
 
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
-from toolkit.presets.characteristics import PARTS, characteristics, largest_shard, shard_byte_limits
+from toolkit.presets.characteristics import PARTS, characteristics
+from toolkit.presets.shard_bytes import largest_shard, shard_byte_limits
 
 REDUCED = "all-reduces of activations in each layer"
 DISPATCHED = "all-to-alls of tokens, to their experts and back"

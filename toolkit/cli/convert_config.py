@@ -30,8 +30,7 @@ def convert_config(
 
     Prints a YAML file for `toolkit train`. Comments in it name every setting that has no counterpart, and why.
     """
-    from toolkit.convert import convert_file, launch_command, yaml_text
-    from toolkit.convert.conversion import cut
+    from toolkit.convert.conversion import convert_file, cut, launch_command, yaml_text
     from toolkit.files import write_text
 
     if output is not None and os.path.realpath(output) == os.path.realpath(file):

@@ -55,7 +55,7 @@ def aggregate_trials(
     speeds = {
         row.key: speeds_of(by_row[row.key], common[row.world_size], padding=False) for row in rows if row.has_speed
     }
-    rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec)) for row in rows]
+    rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec.baseline(row.world_size))) for row in rows]
     rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
     parity = {row.key: {"parity": row.parity, "parity_message": row.parity_message} for row in rows if row.parity}
     return rows, [trial.updated(**parity.get(trial.key, {})) for trial in trials]  # without the speeds of a failed row

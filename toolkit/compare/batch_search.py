@@ -7,16 +7,16 @@ ran out of memory is tried again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from toolkit.compare.ledger import Ledger, ProbeRecord, TrialRecord, probes_of
-from toolkit.compare.rows import RowKey
+from toolkit.compare.ledger import ProbeRecord, TrialRecord, completed_sizes, probes_of
+from toolkit.compare.predictions import search_bounds
+from toolkit.compare.rows import RowKey, Trial
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
-from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
+from toolkit.compare.specification import BATCH_ARGUMENT, with_largest_batches
 from toolkit.job.job import Job
-from toolkit.launch.preflight import check_dataset
 
 # Optimizer states are allocated in the first step; the second holds everything.
 PROBE_STEPS = 2
@@ -41,31 +41,6 @@ def search(
         low, high = (size, high) if outcome.completed else (low, size)
         size = min(2 * low, cap) if high == cap + 1 and low else (low + high) // 2
     return low or None
-
-
-def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
-    """Return the micro-batches that ran."""
-    return [probe.per_device_train_batch_size for probe in probes if probe.completed]
-
-
-def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
-    """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
-    job, cap = spec.job(row), spec.find_max_batch or 1
-    dataset_rows = check_dataset(job)
-    if dataset_rows is not None:
-        cap = max(1, min(cap, dataset_rows // (spec.data_parallel_size(row) * job.gradient_accumulation_steps)))
-    return min(job.per_device_train_batch_size, cap), cap
-
-
-def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:
-    """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
-    if spec.find_max_batch is None:
-        return spec
-    batches, records = dict(spec.batches), ledger.read()
-    for row in spec.rows():
-        if probes := probes_of(records, row):
-            batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes.values()), default=min(probes))}
-    return spec.with_batches(batches)
 
 
 def find_largest_batches(

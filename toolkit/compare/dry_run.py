@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.compare.batch_search import completed_sizes, search_bounds, with_largest_batches
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, probes_of
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, completed_sizes, failed_repeat, probes_of
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import ExpectedDuration, expected_duration, planned_memory, read_shape
-from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import failed_repeat
-from toolkit.compare.specification import ComparisonSpec, Trial
+from toolkit.compare.predictions import ExpectedDuration, expected_duration, planned_memory, read_shape, search_bounds
+from toolkit.compare.rows import RowKey, Trial
+from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
 from toolkit.launch.command import launch_command

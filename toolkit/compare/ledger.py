@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures
+from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, Trial
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import complete_bytes, line_name, read_json_lines
 from toolkit.files.value_limits import explain, shown
@@ -131,3 +131,14 @@ def comparison_lock(folder: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRecord | None:
+    """Return another repeat of the trial's row that failed; what ran out of memory once would do so again."""
+    repeats = trials_of(records, trial.row)
+    return next((record for record in repeats if record.trial != trial.id and not record.completed), None)
+
+
+def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
+    """Return the micro-batches that ran."""
+    return [probe.per_device_train_batch_size for probe in probes if probe.completed]

@@ -16,6 +16,7 @@ from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
+from toolkit.launch.preflight import check_dataset
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
@@ -108,3 +109,12 @@ def _planned_duration(
                 fewest = min(steps, decisions * DECISION_INTERVAL + STEPS_AFTER_DECISION)
             return ExpectedDuration(low * fewest, min(high * steps, limit), "planner")
     return None
+
+
+def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
+    """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
+    job, cap = spec.job(row), spec.find_max_batch or 1
+    dataset_rows = check_dataset(job)
+    if dataset_rows is not None:
+        cap = max(1, min(cap, dataset_rows // (spec.data_parallel_size(row) * job.gradient_accumulation_steps)))
+    return min(job.per_device_train_batch_size, cap), cap

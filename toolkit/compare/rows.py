@@ -54,6 +54,19 @@ class RowKey:
         return f"{self.preset}-n{self.world_size}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One repeat of a row, in fresh processes."""
+
+    row: RowKey
+    repeat: int
+
+    @property
+    def id(self) -> str:
+        """The trial's name in the ledger, and that of its run folder."""
+        return f"{self.row.name}-r{self.repeat}"
+
+
 class Failure(Model):
     """Why a row did not complete, as facts."""
 

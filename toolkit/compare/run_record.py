@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.compare.ledger import SideRunKind, SideRunRecord
-from toolkit.compare.rows import Failure, RunRecord, Timeline, TimelineRank, TrainedProblem
-from toolkit.compare.specification import Trial
+from toolkit.compare.rows import Failure, RunRecord, Timeline, TimelineRank, TrainedProblem, Trial
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import explain
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout

@@ -17,10 +17,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, side_runs_of, trials_of
-from toolkit.compare.rows import RowKey, RunRecord
+from toolkit.compare.ledger import (
+    LEDGER_FILE,
+    Ledger,
+    SideRunKind,
+    TrialRecord,
+    failed_repeat,
+    side_runs_of,
+    trials_of,
+)
+from toolkit.compare.rows import RowKey, RunRecord, Trial
 from toolkit.compare.run_record import read_run_record, read_side_run
-from toolkit.compare.specification import ComparisonSpec, Trial
+from toolkit.compare.specification import ComparisonSpec
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
@@ -220,9 +228,3 @@ def side_run_arguments(kinds: Sequence[SideRunKind], *, untimed_steps: int) -> l
     if "save" in kinds:
         words += ["--save_strategy", "steps", "--save_steps", str(last)]
     return words
-
-
-def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRecord | None:
-    """Return another repeat of the trial's row that failed; what ran out of memory once would do so again."""
-    repeats = trials_of(records, trial.row)
-    return next((record for record in repeats if record.trial != trial.id and not record.completed), None)

@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.compare.rows import Difference, Row, RowKey, RunRecord
-from toolkit.compare.specification import ComparisonSpec
 from toolkit.record.columns import Interval
 
 CONFIDENCE = 0.95
@@ -141,11 +140,11 @@ def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) 
     return speeds
 
 
-def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, spec: ComparisonSpec) -> dict[str, Any]:
+def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, baseline: RowKey) -> dict[str, Any]:
     """Return the row's ratio to the baseline with its claim, and its scaling, as columns."""
     if row.key not in speeds:
         return {"ratio_to_reference": None}
-    own, baseline = speeds[row.key], spec.baseline(row.world_size)
+    own = speeds[row.key]
     columns: dict[str, Any] = _scaling(row, rows)
     if baseline not in speeds:
         return columns | {"ratio_to_reference": None}

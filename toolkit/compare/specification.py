@@ -27,9 +27,10 @@ from annotated_types import MinLen
 from pydantic import BaseModel, ConfigDict
 
 from toolkit.cluster.allocation import Allocation
+from toolkit.compare.ledger import Ledger, completed_sizes, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
-from toolkit.compare.rows import RowKey
+from toolkit.compare.rows import RowKey, Trial
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
@@ -50,19 +51,6 @@ VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
 TARGET_INTERVAL_ON_GPU, TARGET_INTERVAL_ON_CPU = 0.01, 0.03
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """One repeat of a row, in fresh processes."""
-
-    row: RowKey
-    repeat: int
-
-    @property
-    def id(self) -> str:
-        """The trial's name in the ledger, and that of its run folder."""
-        return f"{self.row.name}-r{self.repeat}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -386,3 +374,14 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
                     f"{folder} holds another comparison: its {key} is {then}, now {now}",
                     hint="name another folder: `--output-dir DIR`",
                 )
+
+
+def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:
+    """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
+    if spec.find_max_batch is None:
+        return spec
+    batches, records = dict(spec.batches), ledger.read()
+    for row in spec.rows():
+        if probes := probes_of(records, row):
+            batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes.values()), default=min(probes))}
+    return spec.with_batches(batches)

@@ -9,7 +9,7 @@
     >>> model_states(engine, job_weights(shape)).total_bytes  # 16 per parameter
     1600
 
-Bytes per parameter and padding are those of `toolkit.presets.characteristics`.
+Bytes per parameter and padding are those of `toolkit.presets.shard_bytes`.
 Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.py` compares all of it with real engines.
 """
 
@@ -24,7 +24,7 @@ from toolkit.models.nf4 import constant_bytes, is_in_4bit, packed_layer
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES, flat_share, partition_share, rows_share
+from toolkit.presets.shard_bytes import OFFLOADED_GRADIENT_BYTES, flat_share, partition_share, rows_share
 
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 FP32_BYTES = 4

@@ -11,12 +11,15 @@ they are compared at the same end of their ranges and never across.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
+from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.parallel.layout import NAMES
 from toolkit.plan.candidates import (
@@ -245,3 +248,26 @@ def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], cand
             break
         size *= 2
     return NothingFits(f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=hint)
+
+
+def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
+    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
+    words = training_words(candidate.job, model, output="OUTPUT_DIR")
+    preset, nodes = candidate.preset, request.interconnect.num_nodes
+    if nodes == 1:
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
+    config = f"accelerate_configs/{preset.name}.yaml"
+    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
+    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
+    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
+    degree = preset.dp_shard_size(request.world_size)
+    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
+    return f"{launcher} -m toolkit.train {words}"
+
+
+def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
+    """Return the training arguments of a planned job, for a shell."""
+    folder = str(Path(model).parent) if model.endswith("config.json") else model
+    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from toolkit.job.job import Job
 from toolkit.plan.candidates import Candidate, RecommendRequest
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, accumulate_in_effect
+from toolkit.plan.planned_job import TrainingSetup, accumulate_in_effect
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
-from toolkit.plan.recommend import Recommendation
+from toolkit.plan.recommend import Recommendation, train_command, training_words
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
@@ -213,22 +210,6 @@ def _scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
     return lines
 
 
-def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
-    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
-    words = _training_words(candidate.job, model, output="OUTPUT_DIR")
-    preset, nodes = candidate.preset, request.interconnect.num_nodes
-    if nodes == 1:
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
-    config = f"accelerate_configs/{preset.name}.yaml"
-    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
-    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
-    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
-    degree = preset.dp_shard_size(request.world_size)
-    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
-    return f"{launcher} -m toolkit.train {words}"
-
-
 def compare_command(compared: Sequence[Candidate], request: RecommendRequest, model: str) -> str | None:
     """Return the command that compares candidates on settings that all of them fit; None for several nodes.
 
@@ -253,11 +234,5 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
     presets = " ".join(f"--preset {candidate.preset.name}" for candidate in compared)
     return (
         f"toolkit compare {presets} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
-        f"{_training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
+        f"{training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
     )
-
-
-def _training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
-    folder = str(Path(model).parent) if model.endswith("config.json") else model
-    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
-    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())

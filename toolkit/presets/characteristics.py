@@ -14,11 +14,10 @@ steps: what the run-time verification counts. With N ranks, each engine pads its
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from toolkit.presets.shard_bytes import OFFLOADED_GRADIENT_BYTES
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import limitations
 
@@ -27,14 +26,6 @@ from toolkit.presets.support import limitations
 # weight (docs/concepts/numerics.md).
 STATE_BYTES = {"deepspeed": (2, 2, 12)} | dict.fromkeys(("fsdp2", "ddp", "none", "pipeline"), (4, 4, 8))
 PARTS = ("parameter", "gradient", "optimizer")
-# With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
-# an fp32 copy of it (deepspeed 0.19.8, `stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
-OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
-
-ADAM_STATES = 2  # momentum and variance
-# ZeRO-3 keeps parameters below its persistence threshold gathered; a larger fraction is not full sharding.
-MAX_GATHERED_FRACTION = 0.05
-PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 
 # (engine, sharding): communication, FSDP1's name of the sharding, the equivalent in another engine.
 # Communication is in elements that a rank sends and receives, in multiples of the trained model's parameters P, without
@@ -195,50 +186,3 @@ def _needs(preset: PresetSpec) -> tuple[str, ...]:
     if "nvme" in (preset.offload_optimizer, preset.offload_param):
         needs.append("a local NVMe disk, and libaio")
     return tuple(needs)
-
-
-# -- elements and bytes that one rank holds, with padding
-
-
-def largest_shard(shapes: Sequence[tuple[int, ...]], engine: str, *, ranks: int) -> int:
-    """Return the elements of the largest shard that one rank may hold, including padding.
-
-    >>> largest_shard([(5, 2)], "fsdp2", ranks=2)
-    6
-    """
-    sizes = [math.prod(shape) for shape in shapes]
-    if engine == "fsdp2":
-        rows = [shape[0] if shape else 1 for shape in shapes]
-        return sum(math.ceil(row / ranks) * (size // max(row, 1)) for row, size in zip(rows, sizes, strict=True))
-    flat = math.ceil(sum(sizes) / ranks) + PARAMETER_GROUPS * 2 * ranks
-    return max(flat, sum(math.ceil(size / ranks) for size in sizes))
-
-
-def rows_share(shape: tuple[int, ...], *, ranks: int, rank: int = 0) -> int:
-    """Return the elements of a tensor that a rank holds under FSDP2: ceil(d/N) rows on the first ranks, then fewer."""
-    rows = shape[0] if shape else 1
-    each = -(-rows // ranks)
-    return min(each, max(0, rows - rank * each)) * (math.prod(shape) // max(rows, 1))
-
-
-def partition_share(elements: int, *, ranks: int) -> int:
-    """Return the elements of a tensor that every rank holds under ZeRO-3."""
-    return -(-elements // ranks)
-
-
-def flat_share(group_elements: int, *, ranks: int) -> int:
-    """Return the elements of a parameter group that every rank holds under ZeRO-1 and ZeRO-2."""
-    return -(-group_elements // (2 * ranks)) * 2
-
-
-def shard_byte_limits(
-    preset: PresetSpec, part: str, shapes: Sequence[tuple[int, ...]], element_bytes: int, *, ranks: int
-) -> tuple[int, int]:
-    """Return the lowest and highest bytes of a model state on one rank, if `ranks` share it."""
-    unsharded = sum(math.prod(shape) for shape in shapes) * element_bytes
-    if part not in preset.sharded_parts:
-        return unsharded, unsharded
-    highest = largest_shard(shapes, preset.engine, ranks=ranks) * element_bytes
-    if part == "parameter" and preset.engine == "deepspeed":
-        highest += int(MAX_GATHERED_FRACTION * unsharded)
-    return (unsharded if ranks == 1 else 0), highest

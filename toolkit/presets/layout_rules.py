@@ -10,7 +10,6 @@ from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS
 from toolkit.models.split import types_with_plan
 from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES, SAME_ROWS
 from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer, preset_answer
-from toolkit.presets.method_rules import preset_that_runs, survives_offload
 from toolkit.presets.spec import PresetSpec
 
 # What trains the same with whole sequences, or with all layers on each GPU.
@@ -201,9 +200,6 @@ def parallel_method(case: Case) -> Answers:
         split = "the head is split over ranks, or sees a part of each sequence"
         why = "the chunked loss was never run on a stage" if in_stages else split
         yield method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
-    if (at_load or in_stages) and not survives_offload(job.optim):
-        why = f"only AdamW was run on {'the stages of a pipeline' if in_stages else 'a model that is sharded at load'}"
-        yield method_answer(case, f"optim {job.optim}", why, f"`--optim adamw_torch`, or {preset_that_runs(job.optim)}")
     attention, hint = f"attn_implementation {job.attn_implementation}", "`--attn_implementation sdpa`"
     if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):
         why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"

@@ -250,6 +250,14 @@ def survives_offload(optim: str) -> bool:
     return optim in ("adamw_torch_fused", "adamw_torch")
 
 
+def split_model_optimizer(case: Case) -> Answers:
+    preset, optim = case.preset, case.job.optim
+    in_stages = preset is not None and "pp" in preset.parallel
+    if preset is not None and (in_stages or preset.sharded_at_load) and not survives_offload(optim):
+        why = f"only AdamW was run on {'the stages of a pipeline' if in_stages else 'a model that is sharded at load'}"
+        yield method_answer(case, f"optim {optim}", why, f"`--optim adamw_torch`, or {preset_that_runs(optim)}")
+
+
 def optimizer_runs(case: Case) -> Answers:
     preset, optim = case.preset, case.job.optim
     if preset is None or survives_offload(optim):  # which works under every preset

@@ -202,6 +202,7 @@ RULES: dict[str, Rule] = {
     "degree-planned": layout_rules.degree_planned,
     "lora-of-experts": layout_rules.lora_of_experts,
     "parallel-method": layout_rules.parallel_method,
+    "split-model-optimizer": method_rules.split_model_optimizer,
     "pipeline-schedule": layout_rules.pipeline_schedule,
     "pipeline-purpose": layout_rules.pipeline_purpose,
     "degree-of-model": layout_rules.degree_of_model,

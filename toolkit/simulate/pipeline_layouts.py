@@ -15,8 +15,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
 from toolkit.plan.interconnect import Range
-from toolkit.plan.recommend import NothingFits, memory_refusal, why_refused
-from toolkit.plan.recommendation import train_command
+from toolkit.plan.recommend import NothingFits, memory_refusal, train_command, why_refused
 from toolkit.presets.preset import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
 from toolkit.simulate.pipeline_step import PipelineRun

@@ -12,9 +12,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import datasets
 import psutil
 from accelerate.commands.launch import launch_command_parser
+from transformers.utils import logging
 
+from toolkit.cache import check_extensions_folder
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.launch.command import (
@@ -26,8 +29,10 @@ from toolkit.launch.command import (
     strategy_environment,
 )
 from toolkit.launch.nvme import ACCELERATE_VARIABLES, swap_folder
+from toolkit.observe.progress import Progress
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.spec import PresetSpec
+from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 
 # Set by `accelerate launch` for every preset.
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"
@@ -153,3 +158,12 @@ def name_swap_folder() -> Path | None:
     folder = swap_folder(user_path(disk).absolute(), run_id)
     os.environ.update(dict.fromkeys(ACCELERATE_VARIABLES.values(), str(folder)))
     return folder
+
+
+def set_up_libraries(progress: Progress) -> None:
+    """Set what accelerate and DeepSpeed read before the arguments are parsed, and switch progress bars off."""
+    check_extensions_folder()
+    datasets.disable_progress_bars()  # a log file holds lines
+    logging.disable_progress_bar()
+    enable_fsdp_on_cpu()
+    progress.swap_folder = name_swap_folder()

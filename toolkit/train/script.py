@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import datasets
 from transformers import set_seed
-from transformers.utils import logging
 
-from toolkit.cache import check_extensions_folder
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
-from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import parse_args
 from toolkit.train.checkpointing import save_final_model
@@ -24,7 +20,7 @@ from toolkit.train.data.dataset import load_data
 from toolkit.train.engine.nvme_offload import size_swap_buffers
 from toolkit.train.engine.pipeline.pipeline_model import load_pipeline
 from toolkit.train.engine.pipeline.pipeline_trainer import PipelineTrainer
-from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, name_swap_folder
+from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, set_up_libraries
 from toolkit.train.model.loading import load_model, load_tokenizer
 from toolkit.train.trainer import TrainerParts, build_trainer
 
@@ -65,12 +61,3 @@ def load_parts(run: ActiveRun) -> tuple[Any, TrainerParts]:
         return load_pipeline(args, compute_dtype=dtype, checkpoint=checkpoint), TrainerParts(trainer=PipelineTrainer)
     model = load_model(args.job, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
     return model, TrainerParts()
-
-
-def set_up_libraries(progress: Progress) -> None:
-    """Set what accelerate and DeepSpeed read before the arguments are parsed, and switch progress bars off."""
-    check_extensions_folder()
-    datasets.disable_progress_bars()  # a log file holds lines
-    logging.disable_progress_bar()
-    enable_fsdp_on_cpu()
-    progress.swap_folder = name_swap_folder()

@@ -17,7 +17,7 @@ from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.parts import ExpectedRun
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import load_preset
-from toolkit.presets.characteristics import shard_byte_limits
+from toolkit.presets.shard_bytes import shard_byte_limits
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
 FP32_BYTES = 4

@@ -19,7 +19,7 @@ from toolkit.observe.attest.tensors import (
     uncompiled,
 )
 from toolkit.observe.parts import ExpectedRun
-from toolkit.presets.characteristics import ADAM_STATES, shard_byte_limits
+from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
 
 
