@@ -98,6 +98,8 @@ def test_this_node_is_measured(here: dict[str, Any]) -> None:
     assert 0 < memory["available_bytes"] < memory["installed_bytes"]
     assert measured(here, "shared-memory")["bytes"] == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
     assert measured(here, "cores")["usable"] == len(os.sched_getaffinity(0))
+    assert sum(measured(here, "numa")["nodes"].values()) >= measured(here, "cores")["usable"]
+    assert isinstance(measured(here, "clock")["synchronised"], bool)
     assert measured(here, "hostname")["hostname"] == here["node_facts"]["hostname"] == socket.gethostname()
     assert measured(here, "libraries")["torch"] == here["node_facts"]["version torch"]
     assert {disk["free_bytes"] > 0 for disk in measured(here, "disk-space").values()} == {True}

@@ -35,6 +35,8 @@ SOUND: dict[str, Any] = {
     "PowerManagementDefaultLimit": 700_000,
     "MaxClockInfo": 1980,
     "ComputeRunningProcesses": [],
+    **{"CurrPcieLinkWidth": 16, "MaxPcieLinkWidth": 16, "MaxPcieLinkGeneration": 5, "GpuMaxPcieLinkGeneration": 5},
+    **{"NvLinkState": 1, "NvLinkErrorCounter": 0, "P2PStatus": 0},
     "recovery": 0,
     "fabric": (3, 0),  # completed, success
 }
@@ -46,6 +48,9 @@ FAULTY = SOUND | {
     "CurrentClocksThrottleReasons": 0x40,
     "PowerManagementLimit": 500_000,
     "ComputeRunningProcesses": [SimpleNamespace(pid=4711, usedGpuMemory=3 * 2**30)],
+    **{"CurrPcieLinkWidth": 8, "MaxPcieLinkGeneration": 4},
+    "NvLinkState": lambda link: int(link != 3),
+    "NvLinkErrorCounter": lambda link, counter: 7 if (link, counter) == (2, 1) else 0,
     "recovery": 1,
     "fabric": (2, 0),
 }
@@ -125,10 +130,11 @@ def test_sound_gpus_have_no_finding(node: Node) -> None:
         "reduced_by": [],
         "persistence": 1,
     }
+    assert CHECKS["gpu-links"].examine(sound).measured["0"] == {"active_nvlinks": 18}
 
 
 def test_every_fault_of_a_gpu_is_found_with_its_level(node: Node) -> None:
-    faulty = node(SOUND, FAULTY)
+    faulty = node(SOUND | {"P2PStatus": 4}, FAULTY)
     found = findings(faulty, NVML_CHECKS)
     assert [(check, finding.level) for check, finding in found] == [
         ("gpu-ecc", "error"),  # five uncorrectable SRAM errors in its life
@@ -142,11 +148,17 @@ def test_every_fault_of_a_gpu_is_found_with_its_level(node: Node) -> None:
         ("gpu-clocks", "warning"),  # persistence mode
         ("gpu-clocks", "warning"),  # a power limit that is not that of the other GPU
         ("gpu-processes", "note"),
+        ("gpu-pcie", "warning"),  # 8 lanes of 16
+        ("gpu-pcie", "note"),  # generation 4 of 5
+        ("gpu-links", "warning"),  # an inactive link
+        ("gpu-links", "warning"),  # errors of another
+        ("gpu-links", "warning"),  # a pair without NVLink
+        ("gpu-links", "warning"),  # and without peer access
     ]
     blamed = {finding.what.partition(": ")[0] for _, finding in found if finding.what.startswith("GPU ")}
     assert blamed == {"GPU 1 (0000:19:00.0)"}
     values = {finding.value for _, finding in found}
-    assert {"5", "500 W", "3.00 GiB", "hardware thermal slowdown, at 41 °C"} <= values
+    assert {"5", "500 W", "8x", "3.00 GiB", "7 recoveries", "hardware thermal slowdown, at 41 °C", "0-1"} <= values
     assert "nvidia-smi -i 1 -pl 700" in {finding.fix for _, finding in found}
 
 
@@ -236,9 +248,10 @@ def test_gpus_of_this_node_are_examined() -> None:
     rows = {row["check"]: row for row in report["checks"]}
     assert list(rows) == [check.name for check in all_checks()]
     assert rows["gpu-count"]["measured"]["listed"] > 0
-    for check in ("gpu-ecc", "gpu-recovery", "gpu-clocks", "gpu-processes"):
+    for check in ("gpu-ecc", "gpu-recovery", "gpu-clocks", "gpu-processes", "gpu-links", "gpu-pcie"):
         assert rows[check]["status"] != "skipped", rows[check]
     assert all(row["power_limit_watts"] for row in rows["gpu-clocks"]["measured"].values())
+    assert rows["gpu-pcie"]["measured"]["0"]["max_width"] in (1, 2, 4, 8, 16)
     assert report["node_facts"]["driver"]
     assert report["node_facts"]["vbios"]
     if rows["gpu-count"]["measured"]["listed"] > 1:

@@ -1,8 +1,10 @@
-"""RDMA ports are read from the kernel's files, and judged by state and rate."""
+"""RDMA ports and NUMA nodes, as the kernel's files describe them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from toolkit.doctor.checks import CHECKS, NodeReadings
 from toolkit.doctor.environment_report import rdma_ports
@@ -39,3 +41,24 @@ def test_a_node_without_an_active_port_is_an_error(tmp_path: Path) -> None:
     write_port(tmp_path, "mlx5_0", "2: INIT", "400 Gb/sec (4X NDR)")
     assert levels_and_values(tmp_path) == {"mlx5_0 port 1 is not active": ("error", "INIT")}
     assert rdma_ports(tmp_path / "no such folder") == []
+
+
+def test_a_gpu_at_a_numa_node_without_a_usable_core_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, cpulist in {"node0": "0-3,8", "node1": "4-7"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(f"{cpulist}\n")
+    gpus = [tmp_path / "0000:17:00.0", tmp_path / "0000:9d:00.0", tmp_path / "0000:c3:00.0"]
+    for gpu, at in zip(gpus, ("0", "1", "-1"), strict=True):
+        gpu.mkdir()
+        (gpu / "numa_node").write_text(f"{at}\n")
+    monkeypatch.setattr("toolkit.doctor.host_checks.NUMA_NODES", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 8})
+    node = NodeReadings(DoctorOptions())
+    monkeypatch.setitem(node.__dict__, "pci_gpus", gpus)
+    outcome = CHECKS["numa"].examine(node)
+    assert outcome.measured["nodes"] == {"0": 5, "1": 4}
+    assert [(found.level, found.value) for found in outcome.findings if "core" in found.what] == [
+        ("warning", "0000:9d:00.0")
+    ]

@@ -1,8 +1,9 @@
-"""The all-reduce of nccl-tests is judged by the planner's table."""
+"""The all-reduce: really run in two processes, and judged by the planner's table."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
     monkeypatch.setitem(node.__dict__, "gpu_names", ["NVIDIA H100 80GB HBM3"] * 8)
     outcome = CHECKS["all-reduce"].examine(node)
     assert [finding.level for finding in outcome.findings] == levels
+    assert outcome.measured["measured_by"] == "nccl-tests"
     assert outcome.measured["bus_bytes_per_second"] == read_nccl_tests(printed)
 
 
@@ -40,3 +42,36 @@ def test_a_program_that_does_not_end_is_stopped_with_its_children(monkeypatch: p
     monkeypatch.setattr(speed_checks, "PROGRAM_SECONDS", 0.2)
     code, printed = run_program(["sh", "-c", "sleep 60 & wait"])
     assert (code, printed) == (124, "sh does not end within 0 s")
+
+
+def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: dict[str, Any] = {}
+
+    def run_probe(command: list[str], **variables: str) -> tuple[int, str]:
+        run.update(command=command[1:], variables=variables)
+        return 1, "RuntimeError: the all-reduce of ones over 8 ranks returned 7.0\n"
+
+    monkeypatch.setattr(speed_checks, "run_program", run_probe)
+    monkeypatch.setattr(speed_checks, "count_gpus", lambda: 8)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    outcome = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions()))
+    assert run == {"command": ["-m", "toolkit.doctor.speed_probe", "8"], "variables": {}}
+    assert (outcome.measured["measured_by"], outcome.measured["remark"]) == ("torch, nccl", None)
+    (found,) = outcome.findings
+    assert (found.level, found.value[-12:]) == ("error", "returned 7.0")
+
+
+@pytest.mark.launch
+@pytest.mark.cold_start
+def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 0)
+    outcome = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions()))
+    assert outcome.findings == []
+    assert outcome.measured.pop("bus_bytes_per_second") > 0
+    assert outcome.measured == {
+        "measured_by": "torch, gloo",
+        "ranks": 2,
+        "payload_bytes": 256 * 2**20,
+        "planned_at_least_bytes_per_second": None,
+        "remark": "two processes on the CPU: says nothing about a GPU",
+    }

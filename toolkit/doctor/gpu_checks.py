@@ -1,16 +1,18 @@
 """Checks of NVIDIA GPUs by what NVML and the kernel log say. Nothing here uses a GPU.
 
-No GPU has confirmed them: they were written from NVML's documentation. PCIe and NVLink are tested by `dcgmi diag`.
+No GPU has confirmed them: they were written from NVML's documentation.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.system_text import entries_of, output_of
 from toolkit.units import gib
@@ -21,10 +23,13 @@ MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-re
 DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/nvidia/debug.md"
 # "If you have more than 4, that's usually a reason to RMA that GPU" (DEBUG_GUIDE, uncorrectable ECC error).
 MAX_LIFETIME_SRAM_ERRORS = 4
-# A power limit that is lower by less than this is rounding.
+# A limit or a rate that is lower by less than this is rounding.
 LIMIT_TOLERANCE = 0.02
-# Arguments of NVML's functions, from nvml.h.
+# Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
 UNCORRECTED, VOLATILE, AGGREGATE, SRAM, CLOCK_SM, TEMPERATURE = 1, 0, 1, 7, 1, 0
+PEER_READ, PEER_NVLINK, PEER_OK = 0, 2, 0
+MAX_NVLINKS = 18
+NVLINK_COUNTERS = ("replays", "recoveries", "CRC errors of flits", "CRC errors of data")
 FABRIC_STATES = dict(enumerate(("not supported", "not started", "in progress", "completed")))
 RECOVERY_ACTIONS = dict(enumerate(("none", "reset the GPU", "reboot the node", "drain its traffic", "drain and reset")))
 
@@ -42,6 +47,10 @@ def _adding(outcome: Outcome, gpu: Nvml) -> Callable[[str, str, object, object, 
         outcome.add(level, f"{gpu.label}: {what}", value, expected, fix.format(index=gpu.index))
 
     return add
+
+
+def _is_below(value: float | None, normal: float | None) -> bool:
+    return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
 
 
 @node_check(
@@ -182,7 +191,7 @@ def gpu_clocks(node: NodeReadings) -> Outcome:
         if reasons:
             level = ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING
             add(level, "its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C", "no reason", COOLING)
-        if limit is not None and default is not None and limit < default * (1 - LIMIT_TOLERANCE):
+        if _is_below(limit, default):
             normal, fix = f"{default / 1000:g}", "nvidia-smi -i {index} -pl "
             add(WARNING, "the power limit is below its default", f"{watts:g} W", f"{normal} W", f"{fix}{normal}")
         if persistence == 0:
@@ -209,3 +218,68 @@ def gpu_processes(node: NodeReadings) -> Outcome:
             fix = f"`ps -fp {','.join(map(str, pids))}` shows whose they are; end those that are left over"
             _adding(outcome, gpu)(NOTE, "other processes use it", held, "none, before a job starts", fix)
     return outcome
+
+
+# -- connections
+
+
+@node_check(
+    threshold="fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
+    source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
+)
+def gpu_pcie(node: NodeReadings) -> Outcome:
+    """PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts."""
+    outcome = Outcome({})
+    for gpu in node.gpus():
+        add = _adding(outcome, gpu)
+        width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
+        possible, generation = (gpu.read(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "GpuMax"))
+        outcome.measured[str(gpu.index)] = {"width": width, "max_width": max_width, "generation": possible}
+        if _is_below(width, max_width):
+            fix = "reseat the card, or choose a slot with all lanes"
+            add(WARNING, "PCIe runs with fewer lanes", f"{width}x", f"{max_width}x", fix)
+        if _is_below(possible, generation):
+            what, fix = "the slot or a switch has an older PCIe generation", "dmesg | grep -i 'limited by'"
+            add(NOTE, what, possible, generation, fix)
+    return outcome
+
+
+@node_check(
+    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
+    "access: NCCL copies through host memory",
+    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+)
+def gpu_links(node: NodeReadings) -> Outcome:
+    """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
+    gpus, outcome = node.gpus(), Outcome({})
+    for gpu in gpus:
+        add, states = _adding(outcome, gpu), [gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)]
+        active, inactive = ([link for link, state in enumerate(states) if state == wanted] for wanted in (1, 0))
+        outcome.measured[str(gpu.index)] = {"active_nvlinks": len(active)}
+        if inactive:
+            fix = "reset the GPUs, or reboot the node"
+            add(WARNING, "NVLinks are inactive", ", ".join(map(str, inactive)), "all active", fix)
+        for link in active:
+            counts = [gpu.read("nvmlDeviceGetNvLinkErrorCounter", link, counter) for counter in range(4)]
+            errors = [f"{count} {name}" for name, count in zip(NVLINK_COUNTERS, counts, strict=True) if count]
+            if errors:
+                fix = "if they grow in a run, report the GPU"
+                add(WARNING, f"errors on NVLink {link}", ", ".join(errors), 0, fix)
+    kind, uses_nvlink = common_gpu(node.gpu_names), any(row["active_nvlinks"] for row in outcome.measured.values())
+    if kind and kind.nvlink_bytes_per_second and uses_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
+        fix = "keep tensor parallelism to pairs with NVLink"
+        outcome.add(WARNING, "pairs of GPUs without NVLink", pairs, "NVLink between all", fix)
+    if pairs := _refused_pairs(gpus, PEER_READ):
+        fix = "turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none"
+        outcome.add(WARNING, "pairs of GPUs have no peer access", pairs, "all pairs", fix)
+    return outcome
+
+
+def _refused_pairs(gpus: list[Nvml], capability: int) -> str:
+    """`0-3` for each pair that NVML says to lack a capability of peer access."""
+    pairs = []
+    for first, second in combinations(gpus, 2):
+        if first.read("nvmlDeviceGetP2PStatus", second.handle, capability) not in (PEER_OK, None):
+            pairs.append(f"{first.index}-{second.index}")
+    return ", ".join(pairs)

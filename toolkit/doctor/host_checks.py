@@ -1,8 +1,9 @@
-"""Checks of the host: shared memory, limits of the process, cores, memory, network, disks."""
+"""Checks of the host: shared memory, limits of the process, cores, NUMA nodes, memory, clock, network, disks."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import os
 import resource
@@ -37,6 +38,7 @@ from toolkit.hardware.node import (
     soft_limit,
     tasks_limit,
 )
+from toolkit.hardware.system_text import text_of
 from toolkit.launch.nvme import (
     LOCKED_BYTES_AT_LEAST,
     check_direct_io,
@@ -55,6 +57,8 @@ OPEN_FILES_AT_LEAST = 4096
 # Threads count as well: a rank has dozens of them, and so has each data loader worker.
 TASKS_PER_RANK = 512
 CORES_PER_RANK = 2
+NUMA_NODES = Path("/sys/devices/system/node")
+TIME_ERROR = 5  # what adjtimex returns for a clock that is not synchronised (sys/timex.h)
 
 ELASTIC = "https://docs.pytorch.org/docs/stable/elastic/run.html"
 # torch's defaults: c10d rendezvous (torch/distributed/elastic), and the master port of `torchrun` without one.
@@ -141,6 +145,39 @@ def cores(node: NodeReadings) -> Outcome:
 
 
 @node_check(
+    threshold="a GPU's NUMA node without a usable core; automatic balancing on with several nodes: a note",
+    source="https://docs.kernel.org/admin-guide/sysctl/kernel.html#numa-balancing",
+)
+def numa(node: NodeReadings) -> Outcome:
+    """NUMA nodes, the cores of this process on them, the GPUs at them, automatic balancing."""
+    usable = os.sched_getaffinity(0)
+    nodes = {path.name[4:]: cpus_of(text_of(path / "cpulist") or "") for path in NUMA_NODES.glob("node[0-9]*")}
+    balancing = text_of(Path("/proc/sys/kernel/numa_balancing")) == "1" and len(nodes) > 1
+    at_gpus = {device.name: text_of(device / "numa_node") for device in node.pci_gpus}  # -1: the firmware names none
+    counts = {name: len(cpus) for name, cpus in sorted(nodes.items())}
+    outcome = Outcome({"nodes": counts, "balancing": balancing, "gpus": at_gpus})
+    far = [gpu for gpu, name in at_gpus.items() if name in nodes and not nodes[name] & usable]
+    if far:
+        what, expected = "no usable core is on the NUMA node of these GPUs", "cores of every NUMA node that has a GPU"
+        fix = "SLURM: --exclusive or --gpus-per-task with --cpu-bind=cores; docker run without --cpuset-cpus"
+        outcome.add(WARNING, what, ", ".join(far), expected, fix)
+    if balancing:
+        what, expected = "automatic NUMA balancing moves pages while ranks run", "off, with ranks bound to nodes"
+        outcome.add(NOTE, what, "on", expected, "sysctl kernel.numa_balancing=0")
+    return outcome
+
+
+def cpus_of(cpulist: str) -> set[int]:
+    """Return the cores of the kernel's list.
+
+    >>> sorted(cpus_of("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    ranges = [part.partition("-") for part in cpulist.split(",") if part.strip()]
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+
+
+@node_check(
     threshold="less than the plan needs: an error; less available now: a warning; processes killed for memory: a note",
     source="`toolkit plan` (docs/concepts/plan.md), with the default batch",
 )
@@ -161,6 +198,23 @@ def host_memory(node: NodeReadings) -> Outcome:
     if kills:
         fix = "dmesg | grep -i 'killed process'"
         outcome.add(NOTE, "the kernel has killed processes for lack of memory", kills, 0, fix)
+    return outcome
+
+
+@node_check(
+    threshold="not synchronised: logs and rendezvous timeouts of several nodes disagree",
+    source="https://man7.org/linux/man-pages/man2/adjtimex.2.html (TIME_ERROR)",
+)
+def clock(_: NodeReadings) -> Outcome:
+    """Synchronisation of the clock, as the kernel reports it."""
+    timex = ctypes.create_string_buffer(512)  # `struct timex`, of zeros: adjtimex only reads
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
+    if state < 0:
+        raise OSError(ctypes.get_errno(), "adjtimex fails")
+    outcome = Outcome({"synchronised": state != TIME_ERROR})
+    if state == TIME_ERROR:
+        fix = "timedatectl set-ntp true   (or start chrony)"
+        outcome.add(NOTE, "the clock is not synchronised", "not synchronised", "by NTP", fix)
     return outcome
 
 

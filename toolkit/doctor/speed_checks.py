@@ -7,25 +7,27 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
+from toolkit.doctor.speed_probe import PAYLOAD_BYTES
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
-from toolkit.hardware.gpus import count_gpus
+from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
+from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
-from toolkit.units import MIB
+from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
 PROGRAM_SECONDS = 600.0
-# The same on every node, so that results compare; far above the sizes at which latency counts.
-PAYLOAD_BYTES = 256 * MIB
 
 
-def run_program(command: Sequence[str]) -> tuple[int, str]:
+def run_program(command: Sequence[str], **variables: str) -> tuple[int, str]:
     """Run a program for at most ten minutes; return its exit code and what it printed. No process is left behind."""
     with subprocess.Popen(
         command,
+        env=os.environ | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,29 +83,40 @@ def failed_tests(printed: str) -> list[str]:
     long=True,
 )
 def all_reduce(node: NodeReadings) -> Outcome:
-    """Bus bandwidth of an all-reduce of 256 MiB between all GPUs, where nccl-tests' `all_reduce_perf` is installed."""
+    """Bus bandwidth of an all-reduce of 256 MiB: by nccl-tests' `all_reduce_perf` or by torch between all GPUs, by
+    torch and gloo between two processes on a CPU.
+    """
     gpus, program = count_gpus(), shutil.which("all_reduce_perf")
-    if gpus < 2:
-        raise NotMeasured("fewer than two GPUs")
-    if program is None:
-        raise NotMeasured("nccl-tests is not installed: https://github.com/NVIDIA/nccl-tests")
-    code, printed = run_program([program, "-b", str(PAYLOAD_BYTES), "-e", str(PAYLOAD_BYTES), "-g", str(gpus)])
-    bandwidth, kind = read_nccl_tests(printed), common_gpu(node.gpu_names)
+    ranks, size = gpus or CPU_PROCESSES, str(PAYLOAD_BYTES)
+    if gpus == 1:
+        raise NotMeasured("one GPU")
+    if gpus and program:
+        measured_by = "nccl-tests"
+        code, printed = run_program([program, "-b", size, "-e", size, "-g", str(gpus)])
+    elif installed_version("torch"):
+        measured_by = f"torch, {'nccl' if gpus else 'gloo'}"
+        variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+        code, printed = run_program([sys.executable, "-m", "toolkit.doctor.speed_probe", str(ranks)], **variables)
+    else:
+        raise NotMeasured("neither torch nor nccl-tests is installed")
+    bandwidth, kind = read_nccl_tests(printed), common_gpu(node.gpu_names) if gpus else None
     expected = slowest_bus_bandwidth(kind, gpus) if kind else None
     outcome = Outcome(
         {
-            "ranks": gpus,
+            "measured_by": measured_by,
+            "ranks": ranks,
             "payload_bytes": PAYLOAD_BYTES,
             "bus_bytes_per_second": bandwidth and round(bandwidth),
             "planned_at_least_bytes_per_second": expected and round(expected),
+            "remark": None if gpus else "two processes on the CPU: says nothing about a GPU",
         }
     )
     if code != 0 or bandwidth is None:
-        what, fix = f"the all-reduce of {gpus} GPUs fails", "NCCL_DEBUG=INFO toolkit doctor --long"
+        what, fix = f"the all-reduce of {ranks} processes fails", "NCCL_DEBUG=INFO toolkit doctor --long"
         outcome.add(ERROR, what, _last_line(printed, code), "a result", fix)
     elif expected and bandwidth < expected:
         what = f"the all-reduce of {gpus} GPUs is slower than the planner's range"
-        fix = "NCCL_DEBUG=INFO toolkit doctor --long; see nccl-variables"
+        fix = "NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables"
         outcome.add(WARNING, what, f"{bandwidth / GIGA:.0f} GB/s", f"at least {expected / GIGA:.0f} GB/s", fix)
     return outcome
 
