@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,19 @@ import pytest
 from dataset_folders import write_dataset_folder
 
 from toolkit.data import text_files
-from toolkit.data.data_files import DataSource, check_file, is_hub_id, iter_rows, resolve_source, resolve_sources
+from toolkit.data.data_files import (
+    DataSource,
+    check_file,
+    fractions,
+    is_hub_id,
+    iter_rows,
+    numbered,
+    repeated_rows,
+    resolve_source,
+    resolve_sources,
+    row_and_source,
+    rows_per_epoch,
+)
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.units import MIB
 
@@ -293,3 +306,40 @@ def test_the_same_data_set_twice_is_refused(write: Write) -> None:
         resolve_sources([str(path), "owner/name", str(same)])
     with pytest.raises(ToolkitError, match="--dataset names owner/name twice\n"):
         resolve_sources(["owner/name", "owner/name"])
+
+
+def test_without_weights_an_epoch_has_every_row_once() -> None:
+    assert rows_per_epoch([3, 5], None) == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "expected"),
+    [
+        ([100, 100], [0.7, 0.3], [233, 100]),  # 100 / 0.3 = 333.3 rows in all
+        ([100, 100], [7, 3], [233, 100]),  # weights are relative
+        ([90, 10], [0.9, 0.1], [90, 10]),  # as many as there are: nothing is repeated
+        ([10, 1000], [0.5, 0.5], [1000, 1000]),
+        ([4, 6, 10], [1, 1, 2], [6, 6, 12]),
+        ([5], [3], [5]),
+    ],
+)
+def test_weights_are_fractions_of_the_rows_of_an_epoch(
+    rows: list[int], weights: list[float], expected: list[int]
+) -> None:
+    counts = rows_per_epoch(rows, weights)
+    assert counts == expected
+    assert [count / sum(counts) for count in counts] == pytest.approx(fractions(weights), abs=1 / sum(counts))
+
+
+def test_every_row_is_repeated_as_often_as_any_other_or_once_more() -> None:
+    chosen = repeated_rows(4, 11, seed="42")
+    assert sorted(Counter(chosen).values()) == [2, 3, 3, 3]
+    assert chosen == repeated_rows(4, 11, seed="42")
+    assert len({tuple(repeated_rows(4, 11, seed=str(seed))) for seed in range(40)}) == 4
+
+
+def test_the_number_of_a_row_says_which_data_set_it_is_from() -> None:
+    numbers = {numbered(row, source, sources=3): (row, source) for row in range(5) for source in range(3)}
+    assert sorted(numbers) == list(range(15))
+    assert {number: row_and_source(number, sources=3) for number in numbers} == numbers
+    assert numbered(7, 0, sources=1) == 7

@@ -10,7 +10,7 @@ import pytest
 from loaded_modules import HEAVY, loaded_after
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_reading import argument_types, read_arguments
+from toolkit.job.argument_reading import argument_types, lora_fields, read_arguments
 from toolkit.train import __main__ as rank
 
 
@@ -121,3 +121,27 @@ def test_quoted_values_of_a_json_word_are_read_as_transformers_reads_them() -> N
 
     given = {"even_batches": "False", "a": {"b": "8", "c": "0.5"}, "d": "1.2.3", "e": "min"}
     assert read_arguments(["--accelerator_config", json.dumps(given)])["accelerator_config"] == _convert_str_dict(given)
+
+
+def test_any_field_of_lora_config_passes_as_flag_or_mapping() -> None:
+    assert lora_fields(["use_rslora=true", "layers_to_transform=[0, 1]", "bias=none"]) == {
+        "use_rslora": True,
+        "layers_to_transform": [0, 1],
+        "bias": "none",
+    }
+    assert lora_fields({"use_dora": True}) == lora_fields("use_dora=true")
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("use_dorra=true", "did you mean `use_dora`"),
+        ("use_dora=flase", "expected true or false"),
+        ("r=8", "`--lora_r VALUE`"),
+        ("use_dora", "is not key=value"),
+    ],
+)
+def test_an_invalid_field_is_named_in_the_error(word: str, words: str) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        lora_fields([word])
+    assert words in str(refused.value)

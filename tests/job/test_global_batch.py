@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.global_batch import with_accumulation
+from toolkit.job.global_batch import scaled_rate, with_accumulation
 from toolkit.job.job import Job
 from toolkit.presets.preset_checks import check_arguments
 
@@ -71,3 +71,12 @@ def test_an_argument_that_lets_rows_depend_on_the_number_of_ranks_is_refused_by_
     check()
     with pytest.raises(ToolkitError, match=f"--global_batch_size does not go with {words[0]}"):
         check("--global_batch_size", "8")
+
+
+def test_the_rate_is_scaled_and_the_arithmetic_is_shown() -> None:
+    linear = scaled_rate(2e-5, rule="linear", global_batch_size=64, reference_batch_size=16)
+    assert linear.learning_rate == pytest.approx(8e-5)
+    assert linear.sentence == "learning rate 2e-05 × 64/16 (linear) = 8e-05"
+    root = scaled_rate(2e-5, rule="sqrt", global_batch_size=64, reference_batch_size=16)
+    assert root.learning_rate == pytest.approx(4e-5)
+    assert root.sentence == "learning rate 2e-05 × √(64/16) (sqrt) = 4e-05"
