@@ -37,6 +37,7 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
         ({"batch_sha256": step(BATCHES, 1, ["00"])}, "step 1 has batches of 1 ranks, of 2 in ddp-n2-r0"),
         ({"step_tokens": [150] * 8}, "step 1 has 150 tokens, 200 in ddp-n2-r0"),
         ({"step_non_padding_tokens": [200] * 8}, "step 1 has 200 non-padding tokens, 180 in ddp-n2-r0"),
+        ({"step_supervised_tokens": [None] * 8}, "step 1 has n/a supervised tokens, "),
         ({"step_supervised_tokens": [180] * 8}, "step 1 has 180 supervised tokens, 90 in ddp-n2-r0"),
         ({"timed_step_numbers": [3, 4, 5, 6, 7]}, "step 8 is not timed, with untimed_steps 2"),
         ({"timed_step_numbers": [1, 2, 3, 4, 5, 6, 7, 8]}, "step 1 is timed, with untimed_steps 2"),

@@ -23,6 +23,7 @@ from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.job.job import Job
 from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.units import number
 
 # The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
@@ -207,7 +208,7 @@ def count_difference(trial: TrialRecord, baseline: TrialRecord, counts: Mapping[
     for key, noun in counts.items():
         for step, (own, other) in enumerate(zip(getattr(trial, key), getattr(baseline, key), strict=False), 1):
             if own != other:
-                return f"step {step} has {own:,} {noun}, {other:,} in {baseline.trial}"
+                return f"step {step} has {number(own, 0)} {noun}, {number(other, 0)} in {baseline.trial}"
     return None
 
 
