@@ -7,9 +7,9 @@ import toolkit.train.__main__ as door
 
 def main() -> int:
     door.prepare_environment()
-    import toolkit.train.script as script
+    import toolkit.train.launch_context as launch_context
 
-    script.enable_fsdp_on_cpu = lambda: None
+    launch_context.enable_fsdp_on_cpu = lambda: None
     return door.main(sys.argv[1:])
 
 
