@@ -103,7 +103,7 @@ def test_other_stages_per_gpu_are_refused_before_ranks_start(run_folder: Callabl
     arguments: dict[str, Any] = {"pp": 2, "resume_from_checkpoint": str(checkpoint), "max_steps": 6}
     arguments |= {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     preset = load_preset("pipeline_1f1b")
-    with pytest.raises(ToolkitError, match="has the optimizer states of 2 stages per GPU, not of 1 stage"):
+    with pytest.raises(ToolkitError, match="has the optimizer states of 2 stages per GPU, not of 1: "):
         check_resume(preset, num_processes=2, job=Job.from_values(arguments))
     check_resume(preset, num_processes=2, job=Job.from_values({**arguments, "pipeline_schedule": "interleaved_1f1b"}))
 
