@@ -28,7 +28,7 @@ from toolkit.presets import Preset, list_presets, load_preset, preset_names
 from toolkit.presets.compatibility import CPU, Device, ModelLimits
 from toolkit.presets.layout_rules import next_world_size
 from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.support import limitations, supports_world_size, unsupported
+from toolkit.presets.support import limitations, unsupported
 from toolkit.rehearse.rehearsal import check_rehearsal
 
 LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"
@@ -95,7 +95,7 @@ def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_siz
     job = PlannedJob(max_seq_length=64, gradient_accumulation_steps=2, **degrees(preset))  # type: ignore[arg-type]
     method = Job(**degrees(preset), gradient_accumulation_steps=4)
     for size in WORLD_SIZES:
-        expected = supports_world_size(preset, size)
+        expected = unsupported(preset, world_size=size) is None
         assert works(lambda size=size: check_process_count(size, gpus=16, preset=preset)) is expected
         # degrees of 2 do not divide three processes, of which other degrees could be made
         trains = expected and unsupported(preset, method, world_size=size) is None

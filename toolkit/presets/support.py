@@ -67,11 +67,6 @@ def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: 
         raise ToolkitError(f"preset {preset.name!r} {why}", hint=f"add `{typed}`")
 
 
-def supports_world_size(preset: PresetSpec, world_size: int) -> bool:
-    """Return True if the preset can train in this number of processes."""
-    return unsupported(preset, world_size=world_size) is None
-
-
 _DOCUMENTED_METHODS = {
     "QLoRA": Job(lora_r=16, load_in_4bit=True),
     "`save_only_model`": Job(save_only_model=True),
