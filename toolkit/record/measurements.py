@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import line_name, read_json_lines
+from toolkit.files.json_files import read_json_lines
 from toolkit.files.value_limits import explain
 from toolkit.record.columns import (
     Bytes,
@@ -216,11 +216,11 @@ def read_rows(path: Path) -> list[StepRow]:
     Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
     """
     rows = []
-    for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
+    for name, content in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
         try:
-            rows.append(StepRow.model_validate(line.content))
+            rows.append(StepRow.model_validate(content))
         except ValidationError as error:
-            raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
+            raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_ROW) from None
     return rows
 
 
@@ -228,9 +228,9 @@ def written_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of one rank as a process that was killed left them: those before a missing or damaged line."""
     rows = []
     with contextlib.suppress(ToolkitError):
-        for line in read_json_lines(path, allow_nan=True):
-            if type(line.content.get("step")) is int:
-                rows.append(line.content)
+        for _, content in read_json_lines(path, allow_nan=True):
+            if type(content.get("step")) is int:
+                rows.append(content)
     return rows
 
 
