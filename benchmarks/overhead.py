@@ -33,6 +33,7 @@ from toolkit.compare.significance import mean_interval
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of
 from toolkit.launch.options import TrainOptions
+from toolkit.presets import load_preset
 
 DOCUMENT, TABLE, FIRST_STEP_TABLE = EVIDENCE / "speed-and-memory.md", "overhead", "first_step"
 HEADER = ("job", "pairs", "tokens per CPU-second: toolkit / plain script (95 % CI)", "goal", "largest loss difference")
@@ -88,7 +89,7 @@ def run_bare(case: str, job: Job, output: Path) -> Side:
     argv += [str(ROOT / "benchmarks" / "bare_trainer.py"), "--model", str(job.model), "--data", str(job.tokens)]
     argv += ["--output", str(output), "--max_steps", str(job.steps), "--lora_r", str(LORA_R[method])]
     # Threads, compiled ops and warnings as `toolkit train` sets them, so that only the scripts differ.
-    variables = command_of(train_options(case, job, output)).environment
+    variables = command_of(train_options(case, job, output), load_preset(preset)).environment
     seconds = first_step_seconds(argv, {**inherited_environment(), **variables})
     rows = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return side(rows, job.untimed_steps, seconds)

@@ -10,6 +10,7 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.launch import preflight
+from toolkit.launch.resume import TrainingRun
 from toolkit.presets import load_preset
 from toolkit.record.folder import write_json
 
@@ -32,7 +33,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def check(model: object, rows: object, *words: str, preset: str = "ddp", n: int = 2) -> preflight.CheckedJob:
+def check(model: object, rows: object, *words: str, preset: str = "ddp", n: int = 2) -> TrainingRun:
     argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words]
     return preflight.check_job(load_preset(preset), num_processes=n, training_argv=argv, cpu=True)
 

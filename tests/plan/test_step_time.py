@@ -10,7 +10,7 @@ import pytest
 from published_runs import MPT, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
-from toolkit.models.lora import lora_layers
+from toolkit.models.lora import lora_layer
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
@@ -119,7 +119,7 @@ def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time() -> None:
 
 def test_adapters_save_the_gradients_of_frozen_weights() -> None:
     setup = replace(SETUP, job=replace(JOB, lora_r=8))
-    adapters = sum(tensor.num_elements for layer in lora_layers(SETUP.shape, 8) for tensor in layer)
+    adapters = sum(tensor.num_elements for kind in SETUP.shape.layers for tensor in lora_layer(SETUP.shape, kind, 8))
     assert adapters == 12 * 8 * (4 * 768 + 2 * 768 + 2 * 5 * 768)  # Wqkv, out_proj, and both halves of the MLP
     flops = setup_flops(setup)
     assert flops.dense_backward == 2 * (SETUP.shape.num_params + adapters) + 2 * adapters

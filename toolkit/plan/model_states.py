@@ -86,11 +86,6 @@ class JobWeights:
         return total(self.frozen, _elements)
 
     @cached_property
-    def num_quantized(self) -> int:
-        """Elements in 4 bits, before they are packed."""
-        return total(self.in_4bit, _elements)
-
-    @cached_property
     def constant_bytes(self) -> int:
         """Bytes of the constants that decode 4-bit weights, which no engine shards."""
         return total(self.in_4bit, constant_bytes)
