@@ -268,8 +268,8 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
 
     A resumed run has untimed steps again, since its processes are new.
     """
-    numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
-    timed = timed_steps(steps, untimed_steps=untimed_steps)
+    by_number = timed_steps(steps, untimed_steps=untimed_steps)
+    timed = list(by_number.values())
     ranks, rows = _by_rank(timed), [row for step in steps for row in step]
     seconds = _over_ranks(timed, "seconds", max)
     total, text = _total(_counted(timed, "tokens")), _total(_counted(timed, "non_padding_tokens"))
@@ -287,7 +287,7 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
         step_tokens=_counted(steps, "tokens"),
         step_non_padding_tokens=_counted(steps, "non_padding_tokens"),
         step_supervised_tokens=_counted(steps, "supervised_tokens"),
-        timed_step_numbers=tuple(numbers),
+        timed_step_numbers=tuple(by_number),
         rank_skew=rank_skew(timed),
         step_seconds_median=statistics.median(seconds) if seconds else None,
         step_seconds_p90=percentile(seconds, 0.9),
@@ -315,13 +315,10 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     )
 
 
-def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> list[list[StepRow]]:
-    """Return the steps whose time counts: after the first ones of the process, and not profiled."""
-    return [step for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
-
-
-def _is_timed(step: list[StepRow], number: int, untimed_steps: int) -> bool:
-    return (step[0].step_of_process or number) > untimed_steps and not step[0].profiled
+def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> dict[int, list[StepRow]]:
+    """Return the steps whose time counts, by number from 1: after the first ones of the process, and not profiled."""
+    numbered = enumerate(steps, 1)
+    return {n: step for n, step in numbered if (step[0].step_of_process or n) > untimed_steps and not step[0].profiled}
 
 
 def rank_skew(steps: list[list[StepRow]]) -> float | None:
