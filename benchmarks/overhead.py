@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from record import EVIDENCE, ROOT, append_line, print_table, read_lines, spread, write_result, write_table
-from small_job import words
+from small_job import accelerate_command, words
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import mean_interval
@@ -83,11 +83,9 @@ def run_toolkit(case: str, job: Job, output: Path) -> Side:
 def run_bare(case: str, job: Job, output: Path) -> Side:
     preset, method = case.split("/")
     ranks = WORLD_SIZES[preset]
-    argv = [sys.executable, "-m", "accelerate.commands.launch"]
-    argv += ["--config_file", str(ROOT / "accelerate_configs" / f"{preset}.yaml")]
-    argv += ["--num_processes", str(ranks), "--num_machines", "1", "--main_process_port", "0"]
-    argv += [str(ROOT / "benchmarks" / "bare_trainer.py"), "--model", str(job.model), "--data", str(job.tokens)]
-    argv += ["--output", str(output), "--max_steps", str(job.steps), "--lora_r", str(LORA_R[method])]
+    script = [str(ROOT / "benchmarks" / "bare_trainer.py"), "--model", str(job.model), "--data", str(job.tokens)]
+    script += ["--output", str(output), "--max_steps", str(job.steps), "--lora_r", str(LORA_R[method])]
+    argv = accelerate_command(preset, ranks, *script)
     # Threads, compiled ops and warnings as `toolkit train` sets them, so that only the scripts differ.
     variables = command_of(train_options(case, job, output), load_preset(preset)).environment
     seconds = first_step_seconds(argv, {**inherited_environment(), **variables})
