@@ -25,7 +25,7 @@ def prepare(*, cpu: bool) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     if cpu:
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from toolkit.train.rank_process import prepare_environment
+    from toolkit.observe.rank_process import prepare_environment
 
     prepare_environment()
     for name in (*MODULES, *(CPU_MODULES if cpu else ())):

@@ -56,13 +56,14 @@ def accelerate_launch(
     cwd: Path = ROOT,
     variables: dict[str, str] | None = None,
     cold: bool = False,
+    module: str = "toolkit.train",
 ) -> CompletedProcess[str]:
     """Run two ranks on the CPU, from the repository root; `options` are accelerate's own.
 
     Launcher and ranks are forked from `fork_server`, 8 s faster than started cold. Their parents' command lines then do
     not name the preset, so the environment does, as under `toolkit train`.
     """
-    started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
+    started = ["-m", module] if script is None else [str(SCRIPTS / script)]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
     environment = cpu_environment() | (variables or {})

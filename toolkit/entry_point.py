@@ -4,7 +4,7 @@
 
 Invalid input and a machine that refuses (a full disk, no permission) are two lines. An error that nobody expected is
 two lines too, and a file with its traceback; `TOOLKIT_DEBUG=1` prints the traceback itself. A rank of a run reports in
-its run folder instead (`toolkit.train.rank_process`).
+its run folder instead (`toolkit.observe.rank_process`).
 """
 
 from __future__ import annotations

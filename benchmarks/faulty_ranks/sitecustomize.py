@@ -237,7 +237,7 @@ def install() -> None:
     row = row_of_this_rank()
     if row not in FAULTS:
         return
-    from toolkit.train.rank_process import prepare_environment
+    from toolkit.observe.rank_process import prepare_environment
 
     prepare_environment()
     FAULTS[row](int(os.environ["RANK"]))

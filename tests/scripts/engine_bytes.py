@@ -28,11 +28,11 @@ from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deep
 from toolkit.observe.attest.read_fsdp2 import read_fsdp2
 from toolkit.observe.attest.read_rank import read_torch
 from toolkit.observe.attest.tensors import local_bytes
+from toolkit.observe.rank_process import prepare_environment
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.model.loading import cast_weights
-from toolkit.train.rank_process import prepare_environment
 
 LENGTH = 8
 

@@ -6,7 +6,7 @@ torchrun --nproc_per_node 2 observed_trainer.py PRESET FOLDER
 import sys
 
 from toolkit import load_preset
-from toolkit.train.rank_process import leave
+from toolkit.observe.rank_process import leave
 
 
 def main(preset_name: str, folder: str) -> None:

@@ -8,7 +8,7 @@ One line observes it, so that what is in effect is read by the code that reads i
 import sys
 
 from toolkit import load_preset
-from toolkit.train.rank_process import leave
+from toolkit.observe.rank_process import leave
 
 
 def main(preset_name: str, model_folder: str, output: str) -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from toolkit import load_preset
-from toolkit.train.rank_process import leave
+from toolkit.observe.rank_process import leave
 
 GLOBAL_BATCH, ACCUMULATION, PIECES = 8, 2, 4
 

@@ -160,6 +160,7 @@ def observe(
     saves_in_background: bool = False,
     timer: type[StepTimer] = StepTimer,
     attestation: type[Attestation] = Attestation,
+    prepared: bool = False,
 ) -> Observer:
     """Observe a Trainer from its next `train()` on, and return what observes it. Every rank must call it.
 
@@ -174,7 +175,7 @@ def observe(
         world_size = None if require is None else args.world_size
         shards = None if require is None else require.dp_shard_size(args.world_size)
         parts = ObserverParts(expected=ExpectedRun(preset=require, world_size=world_size, dp_shard_size=shards))
-    run = record or open_record(Path(folder or args.output_dir), args, require)
+    run = record or open_record(Path(folder or args.output_dir), args, require, prepared=prepared)
     step_timer = timer(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
     )
@@ -183,7 +184,7 @@ def observe(
         parts,
         trainer=trainer,
         first_batches=step_timer.first_batches,
-        strict=require is not None or record is not None,
+        strict=require is not None or record is not None or bool(parts.expected.settings),
         on_done=step_timer.restart_clock,  # reading back is no part of a step
     )
     trainer.observer = observer = Observer(run, step_timer, verification)
@@ -203,17 +204,21 @@ def observe(
     return observer
 
 
-def open_record(path: Path, args: Any, preset: PresetSpec | None) -> ObservedRun:
-    """Open the run folder of a script that has none of its own, and start this rank's heartbeat. Collective."""
+def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: bool = False) -> ObservedRun:
+    """Open the run folder of a script that has none of its own, and start this rank's heartbeat. Collective.
+
+    `prepared`: this program has made the folder its own already.
+    """
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
-    if writes:
-        folder.check_free()
-    check_start(folder)
-    if writes:
-        folder.hold()
+    if not prepared:
+        if writes:
+            folder.check_free()
+        check_start(folder)
+        if writes:
+            folder.hold()
     progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)
     run = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
     name, files = (None, {}) if preset is None else (preset.name, preset.texts())
-    run.open(preset=name, preset_files=files, seed=args.seed, nodes=nodes)
+    run.open(prepared=prepared, preset=name, preset_files=files, seed=args.seed, nodes=nodes)
     Watchdog(progress, ranks=folder.path / "ranks", rank=run.rank).start()
     return run

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from toolkit.observe.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
 from toolkit.presets.preset import load_preset
 from toolkit.rehearse.rehearsal import RehearsedRank
-from toolkit.train.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from toolkit.errors import EXIT_DONE
 from toolkit.job.argument_reading import help_text
-from toolkit.train.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
+from toolkit.observe.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from toolkit.train.rank_process import garbage_collector_off, prepare_environment
+from toolkit.observe.rank_process import garbage_collector_off, prepare_environment
 
 _before = set(os.environ)
 # Without NVML, the check for GPUs initialises the CUDA driver, which forked processes could not use any more.

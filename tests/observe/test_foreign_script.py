@@ -1,0 +1,167 @@
+"""Somebody's script runs unchanged under `python -m toolkit.observe`: its own exit code, and a true run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, read, run_warm
+
+from toolkit.errors import ToolkitError
+from toolkit.observe.words import Words
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import read_rows
+
+SCRIPT = SCRIPTS / "somebodys.py"
+
+
+def observed(folder: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """One process, without a launcher."""
+    own = ["--output-dir", str(folder / "run"), *options]
+    command = [sys.executable, "-m", "toolkit.observe", *own, str(SCRIPT), words[0], str(folder / "out"), *words[1:]]
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    return dict(read(folder / "run" / "run.json"))
+
+
+@pytest.mark.launch
+def test_a_script_has_the_words_the_path_and_the_folder_that_python_gives_it(tmp_path: Path) -> None:
+    ended = observed(tmp_path, "facts", "more", "--flag=1")
+    facts = json.loads((tmp_path / "out").read_text())
+    assert facts == {
+        "file": str(SCRIPT),
+        "argv": [str(SCRIPT), "facts", str(tmp_path / "out"), "more", "--flag=1"],
+        "path": str(SCRIPTS),
+        "folder": str(tmp_path),
+        "name": "__main__",
+    }
+    assert (ended.returncode, run_of(tmp_path)["status"]) == (1, "failed")  # it made no Trainer
+    assert "error: no Trainer was made; nothing was observed\n  hint: " in ended.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("words", "code", "status", "said"),
+    [
+        (["workers"], 0, "completed", "done: 4 steps, loss "),
+        (["exit", "0"], 0, "completed", "done: 4 steps, loss "),
+        (["exit", "3"], 3, "failed", "error: the script called sys.exit(3)"),
+        (["before"], 1, "failed", "LookupError: what the script could not find"),
+        (["untrained"], 1, "failed", "error: a Trainer was made, and train() was not called; nothing was observed"),
+        (["killed"], -9, "running", "step 1/4"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_script_ends_with_its_own_exit_code(
+    words: list[str], code: int, status: str, said: str, tmp_path: Path
+) -> None:
+    ended = observed(tmp_path, *words)
+    assert (ended.returncode, run_of(tmp_path)["status"]) == (code, status), ended.stderr
+    assert said in ended.stdout + ended.stderr
+    if words == ["before"]:
+        first = ended.stderr[ended.stderr.index("Traceback") :].splitlines()[1]
+        assert str(SCRIPT) in first, "the traceback begins in the script"
+        assert read(tmp_path / "run" / "failure.json")["message"] == "LookupError: what the script could not find"
+    if words == ["killed"]:
+        assert read_rows(RunFolder(tmp_path / "run").rank_rows(0))
+
+
+@pytest.mark.launch
+def test_each_training_of_a_script_has_a_record_and_can_be_stopped_early(tmp_path: Path) -> None:
+    ended = observed(tmp_path, "two", options=("--stop-after-steps", "3", "--require", "engine=none"))
+    assert ended.returncode == 0, ended.stderr
+    folders = [RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run" / "training-2")]
+    assert [len(read_rows(folder.rank_rows(0))) for folder in folders] == [3, 2]
+    assert [read(folder.run_json)["status"] for folder in folders] == ["completed", "completed"]
+    assert [read(folder.attestation_json)["differences"] for folder in folders] == [[], []]
+    again = observed(tmp_path, "two")
+    assert again.returncode == 2
+    assert f"error: {tmp_path / 'run'} already holds a finished run" in again.stderr
+
+
+@pytest.mark.launch
+def test_a_preset_that_the_run_contradicts_ends_it_after_the_first_step_with_both_values(tmp_path: Path) -> None:
+    words = ["--output-dir", str(tmp_path / "run"), "--require", "zero2", str(SCRIPT), "plain", str(tmp_path / "out")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", *words, module="toolkit.observe")
+    assert ended.returncode == 1
+    assert "engine on rank 0 is ddp, expected deepspeed" in ended.stderr.replace("'", "")
+    run = read(tmp_path / "run" / "run.json")
+    assert (run["status"], run["exit_code"]) == ("attestation_failed", 1)
+    assert len(read_rows(RunFolder(tmp_path / "run").rank_rows(0))) <= 1
+
+
+# -- TRL's own scripts, by name
+
+PREFERENCE = {"prompt": "Question?", "chosen": "Yes, it is.", "rejected": "Never."}
+COMPLETION = {"prompt": "Question?", "completion": "Yes, it is."}
+TRL_ROWS = {"sft": COMPLETION, "dpo": PREFERENCE, "reward": PREFERENCE, "kto": COMPLETION | {"label": True}}
+NIGHTLY = [
+    pytest.param(script, preset, marks=pytest.mark.nightly)
+    for script in TRL_ROWS
+    for preset in ("ddp", "zero2", "zero3", "fsdp2")
+    if (script, preset) not in (("dpo", "zero2"), ("dpo", "fsdp2"))
+]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("script", "preset"), [("dpo", "zero2"), ("dpo", "fsdp2"), *NIGHTLY])
+def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny_model: Path, tmp_path: Path) -> None:
+    rows = [TRL_ROWS[script] | {"prompt": f"Question {number}?"} for number in range(32)]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(tmp_path / "rows"), "--max_steps", "2"]
+    words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--use_cpu", "true", "--bf16", "false"]
+    words += ["--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    own = ["--output-dir", str(tmp_path / "run"), "--require", preset, "-m", f"trl.scripts.{script}"]
+    config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+    ended = accelerate_launch(config, *own, *words, module="toolkit.observe")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert f"verified: {preset} (" in ended.stdout
+    first, second = (read_rows(RunFolder(tmp_path / "run").rank_rows(rank)) for rank in (0, 1))
+    assert [row.step for row in first] == [row.step for row in second] == [1, 2]
+    assert first[0].batch_sha256 != second[0].batch_sha256
+    assert read(tmp_path / "run" / "attestation.json")["verdict"] == "attested"
+
+
+# -- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ([], "no script is named", "`python -m toolkit.observe [options] script.py"),
+        (["no-such.py"], "script no-such.py does not exist", "`python -m toolkit.observe"),
+        (["."], "script . is a folder", "`python"),
+        (["bad.py"], "script bad.py is not Python, line 1: ", "`python"),
+        (["-m", "no.such.module"], "there is no module 'no.such.module'", "a script is named by its path"),
+        (["--require", "zero4", "good.py"], "unknown preset 'zero4'", "did you mean `zero3`?"),
+        (["--require", "shardng=full_shard", "good.py"], "--require shardng=full_shard: no reading", "did you mean `s"),
+        (["--stop-after-steps", "0", "good.py"], "argument --stop-after-steps: 0 is not a number", "`python"),
+        (["--stop-after", "3", "good.py"], "unrecognized arguments: --stop-after 3", "`python"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    words: list[str], message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.py").write_text("pass\n")
+    (tmp_path / "bad.py").write_text("this is no Python\n")
+    with pytest.raises(ToolkitError) as refused:
+        Words.read(words)
+    assert refused.value.message.startswith(message)
+    assert str(refused.value.hint).startswith(hint)
+
+
+def test_what_a_launcher_adds_reaches_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "dpo.py"
+    script.write_text("pass\n")
+    read = Words.read(["--local_rank=1", "--require", "sharding=full_shard", str(script), "--local", "-m", "x"])
+    assert read.arguments == ("--local_rank=1", "--local", "-m", "x")
+    assert (read.target, read.output_dir) == (str(script), Path("runs/dpo"))
+    assert read.require_settings == {"sharding": "full_shard"}

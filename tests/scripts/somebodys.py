@@ -1,0 +1,53 @@
+"""Somebody's own script, which knows nothing of the toolkit; its first word says how it behaves.
+
+python somebodys.py MODE OUTPUT_DIR [MORE]
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+
+def make_trainer(output_dir, **more):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes))
+    rows = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(32)]
+    given = {"max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"}
+    args = TrainingArguments(output_dir=output_dir, use_cpu=True, disable_tqdm=True, **given | more)
+    return Trainer(model=model, args=args, train_dataset=rows)
+
+
+class Kill(TrainerCallback):
+    def on_step_end(self, _args, state, _control, **_):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(mode, output_dir, *more):
+    if mode == "facts":  # what Python gives a script
+        facts = {"file": __file__, "argv": sys.argv, "path": sys.path[0], "folder": str(Path.cwd()), "name": __name__}
+        Path(output_dir).write_text(json.dumps(facts))
+    if mode in ("facts", "nothing"):
+        return
+    trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0)
+    if mode == "before":
+        raise LookupError("what the script could not find")
+    if mode == "killed":
+        trainer.add_callback(Kill())
+    if mode == "untrained":
+        return
+    trainer.train()
+    if mode == "two":
+        make_trainer(output_dir, max_steps=2).train()
+    if mode == "exit":
+        sys.exit(int(more[0]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+"""Run somebody's script unchanged, and observe every `transformers.Trainer` that it trains.
+
+    ScriptRun(Words.read(["--require", "zero3", "dpo.py", "--its", "--own", "--arguments"])).run()
+
+`Trainer.__init__` is wrapped: each instance is observed from its `train()` on, when its own class has finished making
+it. The script has the `sys.argv`, `sys.path[0]` and working directory that Python would give it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed
+from toolkit.observe.failure_report import report_failure
+from toolkit.observe.observed_run import copy_output_to
+from toolkit.observe.observer import observe
+from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.progress import Progress
+from toolkit.observe.words import Words
+from toolkit.presets.training_arguments import enable_fsdp_on_cpu, uses_fsdp
+from toolkit.record import status
+from toolkit.record.attempts import Reuse, check_start, start_attempt
+from toolkit.record.folder import RunFolder, start_facts
+
+
+class ScriptRun:
+    """The script in this process: one rank, or all of it."""
+
+    def __init__(self, words: Words) -> None:
+        self.words, self.folder, self.progress = words, RunFolder(words.output_dir), Progress()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.trainers = self.trainings = 0
+
+    def run(self) -> int:
+        """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
+        self._open_folder()
+        make_cpu_group(self.ranks)
+        self._watch_trainers()
+        code, told = EXIT_DONE, None
+        try:
+            self._start()
+        except SystemExit as leaving:
+            if isinstance(leaving.code, str):
+                print(leaving.code, file=sys.stderr, flush=True)
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            told = f"the script called sys.exit({leaving.code})" if code else None
+        except BaseException as error:
+            return self._failed(error)
+        if self.rank == 0:
+            code = self._close_folder(code, told)
+        return code
+
+    def _open_folder(self) -> None:
+        """Let rank 0 write run.json before there is a process group. Raises ToolkitError for a folder in use."""
+        reuse: Reuse = "overwrite" if self.words.overwrite else "never"
+        check_start(self.folder, reuse)
+        self.progress.output_dir = self.folder.path
+        if self.rank != 0:
+            return
+        self.folder.check_free()
+        start_attempt(self.folder, reuse)
+        self.folder.hold()
+        copy_output_to(self.folder.log)
+        script = {"script": self.words.target, "world_size": self.ranks, "argv": self.words.shown()}
+        self.folder.update_run(status=status.RUNNING, exit_code=None, plan=None, **start_facts(), **script)
+
+    def _start(self) -> None:
+        words = self.words
+        sys.argv[:] = [words.target, *words.arguments]
+        if words.is_module:
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(words.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(words.target).resolve().parent)
+            runpy.run_path(words.target, run_name="__main__")
+
+    def _failed(self, error: BaseException) -> int:
+        """Report what the script raised, unless its Trainer has; the traceback begins in the script."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        if isinstance(error, KeyboardInterrupt) or not self.folder.failure_json.exists():
+            return report_failure(error.with_traceback(trace), self.progress)
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        return int((self.folder.read_run() or {}).get("exit_code") or EXIT_RUN_FAILED)
+
+    def _close_folder(self, code: int, told: str | None) -> int:
+        """Write how the script ended, and return the exit code."""
+        done = (self.folder.read_run() or {}).get("status") == status.COMPLETED
+        if not self.trainings and told is None:
+            made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
+            told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
+            hint = "scripts that train with a `transformers.Trainer` are observed, or with accelerate alone: `observe`"
+            print(f"error: {told}\n  hint: {hint}", file=sys.stderr, flush=True)
+        if told is not None or not done:
+            message = told or "the script ended while its Trainer trained"
+            print(f"error: {message}", file=sys.stderr, flush=True) if told and self.trainings else None
+            self.folder.update_run(status=status.FAILED, exit_code=code, message=message)
+        return code
+
+    # -- its Trainers
+
+    def _watch_trainers(self) -> None:
+        make = Trainer.__init__
+        script = self
+
+        @functools.wraps(make)
+        def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            make(trainer, *args, **kwargs)
+            script.trainers += 1
+            own = type(trainer)
+
+            def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+                self.__class__ = own
+                script._observe(self)
+                return self.train(*args, **kwargs)
+
+            trainer.__class__ = type(own.__name__, (own,), {"train": train})
+
+        Trainer.__init__ = init
+
+    def _observe(self, trainer: Any) -> None:
+        """Observe a training: the first in the run folder, each later one in a folder of its own below it."""
+        self.trainings += 1
+        first = self.trainings == 1
+        path = self.folder.path if first else self.folder.path / f"training-{self.trainings}"
+        args, words = trainer.args, self.words
+        if self.ranks != args.world_size:
+            raise AttestationFailed(
+                f"{self.ranks} ranks were started, and each of them trains alone: world_size is {args.world_size}",
+                hint="make the process group before the Trainer, or start the script with `accelerate launch`",
+            )
+        preset = words.require_preset
+        shards = None if preset is None else preset.dp_shard_size(args.world_size)
+        expected = ExpectedRun(
+            preset=preset, world_size=args.world_size, dp_shard_size=shards, settings=words.require_settings
+        )
+        observe(
+            trainer,
+            path,
+            require=preset,
+            parts=ObserverParts(expected=expected),
+            untimed_steps=words.untimed_steps,
+            prepared=first,
+        )
+        if words.stop_after_steps is not None:
+            trainer.add_callback(StopAfter(words.stop_after_steps))
+
+
+class StopAfter(TrainerCallback):  # type: ignore[misc]
+    """Ends a training after some optimizer steps, whatever the script asked for; its schedule stays as it is."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.last = steps, steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        self.last = state.global_step + self.steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        control.should_training_stop |= state.global_step >= self.last
+
+
+def make_cpu_group(ranks: int) -> None:
+    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself."""
+    if torch.cuda.is_available() or ranks < 2:
+        return
+    from accelerate import PartialState
+
+    if uses_fsdp():
+        enable_fsdp_on_cpu()
+    PartialState(cpu=True)

@@ -1,0 +1,156 @@
+"""The command line of `python -m toolkit.observe`: our options, then the script and its own words. No torch.
+
+>>> Words.read(["--stop-after-steps", "3", "-m", "trl.scripts.dpo", "--beta", "0.1"]).arguments
+('--beta', '0.1')
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.secrets import hide_words
+from toolkit.presets.preset import load_preset
+from toolkit.presets.spec import PresetSpec
+
+USAGE = "python -m toolkit.observe [options] script.py [its arguments], or -m module [its arguments]"
+# What `--require NAME=VALUE` may name: readings of every rank.
+REQUIRABLE = (
+    *("engine", "sharding", "offload_optimizer", "offload_param", "compute_dtype", "master_dtype"),
+    *("activation_checkpointing", "attn_implementation"),
+)
+LAUNCHER_WORDS = ("--local_rank", "--local-rank")  # of `deepspeed`, which the script reads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """What is run, and how it is observed."""
+
+    target: str
+    """The script's path, or the module's name."""
+    is_module: bool
+    arguments: tuple[str, ...]
+    output_dir: Path
+    overwrite: bool = False
+    require_preset: PresetSpec | None = None
+    require_settings: dict[str, Any] = field(default_factory=dict)
+    stop_after_steps: int | None = None
+    untimed_steps: int = 2
+
+    @classmethod
+    def read(cls, argv: Sequence[str]) -> Self:
+        """Read a command line. Raises ToolkitError for an option, a script or a module that does not exist."""
+        own, rest = _split(argv)
+        given = _parser().parse_args(own)
+        launched = [word for word in own if word.startswith(LAUNCHER_WORDS)]
+        if not rest or rest == ["-m"]:
+            raise ToolkitError("no script is named", hint=f"`{USAGE}`")
+        is_module = rest[0] == "-m"
+        target, arguments = (rest[1], rest[2:]) if is_module else (rest[0], rest[1:])
+        _check_module(target) if is_module else _check_script(Path(target))
+        name = target.rpartition(".")[2] if is_module else Path(target).stem
+        preset, settings = _required(given.require)
+        return cls(
+            target=target,
+            is_module=is_module,
+            arguments=(*launched, *arguments),
+            output_dir=Path(given.output_dir or Path("runs") / name),
+            overwrite=given.overwrite,
+            require_preset=preset,
+            require_settings=settings,
+            stop_after_steps=given.stop_after_steps,
+            untimed_steps=given.untimed_steps,
+        )
+
+    def shown(self) -> list[str]:
+        """Return the script and its arguments without secrets."""
+        return [*(["-m"] if self.is_module else []), self.target, *hide_words(self.arguments)]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ToolkitError(message, hint=f"`{USAGE}`; options are listed by `--help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m toolkit.observe", usage=USAGE, allow_abbrev=False, description=__doc__)
+    parser.add_argument("--output-dir", help="the run folder; default: runs/ and the script's name")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run that is in the folder")
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="PRESET or NAME=VALUE",
+        help=f"end with exit code 1 after the first step unless this is in effect; names: {', '.join(REQUIRABLE)}",
+    )
+    parser.add_argument("--stop-after-steps", type=_positive, help="end each training after so many optimizer steps")
+    parser.add_argument("--untimed-steps", type=int, default=2, help="first steps that are not timed; default: 2")
+    for word in LAUNCHER_WORDS:
+        parser.add_argument(word, help=argparse.SUPPRESS)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return number
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the words from the script or `-m` on."""
+    flags = {"--overwrite", "-h", "--help"}
+    own, left = [], list(argv)
+    while left and left[0].startswith("-") and left[0] != "-m":
+        own.append(left.pop(0))
+        if "=" not in own[-1] and own[-1] not in flags and left:
+            own.append(left.pop(0))
+    return own, left
+
+
+def _required(words: Sequence[str]) -> tuple[PresetSpec | None, dict[str, Any]]:
+    presets, settings = [], {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            presets.append(load_preset(word))
+        elif name not in REQUIRABLE:
+            raise ToolkitError(
+                f"--require {word[:80]}: no reading is called {name[:80]!r}",
+                hint=did_you_mean(name, REQUIRABLE, otherwise=f"one of {', '.join(REQUIRABLE)}"),
+            )
+        else:
+            words = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
+            settings[name] = words.get(value, value)
+    if len(presets) > 1:
+        raise ToolkitError("--require names two presets", hint="name one")
+    return presets[0] if presets else None, settings
+
+
+def _check_script(path: Path) -> None:
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ToolkitError(f"script {path} {what}", hint=f"`{USAGE}`")
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, UnicodeDecodeError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ToolkitError(f"script {path} is not Python{line}: {error}", hint=f"`{USAGE}`") from None
+
+
+def _check_module(name: str) -> None:
+    try:
+        sys.path.insert(0, "")
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise ToolkitError(f"there is no module {name[:80]!r}", hint="a script is named by its path, without `-m`")
