@@ -109,7 +109,7 @@ def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
             hint="a longer `--time-limit`, or `--save-seconds` as measured",
         )
     # An interrupted run goes back into the queue if it has checkpoints to resume from.
-    requeues = slurm.requeue and job.saves
+    requeues = slurm.requeue and job.job.saves_checkpoints
     python = shlex.quote(python_of(job.options, shares_files=True))
     script = node_script(job, PLACE, python=python)
     values = sbatch_values(job.options, slurm, output_dir=job.output_dir, preset=job.preset)
