@@ -22,7 +22,7 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.specification import SPEC_FILE
 from toolkit.errors import ToolkitError
 from toolkit.launch.command import LaunchCommand, launch_command
-from toolkit.lint import lint_paths
+from toolkit.lint.check import lint_paths
 from toolkit.presets import load_preset
 
 Write = Callable[..., str]

@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
-from toolkit.lint import fixed_text, lint_paths
+from toolkit.lint.check import fixed_text, lint_paths
 
 ROOT = Path(__file__).parents[2]
 OUR_FILES = [

@@ -11,9 +11,9 @@ import pytest
 from job_scripts import SCRIPT_CASES
 
 from toolkit.hardware.disks import Mount
-from toolkit.lint import Finding, fixed_text, lint_paths
+from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import read_text
-from toolkit.lint.findings import CHECKED_VERSIONS
+from toolkit.lint.findings import CHECKED_VERSIONS, Finding
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules import deepspeed as deepspeed_rules
 

@@ -210,12 +210,27 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
 
 
 def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
-    """Return the time of a save as given, measured in a run folder (ToolkitError without one), or assumed."""
+    """Return the time of a save as given, the slowest that run.json of an earlier run records, or assumed.
+
+    Raises ToolkitError where `--saves-of` names a run without one.
+    """
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
-        measured = measured_save_time(options.saves_of or output_dir, async_save=async_save)
-        if measured is not None:
-            return measured
+        path = options.saves_of or output_dir
+        run = RunFolder(path).read_run() or {}
+        found = run.get("saves")
+        saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
+        if saves:
+            # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and
+            # has an asynchronous write; `stall_seconds` is the other way round.
+            stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
+            writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
+            return SaveTime(
+                seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
+                step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
+                earlier_write_seconds=max(writes) if async_save else 0.0,
+                source=f"the slowest of {len(saves)} in {path}",
+            )
         if options.saves_of is not None:
             raise ToolkitError(
                 f"--saves-of {options.saves_of} has no measured save: no run.json with `saves`",
@@ -223,25 +238,6 @@ def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> Sav
             )
         seconds, source = ASSUMED_SAVE_SECONDS, "assumed; `--saves-of RUN` measures it"
     return SaveTime(seconds=seconds, earlier_write_seconds=seconds if async_save else 0.0, source=source)
-
-
-def measured_save_time(path: Path, *, async_save: bool) -> SaveTime | None:
-    """Return the slowest save that run.json records, or None where it records none."""
-    run = RunFolder(path).read_run() or {}
-    found = run.get("saves")
-    saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
-    if not saves:
-        return None
-    # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and has an
-    # asynchronous write; `stall_seconds` is the other way round.
-    stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
-    writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
-    return SaveTime(
-        seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
-        step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
-        earlier_write_seconds=max(writes) if async_save else 0.0,
-        source=f"the slowest of {len(saves)} in {path}",
-    )
 
 
 def _seconds(recorded: object, name: str) -> float:

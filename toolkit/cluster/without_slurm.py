@@ -30,7 +30,7 @@ _HOST = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?")
 # What Kubernetes replaces in a command: a variable in $(NAME), and two dollar signs by one.
 _EXPANDED = re.compile(r"\$(?=\([A-Za-z_][-\w.]*\))|\$\$+")
 # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
-SKYPILOT_PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", peer="$PEER_NODE")
+SKYPILOT_PLACE = Place(head="$HEAD_NODE", peer="$PEER_NODE")
 
 
 class NodeMount(NamedTuple):
@@ -119,7 +119,7 @@ def manifest(job: ClusterJob, kubernetes: KubernetesOptions) -> str:
     check_mounted(job.output_dir, kubernetes.mounts, example="--mount my-claim=/runs")
     # The names of the first two pods in the headless service of the JobSet.
     head, peer = (f"{job.name}-node-0-{index}.{job.name}" for index in (0, 1))
-    place = Place(attempt="$ATTEMPT", head=head, peer=peer if job.options.min_nodes > 1 else None)
+    place = Place(head=head, peer=peer if job.options.min_nodes > 1 else None)
     script = f'export ATTEMPT="{job.name}-$RESTART_ATTEMPT"\n'
     script += node_script(job, place, python=python_of(job.options, shares_files=False))
     gpus = {} if job.options.cpu else {"nvidia.com/gpu": str(job.options.gpus_per_node)}
@@ -244,7 +244,7 @@ def script_file(job: ClusterJob, ssh: SshOptions) -> str:
             hint=" ".join(f"--host node{number + 1}" for number in range(min(options.max_nodes, 8))),
         )
     hosts = [host.rpartition("@")[2] for host in ssh.host]
-    place = Place(attempt="$ATTEMPT", head=hosts[0], port=str(ssh.port), peer=hosts[1] if len(hosts) > 1 else None)
+    place = Place(head=hosts[0], port=str(ssh.port), peer=hosts[1] if len(hosts) > 1 else None)
     return render(
         "ssh.sh.j2",
         options,
