@@ -13,7 +13,7 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_load, stage_shape
+from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, stage_shape
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
@@ -52,7 +52,9 @@ def test_the_plan_is_of_the_stage_that_needs_most() -> None:
 
 def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_stages_follow() -> None:
     loads = {
-        schedule: [stage_load(PipelineSettings(ranks=4, schedule=schedule), rank, micro_batches=16) for rank in (0, 3)]
+        schedule: [
+            StageLoad.of(PipelineSettings(ranks=4, schedule=schedule), rank, micro_batches=16) for rank in (0, 3)
+        ]
         for schedule in ("gpipe", "1f1b")
     }
     assert [load.micro_batches_in_flight for load in loads["gpipe"]] == [16, 16]
@@ -75,7 +77,7 @@ def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operation
     each = ChunkTimes(forward_seconds=1.0, backward_seconds=1.5, weight_seconds=0.5)
     run = simulate(settings.schedule, size, [each] * size.num_chunks)
     assert run.makespan_seconds / run.work_seconds == pytest.approx(settings.bubble_factor(12))
-    in_flight = [stage_load(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]
+    in_flight = [StageLoad.of(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]
     assert run.peak_micro_batches == pytest.approx(in_flight)
 
 
