@@ -15,7 +15,7 @@ from model_configs import small_shape
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, Tensor
-from toolkit.plan.communication import communication_bytes, step_collectives, zero3_gathers
+from toolkit.plan.communication import step_collectives, zero3_gathers
 from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
@@ -150,8 +150,8 @@ ACCUMULATES_3 = {"gradient_accumulation_steps": 3}
         ("zero2", ACCUMULATES_3, "updated parameters", 2 * (1728 + 16)),
         # one byte per weight between nodes, once per step; the rest stays: 64 elements and less
         ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "parameters in the step's first use", 1600),
-        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "gradients", 3 * PARAMS // 2),
-        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "gradients between nodes", 3 * PARAMS // 2 // 8),
+        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "gradients", 3 * (PARAMS + 16) // 2),
+        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "gradients between nodes", 3 * (PARAMS + 16) // 2 // 8),
     ],
 )
 def test_payloads_worked_out_by_hand(preset: str, how: dict[str, Any], purpose: str, payload_bytes: int) -> None:
@@ -176,13 +176,6 @@ def test_zero3_gathers_a_small_model_once_and_a_large_one_again() -> None:
     assert zero3_gathers(recomputed, persistent=8, reuse=0)[1][64] == 4  # each layer once more
 
 
-def test_seven_billion_parameters_send_the_published_volume() -> None:
-    """7e9 parameters in bf16 on 8 GPUs, fully sharded: 3·2·7e9·7/8 = 36.75 GB a step."""
-    layer = (Tensor(name="mlp.weight", shape=(1_000_000, 7_000)),)
-    shape = replace(SMALL, num_layers=1, layers=(layer,), outer=())
-    assert communication_bytes(step_collectives(setup_of("fsdp2", shape=shape, world_size=8))) == 36_750_000_000
-
-
 # -- split layers, experts and sequences
 
 
@@ -204,6 +197,8 @@ KEYS = TOKENS * 2 * 2 * 8 * 2  # keys and values of both layers: 2 heads of 8, f
         # query, key, value, gate and up of two layers, and the head; counted on four CPU ranks
         ("fsdp2_tp", "llama", {"tp": 2}, "gradients of the inputs of split layers", 11 * TOKENS * HIDDEN * FP32, 11, 2),
         ("fsdp2_tp", "llama", {"tp": 2}, "outputs of split layers", 5 * TOKENS * HIDDEN * FP32, 5, 2),
+        # the forward's sums are repeated, without the embedding's
+        ("fsdp2_tp", "llama", {"tp": 2, "activation_checkpointing": True}, "outputs of split layers", 9 * 16_384, 9, 2),
         ("fsdp2_tp", "llama", {"tp": 2}, "logits", TOKENS * 288 * FP32, 1, 2),
         ("fsdp2_tp", "llama", {"tp": 2}, "parameters in the forward", FP32 * PART, 3, 2),
         ("fsdp2_tp", "llama", {"tp": 2}, "gradients", FP32 * PART, 3, 2),
@@ -222,11 +217,6 @@ def test_collectives_of_split_models_worked_out_by_hand(
 ) -> None:
     found = sent(split_setup(preset, model, **how))[purpose]
     assert (found.payload_bytes, found.calls, found.group_size) == (payload, calls, group_size)
-
-
-def test_activation_checkpointing_repeats_the_sums_of_the_forward_without_the_embedding() -> None:
-    found = sent(split_setup("fsdp2_tp", tp=2, activation_checkpointing=True))
-    assert found["outputs of split layers"].calls == 9
 
 
 def test_groups_of_neighbours_stay_within_a_node_and_the_others_share_its_network() -> None:

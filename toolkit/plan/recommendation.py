@@ -66,8 +66,10 @@ def failure_loss(world_size: int) -> float:
     0.029
     """
     failures = 1000 * 24 / GPU_HOURS_TO_FAILURE  # a GPU stands for a node: only their product with the rate counts
-    costs = {"checkpoint_seconds": 60.0, "restart_seconds": 600.0}
-    return 1 - FailingJob(nodes=world_size, failures_per_1000_node_days=failures, **costs).exact_time_ratio
+    costs = FailingJob(
+        nodes=world_size, failures_per_1000_node_days=failures, checkpoint_seconds=60.0, restart_seconds=600.0
+    )
+    return 1 - costs.exact_time_ratio
 
 
 def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Range | None:
