@@ -104,6 +104,7 @@ def test_a_global_batch_size_is_kept_by_every_row() -> None:
     assert [batch["gradient_accumulation_steps"] for batch in scaled.batches.values()] == [4, 2, 1]
     single = specification(*words, num_processes=("2",))
     assert (single.scaling, single.batches) == (None, {"ddp-n2": {"gradient_accumulation_steps": 2}})
+    assert specification(num_processes=("1,2",)).scaling == "weak"
     with pytest.raises(ToolkitError, match="numbers of processes that keep it: 1, 2, 4"):
         specification(*words, num_processes=("3",))
 
