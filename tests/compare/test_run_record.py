@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from comparison_records import comparison, comparison_runner, trial
 
+from toolkit.compare.ledger import read_run_record, read_side_run
 from toolkit.compare.rows import RowKey, Trial
-from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder, write_json
 from toolkit.record.measurements import MemoryByPhase
