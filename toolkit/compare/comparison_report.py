@@ -30,7 +30,7 @@ from toolkit.compare.tables_and_charts import (
     trials_table,
 )
 from toolkit.record.columns import column_of
-from toolkit.report.rendering import Table, one_line, render, rich_table, write_report_file
+from toolkit.report.rendering import one_line, render, rich_table, write_report_file
 from toolkit.units import NOT_AVAILABLE, gib, number, percent, seconds, speed
 
 # https://owasp.org/www-community/attacks/CSV_Injection
@@ -69,44 +69,32 @@ def csv_text(results: Results) -> str:
 
 def html_text(results: Results) -> str:
     """Return the complete page of a comparison."""
-    return render(
-        "report.html.j2",
-        **_content(results),
-        comparable=[row.comparable for row in results.rows],
-        memory_chart=memory_chart(results),
-        speed_chart=speed_chart(results),
-        losses_chart=losses_chart(results),
-        scaling_chart=scaling_chart(results),
-        profiled_steps=profiled_steps(results),
-        trials=trials_table(results),
-    )
+    return render("report.html.j2", **_content(results))
 
 
 def markdown_text(results: Results) -> str:
     """Return a comparison as Markdown."""
-    commands = "\n".join(f"# {one_line(label)}\n{row.command}" for label, row in results.labelled_rows)
-    return render("report.md.j2", **_content(results), shell_commands=commands)
+    return render("report.md.j2", **_content(results))
 
 
 def console_table(results: Results) -> RichTable:
     """Return one line per row, in the order given; below them, why a row has no ratio."""
     table = rich_table(row_table("comparison", results, narrow=True))
-    reasons = [
-        one_line(
-            f"{label}: {row.status_text}: {(row.parity_message if row.failed_parity else row.message) or 'no message'}",
-            MESSAGE_CHARACTERS,
-        )
+    reasons = {
+        label: (row.status_text, row.parity_message if row.failed_parity else row.message)
         for label, row in results.labelled_rows
         if row.failed_parity or not row.completed
-    ]
-    table.caption, table.caption_justify = Text("\n".join(reasons), style=""), "left"
+    }
+    lines = [f"{label}: {ended}: {message or 'no message'}" for label, (ended, message) in reasons.items()]
+    table.caption = Text("\n".join(one_line(line, MESSAGE_CHARACTERS) for line in lines), style="")
+    table.caption_justify = "left"
     return table
 
 
 def _content(results: Results) -> dict[str, Any]:
-    """What both kinds of report show."""
+    """What both kinds of report show, and the charts and trials of the page."""
     rows = results.labelled_rows
-    sections: dict[str, Table | None] = {
+    sections = {
         "Memory of one rank": row_table("memory", results).without_unknown_columns(),
         "Memory by phase: the first step of the largest rank": phases_table(results),
         "Speed": row_table("speed", results).without_unknown_columns(),
@@ -119,15 +107,23 @@ def _content(results: Results) -> dict[str, Any]:
         "summary": summary_sentence(results),
         "notes": notes(results),
         "comparison": row_table("comparison", results),
+        "comparable": [row.comparable for row in results.rows],
+        "memory_chart": memory_chart(results),
+        "speed_chart": speed_chart(results),
+        "losses_chart": losses_chart(results),
+        "scaling_chart": scaling_chart(results),
+        "profiled_steps": profiled_steps(results),
         "failures": [(label, row, failure_details(results, row)) for label, row in rows if not row.completed],
         "parity": parity_table(results),
         "parity_messages": [(label, row.parity_message) for label, row in rows if row.parity_message],
         "probes": probes_table(results),
         "sections": {name: table for name, table in sections.items() if table},
         "scaling": scaling_table(results),
+        "trials": trials_table(results),
         "method": _method(results),
         "job": _job(results),
         "environment": _environment(results),
+        "shell_commands": "\n".join(f"# {one_line(label)}\n{row.command}" for label, row in rows),
     }
 
 
