@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -111,6 +112,11 @@ def test_a_traceback_that_cannot_be_saved_can_be_shown(
     monkeypatch.setenv("TOOLKIT_DEBUG", "1")
     assert exit_code_of(work_that_raises(ValueError("why"))) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_an_error_keeps_its_hint_between_processes() -> None:
+    again = pickle.loads(pickle.dumps(ToolkitError("what", hint="next")))
+    assert (again.message, again.hint) == ("what", "next")
 
 
 # -- streams
