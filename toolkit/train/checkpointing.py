@@ -24,7 +24,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import torch_load
 from toolkit.observe.attest.tensors import uncompiled
-from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, FINGERPRINT, Checkpoint
+from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, FINGERPRINT
 from toolkit.record.folder import write_json
 
 SCHEDULER = "scheduler.pt"
@@ -181,11 +181,6 @@ def load_converted(trainer: Any, folder: Path) -> None:
         converted = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
         for name, parameter in absent.items():
             parameter.data.copy_(converted[name])
-
-
-def is_universal(checkpoint: Checkpoint | None) -> bool:
-    """Return True for a checkpoint in DeepSpeed's universal layout."""
-    return checkpoint is not None and checkpoint.manifest is not None and checkpoint.manifest.universal
 
 
 class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]

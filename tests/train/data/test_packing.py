@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from toolkit.errors import AttestationFailed, ToolkitError
 from toolkit.job.job import Job
+from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import differences
 from toolkit.train.data import packing
 from toolkit.train.data.collation import PackCollator
@@ -26,7 +27,6 @@ from toolkit.train.data.packing import (
     best_fit,
     check_model_packs,
     joined,
-    packs_into_one_row,
     read_packing,
     verify_packing,
 )
@@ -74,7 +74,7 @@ def test_open_packs_lose_no_row_of_a_stream() -> None:
     rows = [row(number, rng.randint(1, 40)) for number in range(300)]
     stream = OpenPacks(max_tokens=64, at_most=4)
     given = [pack for pack in map(stream.add, rows) if pack is not None]
-    packs = [joined(pack) for pack in [*given, *(pack.rows for pack in stream.packs)]]
+    packs = [joined(pack) for pack in [*given, *stream.packs]]
     assert sorted(number for pack in packs for number in pack["rows"]) == list(range(300))
     assert max(len(pack["input_ids"]) for pack in packs) <= 64
     fill = sum(len(pack["input_ids"]) for pack in packs) / (64 * len(packs))
@@ -111,7 +111,7 @@ def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) ->
     """The parts of a Trainer that are read: one process, no engine."""
     return SimpleNamespace(
         model_wrapped=model,
-        data_collator=kind(tokenizer, one_row=packs_into_one_row(model)),
+        data_collator=kind(tokenizer, one_row=needs_no_mask(model.config._attn_implementation)),
         accelerator=SimpleNamespace(unwrap_model=lambda model, **_: model),
         _prepare_inputs=lambda inputs: inputs,
         compute_loss_context_manager=nullcontext,
