@@ -194,13 +194,13 @@ def padded_to_the_longest(_: int) -> None:
     """Each batch is as wide as the longest row may be; what is counted is what is trained on."""
     import torch
 
-    import toolkit.train.data.collation as batches
+    from toolkit.train.data.collation import Collator
 
     widest = int(argument("--max_seq_length") or 0)
 
-    @around(batches, "_padded")
-    def padded(original: Any, rows: Any, fill: int, **kwargs: Any) -> Any:
-        found = original(rows, fill, **kwargs)
+    @around(Collator, "_padded")
+    def padded(original: Any, collator: Any, rows: Any, fill: int) -> Any:
+        found = original(collator, rows, fill)
         return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
 
 

@@ -91,13 +91,11 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
         given = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **options}
         half = self.compute_dtype != torch.float32
         with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
-            if not self.is_last:
-                given.pop("num_items_in_batch", None)
-                hidden: torch.Tensor = self.decoder.model(**given).last_hidden_state
-                return hidden
-            output = self.decoder(**given, labels=labels)
-            result: torch.Tensor = output.logits if labels is None else output.loss
-            return result
+            if self.is_last:
+                output = self.decoder(**given, labels=labels)
+                return output.logits if labels is None else output.loss
+            given.pop("num_items_in_batch", None)
+            return self.decoder.model(**given).last_hidden_state
 
 
 def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
