@@ -21,11 +21,13 @@ import torch.distributed as dist
 
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
-from toolkit.launch.resume_conversion import (
+from toolkit.launch.resume import (
     RESUME_FOLDER,
-    ResumingRun,
-    checkpoint_to_convert,
+    TrainingRun,
+    check_resume_settings,
+    check_same_layout,
     convert_checkpoint,
+    converts,
     remove_converted,
 )
 from toolkit.observe.hang_detection import Watchdog
@@ -43,7 +45,6 @@ from toolkit.record.checkpoints import (
     remove_unfinished,
 )
 from toolkit.record.folder import RunFolder
-from toolkit.record.resume_checks import check_resume_settings, check_same_layout
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.dataset import row_places
 from toolkit.train.launch_context import LaunchContext
@@ -157,14 +158,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
         load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
     target = None
     if launch.preset is not None:
-        target = ResumingRun(
-            preset=launch.preset,
-            num_processes=training.world_size,
-            output_dir=Path(training.output_dir),
-            global_batch_size=arguments.global_batch_size,
-            degrees=job.degrees,
-            trust_pickle=job.trust_pickle,
-        )
+        target = TrainingRun(preset=launch.preset, job=job, num_processes=training.world_size)
     store = join_store(CONVERSION_LIMIT, progress) if dist.is_initialized() else None
     found: list[Checkpoint | None] = [None]
     if store is None or training.process_index == 0:
@@ -178,25 +172,15 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     if checkpoint is None:
         return None
     if target is not None:
-        check_same_layout(checkpoint, target.layout)
-    check_resume_settings(
-        checkpoint,
-        global_batch_size=arguments.global_batch_size,
-        seed=training.seed,
-        max_steps=training.max_steps,
-        optim=str(getattr(training.optim, "value", training.optim)),
-        streaming_buffer_size=job.shuffle_buffer_size,
-        dataset_weights=list(job.dataset_weights),
-        data_parallel_size=arguments.data_parallel_size,
-        order_of_ranks=job.order_of_ranks,
-        pipeline_chunks=None if arguments.pipeline is None else arguments.pipeline.chunks,
-    )
+        check_same_layout(checkpoint, target)
+    groups, batch = arguments.data_parallel_size, arguments.global_batch_size
+    check_resume_settings(checkpoint, job, global_batch_size=batch, data_parallel_size=groups)
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
     return checkpoint
 
 
-def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext, target: ResumingRun | None) -> Checkpoint | None:
+def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext, target: TrainingRun | None) -> Checkpoint | None:
     """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
     given, output_dir = str(arguments.training.resume_from_checkpoint), Path(arguments.training.output_dir)
     if given.lower() not in LATEST_WORDS:
@@ -209,8 +193,8 @@ def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext, target: Re
             print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
             return None
         checkpoint = latest
-    if target is not None and (other := checkpoint_to_convert(checkpoint, target)) is not None:
-        checkpoint = read_checkpoint(convert_checkpoint(other, target, on_message=partial(print, flush=True)))
+    if target is not None and converts(checkpoint, target):
+        checkpoint = read_checkpoint(convert_checkpoint(checkpoint, target, on_message=partial(print, flush=True)))
     if not arguments.job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint
