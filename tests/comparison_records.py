@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.compare.aggregate import aggregate_trials
+from toolkit.compare.build_results import aggregate_trials
 from toolkit.compare.ledger import ProbeRecord, TrialRecord
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Failure, Row, RowKey, Trial

@@ -17,7 +17,7 @@ from toolkit.models.read_model import read_model
 FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
 SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 # Benchmark with a table, and the module that has its header and rows.
-TABLED = dict.fromkeys(("host_memory", "kill_ranks", "live_faults", "optimizers", "overhead", "peers"))
+TABLED = dict.fromkeys(("host_memory", "kill_ranks", "live_faults", "overhead", "peers"))
 TABLED |= {"traced_grid": "plan_errors"}
 
 

@@ -16,8 +16,8 @@ import pytest
 from comparison_records import comparison, failure, probe
 from launching import ROOT, read
 
-from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.batch_search import find_largest_batches, search
+from toolkit.compare.build_results import aggregate_trials
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
 from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import RowKey

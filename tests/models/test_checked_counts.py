@@ -14,7 +14,7 @@ from model_configs import TINY, built, config_file, counted_tensors, fields_of
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
-from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layers, outer_lora
+from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layer, outer_lora
 from toolkit.models.read_model import CHECKED, MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS, QUANTIZED
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import engine_settings
@@ -69,7 +69,7 @@ def adapters_that_peft_makes(config: Path, targets: Any, rank: int = RANK) -> li
 
 
 def planned_adapters(shape: ModelShape, targets: tuple[str, ...], rank: int = RANK) -> list[tuple[int, ...]]:
-    layers = (*lora_layers(shape, rank, targets), outer_lora(shape, rank, targets))
+    layers = (*(lora_layer(shape, kind, rank, targets) for kind in shape.layers), outer_lora(shape, rank, targets))
     return sorted(tensor.shape for layer in layers for tensor in layer)
 
 

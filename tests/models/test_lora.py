@@ -8,8 +8,8 @@ from model_configs import EXPERTS, TINY
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
-from toolkit.models.lora import RENAMED_TARGETS, check_lora_targets, lora_layers
-from toolkit.models.shape import ModelShape
+from toolkit.models.lora import RENAMED_TARGETS, check_lora_targets, lora_layer
+from toolkit.models.shape import Layer, ModelShape
 
 
 def shape_of(model_type: str) -> ModelShape:
@@ -18,13 +18,19 @@ def shape_of(model_type: str) -> ModelShape:
     return shape
 
 
+def adapters(model_type: str, targets: tuple[str, ...]) -> Layer:
+    """The adapters of rank 4 in the first layer."""
+    shape = shape_of(model_type)
+    return lora_layer(shape, shape.layers[0], 4, targets)
+
+
 def test_named_modules_are_matched_by_the_ends_of_their_names() -> None:
-    (first, *_) = lora_layers(shape_of("llama"), 4, ("q_proj", "mlp.up_proj", "proj"))
+    first = adapters("llama", ("q_proj", "mlp.up_proj", "proj"))
     assert [tensor.name.split(".lora")[0] for tensor in first][::2] == ["self_attn.q_proj", "mlp.up_proj"]
 
 
 def test_each_expert_has_its_own_adapters_of_twice_the_rank_on_gate_and_up() -> None:
-    (first, *_) = lora_layers(shape_of("qwen3_moe"), 4, ("gate_proj", "up_proj"))
+    first = adapters("qwen3_moe", ("gate_proj", "up_proj"))
     assert [tensor.shape for tensor in first] == [(6 * 2 * 4, 32), (2 * 8, 6 * 2 * 4)]
 
 

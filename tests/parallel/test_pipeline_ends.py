@@ -6,19 +6,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import ROOT, accelerate_launch, read
 from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
-from toolkit.errors import ToolkitError
-from toolkit.job.job import Job
-from toolkit.launch.preflight import check_resume
-from toolkit.presets import load_preset
-from toolkit.record.checkpoints import Checkpoint, Manifest, list_checkpoints
-from toolkit.record.resume_checks import check_resume_settings
+from toolkit.record.checkpoints import list_checkpoints
 
 CONFIG = ROOT / "accelerate_configs" / "pipeline_1f1b.yaml"
 
@@ -93,33 +87,3 @@ def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
     launch_run(resumed, models=split_models, rows=split_rows, folder=tmp_path / "out", checkpoint=checkpoint)
     losses, norms = losses_and_norms(run_folder("pipeline"))
     assert losses_and_norms(tmp_path / "out") == (losses[1:], norms[1:])
-
-
-@pytest.mark.launch
-@pytest.mark.nightly
-def test_other_stages_per_gpu_are_refused_before_ranks_start(run_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """`llama_deep` has three and two layers per GPU with either schedule: the states would load without an error."""
-    checkpoint = run_folder("pipeline-interleaved") / "checkpoint-1"
-    arguments: dict[str, Any] = {"pp": 2, "resume_from_checkpoint": str(checkpoint), "max_steps": 6}
-    arguments |= {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    preset = load_preset("pipeline_1f1b")
-    with pytest.raises(ToolkitError, match="has the optimizer states of 2 stages per GPU, not of 1: "):
-        check_resume(preset, num_processes=2, job=Job.from_values(arguments))
-    check_resume(preset, num_processes=2, job=Job.from_values({**arguments, "pipeline_schedule": "interleaved_1f1b"}))
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "hint"),
-    [
-        (1, 2, "`--pipeline_schedule 1f1b`"),
-        (2, 1, "`--pipeline_schedule interleaved_1f1b --pipeline_chunks 2`"),
-        (2, 3, "`--pipeline_schedule interleaved_1f1b --pipeline_chunks 2`"),
-    ],
-)
-def test_another_number_of_stages_per_gpu_does_not_resume(then: int, now: int, hint: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), pipeline_chunks=then))
-    with pytest.raises(ToolkitError, match="each GPU would hold other layers") as refused:
-        check_resume_settings(checkpoint, **options, pipeline_chunks=now)
-    assert str(refused.value.hint).startswith(hint)
-    check_resume_settings(checkpoint, **options, pipeline_chunks=then)

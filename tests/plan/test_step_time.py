@@ -7,34 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from published_runs import MPT, published
+from published_runs import MPT, mpt, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
-from toolkit.models.lora import lora_layers
-from toolkit.models.shape import ModelShape, Tensor
+from toolkit.models.lora import lora_layer
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, setup_flops, step_time
 from toolkit.presets import load_preset
-
-VOCABULARY = 50_368
-
-
-def mpt(width: int, layers: int) -> ModelShape:
-    """MosaicML's models: learned positions, biases, a tied head, no gate (llm-foundry)."""
-    shapes = {"norm_1": (width,), "Wqkv": (3 * width, width), "out_proj": (width, width), "norm_2": (width,)}
-    shapes |= {"up_proj": (4 * width, width), "down_proj": (width, 4 * width)}
-    weights = tuple(Tensor(name=f"{part}.weight", shape=size) for part, size in shapes.items())
-    biases = tuple(Tensor(name=f"{part}.bias", shape=size[:1]) for part, size in shapes.items())
-    outer = {"wte.weight": (VOCABULARY, width), "wpe.weight": (2048, width)}
-    outer |= {"norm_f.weight": (width,), "norm_f.bias": (width,)}  # type: ignore[dict-item]
-    return ModelShape(
-        **{"model_type": "mpt", "gated_mlp": False, "activation": "gelu", "tied_embeddings": True, "head_dim": 64},
-        **{"num_layers": layers, "hidden_size": width, "intermediate_size": 4 * width, "vocab_size": VOCABULARY},
-        **{"num_attention_heads": width // 64, "num_kv_heads": width // 64},
-        layers=(weights + biases,) * layers,
-        outer=tuple(Tensor(name=name, shape=size) for name, size in outer.items()),
-    )
 
 
 def speed_of(row: dict[str, str]) -> StepTime:
@@ -119,7 +99,7 @@ def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time() -> None:
 
 def test_adapters_save_the_gradients_of_frozen_weights() -> None:
     setup = replace(SETUP, job=replace(JOB, lora_r=8))
-    adapters = sum(tensor.num_elements for layer in lora_layers(SETUP.shape, 8) for tensor in layer)
+    adapters = sum(tensor.num_elements for kind in SETUP.shape.layers for tensor in lora_layer(SETUP.shape, kind, 8))
     assert adapters == 12 * 8 * (4 * 768 + 2 * 768 + 2 * 5 * 768)  # Wqkv, out_proj, and both halves of the MLP
     flops = setup_flops(setup)
     assert flops.dense_backward == 2 * (SETUP.shape.num_params + adapters) + 2 * adapters

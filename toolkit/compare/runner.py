@@ -34,6 +34,7 @@ from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.options import TrainOptions
 from toolkit.launch.warm_start import fork_server
+from toolkit.presets.preset import load_preset
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -202,7 +203,7 @@ class Runner:
             stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
         )
         nvme = self.nvme.get(row.preset)
-        command = command_of(options, nvme=nvme)
+        command = command_of(options, load_preset(options.preset), nvme=nvme)
         if self.allocation is not None:
             command = self.allocation.spread(command)
         result = run_training(

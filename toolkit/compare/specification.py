@@ -32,7 +32,7 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object_if_present
+from toolkit.files.json_files import read_json_object
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.files.value_limits import shown
 from toolkit.job.argument_reading import read_arguments, without_degrees
@@ -358,10 +358,11 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
     Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
     cannot be written.
     """
-    wanted, present = spec.as_json(), read_json_object_if_present(folder / SPEC_FILE)
+    wanted, file = spec.as_json(), folder / SPEC_FILE
+    present = read_json_object(file) if file.exists() else None
     if present is None:
         try:
-            write_json(folder / SPEC_FILE, wanted)
+            write_json(file, wanted)
         except OSError as error:
             raise ToolkitError(f"--output-dir {folder} cannot be written: {error.strerror}") from None
     elif not resume:

@@ -41,12 +41,6 @@ def adapts_experts(shape: ModelShape) -> bool:
     return bool(_renamed_targets(shape))
 
 
-def lora_layers(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> tuple[Layer, ...]:
-    """Return the adapters of each layer; identical layers share one object."""
-    kinds = {kind: lora_layer(shape, kind, rank, targets) for kind in shape.layer_kinds}
-    return tuple(kinds[layer] for layer in shape.layers)
-
-
 def lora_layer(shape: ModelShape, kind: Layer, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
     """Return the adapters of one kind of layer."""
     if shape.counted_adapters is not None:

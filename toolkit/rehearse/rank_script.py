@@ -33,6 +33,7 @@ NOT_MEASURED = (
     "whether all ranks hold the same weights and different batches",
 )
 WITH_EXPERTS = "how many tokens other ranks send to the experts of this one: here as many as it sends itself"
+WITH_PACKING = "whether the rows of a pack are isolated from each other (that takes the weights of all ranks)"
 MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 
@@ -73,7 +74,11 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         **{name: max((size for row in rows if (size := getattr(row, name))), default=None) for name in PEAKS},
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
-        "not_measured": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
+        "not_measured": [
+            *NOT_MEASURED,
+            *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else []),
+            *([WITH_PACKING] if run.arguments.job.packing else []),
+        ],
         "phase_peaks": trainer.observer.timer.peaks.by_phase(),
         "random_weights": not has_local_weights(str(run.arguments.job.model_name_or_path)),
     }

@@ -277,7 +277,7 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
     `own_seconds` waits least: its rest is taken as every rank's. A rank whose backward is slow too therefore looks
     faster by comparison than it is.
     """
-    steps = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
+    steps = list(timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps).values())
     if not steps:
         raise ToolkitError(
             f"{folder} has no timed step of all ranks in ranks/rank*.jsonl",

@@ -22,11 +22,13 @@ import torch.distributed as dist
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
-from toolkit.launch.resume_conversion import (
+from toolkit.launch.resume import (
     RESUME_FOLDER,
-    ResumingRun,
-    checkpoint_to_convert,
+    TrainingRun,
+    check_resume_settings,
+    check_same_layout,
     convert_checkpoint,
+    converts,
     remove_converted,
 )
 from toolkit.observe.hang_detection import Watchdog
@@ -34,7 +36,6 @@ from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folde
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start, record_restart, reuse_of
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
@@ -45,7 +46,6 @@ from toolkit.record.checkpoints import (
     remove_unfinished,
 )
 from toolkit.record.folder import RunFolder
-from toolkit.record.resume_checks import check_resume_settings, check_same_layout
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.dataset import row_places
 from toolkit.train.launch_context import LaunchContext
@@ -173,20 +173,10 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     checkpoint: Checkpoint | None = found[0]
     if checkpoint is None:
         return None
-    if launch.preset is not None:
-        check_same_layout(checkpoint, _resuming_run(arguments, launch.preset).layout)
-    check_resume_settings(
-        checkpoint,
-        global_batch_size=arguments.global_batch_size,
-        seed=training.seed,
-        max_steps=training.max_steps,
-        optim=str(getattr(training.optim, "value", training.optim)),
-        streaming_buffer_size=job.shuffle_buffer_size,
-        dataset_weights=list(job.dataset_weights),
-        data_parallel_size=arguments.data_parallel_size,
-        order_of_ranks=job.order_of_ranks,
-        pipeline_chunks=None if arguments.pipeline is None else arguments.pipeline.chunks,
-    )
+    if (run := _training_run(arguments, launch)) is not None:
+        check_same_layout(checkpoint, run)
+    groups, batch = arguments.data_parallel_size, arguments.global_batch_size
+    check_resume_settings(checkpoint, job, global_batch_size=batch, data_parallel_size=groups)
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
     return checkpoint
@@ -205,24 +195,18 @@ def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpo
             print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
             return None
         checkpoint = latest
-    if launch.preset is not None:
-        run = _resuming_run(arguments, launch.preset)
-        if (other := checkpoint_to_convert(checkpoint, run)) is not None:
-            checkpoint = read_checkpoint(convert_checkpoint(other, run, on_message=partial(print, flush=True)))
+    run = _training_run(arguments, launch)
+    if run is not None and converts(checkpoint, run):
+        checkpoint = read_checkpoint(convert_checkpoint(checkpoint, run, on_message=partial(print, flush=True)))
     if not arguments.job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint
 
 
-def _resuming_run(arguments: Arguments, preset: PresetSpec) -> ResumingRun:
-    return ResumingRun(
-        preset=preset,
-        num_processes=arguments.training.world_size,
-        output_dir=Path(arguments.training.output_dir),
-        global_batch_size=arguments.global_batch_size,
-        degrees=arguments.job.degrees,
-        trust_pickle=arguments.job.trust_pickle,
-    )
+def _training_run(arguments: Arguments, launch: LaunchContext) -> TrainingRun | None:
+    if launch.preset is None:
+        return None
+    return TrainingRun(preset=launch.preset, job=arguments.job, num_processes=arguments.training.world_size)
 
 
 # -- run.json

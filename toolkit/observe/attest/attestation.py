@@ -80,7 +80,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.initial_weights = self.hash_weights(plain)
         if hasattr(wrapped, "zero_optimization_stage"):
             call_at_gradient_peak(wrapped, self._read_gradients)
-        self.before_training = self.parts.read_before_training(self.trainer)
+        self.before_training = self.read_before_training()
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
             self.recompute.start()
@@ -120,6 +120,10 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def hash_weights(self, model: Any) -> str | None:
         """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
         return weights_sha256(model, self.compute_dtype)
+
+    def read_before_training(self) -> Values:
+        """Return what the script reads with forwards of its own. A rehearsal has no weights of other ranks for them."""
+        return self.parts.read_before_training(self.trainer)
 
     def verify(self, reading: Values) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
