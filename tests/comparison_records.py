@@ -7,8 +7,10 @@ from typing import Any
 
 from toolkit.compare.build_results import aggregate_trials
 from toolkit.compare.ledger import ProbeRecord, TrialRecord
+from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Failure, Row, RowKey, Trial
+from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -34,6 +36,12 @@ def comparison(*presets: str, **changes: Any) -> ComparisonSpec:
         **{"world_sizes": (2,), "untimed_steps": 2, "reference": "ddp", "cpu": True, "repeats": 3},
     }
     return ComparisonSpec.model_validate(known | changes)
+
+
+def comparison_runner(spec: ComparisonSpec, folder: Path, **options: Any) -> Runner:
+    """A runner of this comparison in `folder`, on a CPU."""
+    given = CompareOptions(output_dir=folder, num_processes=("2",), cpu=True, **options)
+    return Runner(options=given, spec=spec, unsupported={}, nvme={}, progress=ConsoleProgress(0))
 
 
 def comparison_on_gpus(model: Path, **changes: Any) -> ComparisonSpec:

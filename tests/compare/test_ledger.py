@@ -65,6 +65,7 @@ def test_not_a_number_is_written_as_an_unknown(tmp_path: Path) -> None:
         ({"step_seconds": ["1"] * 8}, "step_seconds[0] is '1', expected a valid number"),
         ({"kind": "probe"}, "it has no per_device_train_batch_size"),
         ({"kind": None}, "kind is None, expected trial, probe, side_run"),
+        ({"kind": []}, "kind is [], expected trial, probe, side_run"),
     ],
 )
 def test_a_damaged_record_is_named_with_its_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

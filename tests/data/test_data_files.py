@@ -144,13 +144,13 @@ def test_a_single_row_with_one_list_is_a_row_and_not_a_wrapper(write: Write) -> 
     assert [row for _, row in iter_rows(write("indented.json", json.dumps(row, indent=2)))] == [row]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 39])
-def test_a_json_list_does_not_depend_on_the_chunk_size(
-    write: Write, monkeypatch: pytest.MonkeyPatch, chunk: int
+@pytest.mark.parametrize("longest_row", [75, 80, 87, 200])
+def test_a_json_list_does_not_depend_on_how_much_is_read_at_once(
+    write: Write, monkeypatch: pytest.MonkeyPatch, longest_row: int
 ) -> None:
     rows = [{"text": 'a "b" \\ å 🙂', "n": [1, -2.5e3, True, None]}, {}, {"text": "x" * 30}]
     path = write("rows.json", json.dumps(rows, indent=1))
-    monkeypatch.setattr(text_files, "_CHUNK_CHARS", chunk)
+    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", longest_row)
     expected = [("row 1, line 2", rows[0]), ("row 2, line 11", rows[1]), ("row 3, line 12", rows[2])]
     assert list(iter_rows(path)) == expected
 

@@ -114,7 +114,7 @@ def test_distributed_metadata_admits_only_its_own_classes(tmp_path: Path) -> Non
         write(tmp_path / "optimizer_0" / DCP_METADATA, pickle.dumps({"x": content}))
         assert "would run" in refusal(tmp_path)
         with pytest.raises(ToolkitError, match="would run"):
-            read_dcp_metadata(tmp_path / "optimizer_0")
+            read_dcp_metadata(tmp_path / "optimizer_0" / DCP_METADATA)
 
 
 def test_only_regular_files_and_folders_inside_are_read(tmp_path: Path) -> None:

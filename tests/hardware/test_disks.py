@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.errors import ToolkitError
 from toolkit.hardware import disks
-from toolkit.hardware.disks import Mount, disk_facts, measure_rates, mount_of
+from toolkit.hardware.disks import Mount, check_free_space, disk_facts, measure_rates, mount_of
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -52,3 +53,9 @@ def test_rates_are_measured_and_nothing_stays_behind(tmp_path: Path, monkeypatch
 def test_the_disk_of_a_folder_has_a_size(tmp_path: Path) -> None:
     facts = disk_facts(tmp_path)
     assert 0 < facts["free_bytes"] <= facts["total_bytes"]
+
+
+def test_a_disk_without_enough_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=f"{tmp_path} has .* free, the run needs about 931322574.62 GiB"):
+        check_free_space(tmp_path / "not" / "yet" / "there", 10**18, user="the run")
+    check_free_space(tmp_path, 1, user="the run")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files.reading import MAX_TEXT_BYTES, open_file, read_text
@@ -30,21 +30,6 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ToolkitError as `read_json` does, and for another type."""
     return as_mapping(read_json(path, limits=limits, max_bytes=max_bytes, allow_nan=allow_nan), str(path))
-
-
-def read_json_object_if_present(
-    path: Path, *, limits: Limits = RECORDS, allow_nan: bool = False
-) -> dict[str, Any] | None:
-    """Return the object in a JSON file, None where there is no file. Raises ToolkitError as `read_json_object` does."""
-    return read_json_object(path, limits=limits, allow_nan=allow_nan) if os.path.lexists(path) else None
-
-
-def check_json(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> None:
-    """Raise ToolkitError for a file that is no JSON at all; its values are not read (a tokenizer's may be any)."""
-    try:
-        json.loads(read_text(path, max_bytes=max_bytes))
-    except (ValueError, RecursionError) as error:
-        raise ToolkitError(f"{path} is not JSON: {str(error)[:80]}", hint="copy or download it again") from None
 
 
 def parse_json(
@@ -76,35 +61,19 @@ def as_mapping(content: Any, name: str) -> dict[str, Any]:
     return content
 
 
-class JsonLine(NamedTuple):
-    """One complete line."""
-
-    number: int
-    """From 1, as an editor counts."""
-    content: dict[str, Any]
-
-
 def read_json_lines(
-    path: Path,
-    *,
-    max_bytes: int = MAX_LINES_BYTES,
-    max_line_bytes: int = MAX_TEXT_BYTES,
-    max_lines: int | None = None,
-    allow_nan: bool = False,
-    hint: str | None = None,
-) -> Iterator[JsonLine]:
-    """Yield the complete lines of a file, without blank ones.
+    path: Path, *, max_line_bytes: int = MAX_TEXT_BYTES, allow_nan: bool = False, hint: str | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the complete lines of a file, without blank ones: what messages call the line, and its object.
 
     Raises ToolkitError as `open_file` does, and with `hint` for a line that is not a JSON object; OverLimit for a
     larger file or line.
     """
     with open_file(path) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise OverLimit(f"{path} has more than {max_bytes // MIB} MiB, more than any file of its kind")
+        if os.fstat(file.fileno()).st_size > MAX_LINES_BYTES:
+            raise OverLimit(f"{path} has more than {MAX_LINES_BYTES // MIB} MiB, more than any file of its kind")
         for number, line in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), start=1):
-            name = line_name(path, number)
-            if max_lines is not None and number > max_lines:
-                raise OverLimit(f"{path} has more than {max_lines:,} lines, more than any file of its kind")
+            name = f"{path}, line {number}"
             if len(line) > max_line_bytes:
                 raise OverLimit(f"{name}: longer than {max_line_bytes:,} bytes")
             if not line.endswith(b"\n"):
@@ -116,12 +85,7 @@ def read_json_lines(
                     raise ToolkitError(f"{name}: not UTF-8 text (byte {error.start})", hint=hint) from None
                 except ToolkitError as error:
                     raise type(error)(error.message, hint=error.hint or hint) from None
-                yield JsonLine(number, content)
-
-
-def line_name(path: Path, number: int) -> str:
-    """Return what messages call a line."""
-    return f"{path}, line {number}"
+                yield name, content
 
 
 def complete_bytes(path: Path) -> int:

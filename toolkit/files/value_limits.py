@@ -33,11 +33,9 @@ class Limits:
 
     values: int
     depth: int
-    characters: int = 2**20
-    """Of one text. Chat templates and messages of failed runs have some thousands."""
     integer_bits: int = 64
 
-    def check(self, name: str, *, values: int, depth: int) -> None:
+    def check(self, name: str, *, values: float, depth: int) -> None:
         """Raise OverLimit for counts above the limits, before time is spent on them."""
         if values > self.values:
             raise OverLimit(f"{name} has more than {self.values:,} values, more than any file of its kind")
@@ -71,8 +69,8 @@ def unexpected(name: object, key: str, value: Any, expected: str, *, hint: str |
 def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = False) -> None:
     """Raise ToolkitError for values beyond the limits and for numbers and text that no file of ours holds.
 
-    Those are integers of more bits than `limits` allows, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and
-    infinities. The message says under which key or index the value is.
+    Those are integers of more bits than `limits` allows, text that UTF-8 cannot hold, what YAML's tags make (bytes,
+    sets, pairs), and (unless `allow_nan`) NaN and infinities. The message says under which key or index the value is.
     """
     pending: list[tuple[Any, int]] = [([content], 0)]
     seen = 0
@@ -80,37 +78,27 @@ def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = F
         collection, depth = pending.pop()
         seen += len(collection)
         limits.check(name, values=seen, depth=depth + bool(collection))
-        for value in [*collection, *collection.values()] if isinstance(collection, dict) else collection:
-            kind = type(value)
-            if kind is dict or kind is list:
+        for key, value in collection.items() if isinstance(collection, dict) else enumerate(collection):
+            if isinstance(value, dict | list):
                 pending.append((value, depth + 1))
-            elif value is not None and kind is not bool:
-                problem = _problem(value, limits, allow_nan=allow_nan)
-                if problem is not None:
-                    items = collection.items() if isinstance(collection, dict) else enumerate(collection)
-                    key = next((key for key, each in items if each is value), None)
-                    raise ToolkitError(f"{name}{'' if key is None or not depth else f': {_path((key,))}'} {problem}")
+            problem = _problem(value, limits, allow_nan) or _problem(key, limits, allow_nan)
+            if problem is not None:
+                raise ToolkitError(f"{name}{f': {_path((key,))}' if depth else ''} {problem}")
 
 
-def _problem(value: Any, limits: Limits, *, allow_nan: bool) -> str | None:
-    """What is wrong with a text or a number, or None."""
+def _problem(value: Any, limits: Limits, allow_nan: bool) -> str | None:
     if isinstance(value, str):
-        if len(value) > limits.characters:
-            return f"has {len(value):,} characters, expected at most {limits.characters:,}"
         if not value.isascii() and _SURROGATE.search(value):
             return f"is {value[:40]!r}, which is not valid Unicode"
     elif isinstance(value, float):
         if not math.isfinite(value) and not allow_nan:
             return f"is {value}, expected a finite number"
-    elif isinstance(value, int) and value.bit_length() > limits.integer_bits:
-        return f"is an integer of {value.bit_length():,} bits, expected at most {limits.integer_bits}"
+    elif isinstance(value, int):
+        if value.bit_length() > limits.integer_bits:
+            return f"is an integer of {value.bit_length():,} bits, expected at most {limits.integer_bits}"
+    elif isinstance(value, bytes | set | tuple):
+        return f"is of the type {type(value).__name__}, expected plain text, numbers and lists"
     return None
-
-
-def shown_key(key: object) -> str:
-    """Return a key for a message: escaped and cut only if it has to be."""
-    text = str(key)
-    return text if len(text) <= MAX_SHOWN and text.isprintable() else shown(text)
 
 
 def validate(adapter: TypeAdapter[_T], content: Any, name: str) -> _T:
@@ -152,5 +140,9 @@ def explain(error: ValidationError) -> str:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    words = "".join(f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" for part in place)
+    """Return keys and indices as `jobs[3].name`; a key is escaped and cut only if it has to be."""
+    words = ""
+    for part in place:
+        plain = str(part) if len(str(part)) <= MAX_SHOWN and str(part).isprintable() else shown(str(part))
+        words += f"[{part}]" if isinstance(part, int) else f".{plain}"
     return words.removeprefix(".") or "it"

@@ -1,10 +1,8 @@
-"""YAML files, read with limits on size, depth and expanded aliases; tags that name objects are refused.
-
-`read_configuration` reads a configuration of either kind, YAML or JSON.
-"""
+"""YAML files, read with limits on size, depth and expanded aliases; `read_configuration` reads YAML or JSON."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from toolkit.units import MIB
 MAX_YAML_BYTES = MIB
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 YAML_TAG = "tag:yaml.org,2002:"
-PLAIN_TAGS = {YAML_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
-
 # PyYAML takes quadratic time for `1:2:3...` (base 60), minutes for a megabyte of it.
 MAX_NUMBER_CHARACTERS = 400
 _NUMBER = re.compile(r"[-+0-9.][0-9a-fA-Fx_:.+-]*")
@@ -43,8 +39,9 @@ def read_configuration(path: Path) -> dict[str, Any]:
 
 def parse_yaml(text: str, name: str, *, limits: Limits = CONFIGURATION) -> Any:
     """Return the value in a text that messages call `name`.
-    Raises ToolkitError for malformed YAML, with its line; for more or deeper values than `limits`, counting an alias as
-    often as it is used; for tags that name objects; and for numbers that are not finite or beyond 64 bits.
+
+    Raises ToolkitError for malformed YAML, with its line; for tags that name objects; and as `check_yaml` and
+    `check_values` do.
     """
     check_yaml(text, name, limits)
     try:
@@ -57,44 +54,43 @@ def parse_yaml(text: str, name: str, *, limits: Limits = CONFIGURATION) -> Any:
 
 def not_yaml(name: str, error: Exception) -> ToolkitError:
     """Return the error for a text that PyYAML refuses, in one line."""
+    if isinstance(error, yaml.constructor.ConstructorError) and "constructor for the tag" in str(error.problem):
+        tag = str(error.problem).split("'")[1][:80]
+        return ToolkitError(
+            f"{name} has a value with the tag {tag!r}, which names an object; nothing was executed",
+            hint="use only plain keys, numbers and strings",
+        )
     why = str(error) if isinstance(error, yaml.YAMLError | ValueError | OverflowError) else type(error).__name__
     return ToolkitError(f"{name} is not YAML: {' '.join(why.split())[:400]}")
 
 
 def check_yaml(text: str, name: str, limits: Limits) -> None:
-    """Check size, depth, aliases and tags event by event, before any value exists. Raises ToolkitError.
+    """Raise ToolkitError for deeper or more values than the limits, counted before any value exists.
 
     An alias counts as often as it is used: a few lines of them can stand for billions of values.
     """
-    around: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values of each collection that is not closed yet
-    anchored: dict[str, int] = {}
+    around: list[tuple[str | None, float]] = [(None, 0)]  # anchor and values of each collection that is not closed yet
+    anchored: dict[str | None, float] = {}
     try:
         for event in yaml.parse(text, Loader=LOADER):
-            tag = getattr(event, "tag", None)
-            if tag is not None and tag not in PLAIN_TAGS and tag != "!":
-                raise ToolkitError(
-                    f"{name} has a value with the tag {tag[:80]!r}, which names an object; nothing was executed",
-                    hint="use only plain keys, numbers and strings",
-                )
             if isinstance(event, yaml.CollectionStartEvent):
                 around.append((event.anchor, 1))
+                anchored[event.anchor] = math.inf
                 limits.check(name, values=0, depth=len(around) - 1)
                 continue
             if isinstance(event, yaml.CollectionEndEvent):
                 anchor, values = around.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                anchor, values = None, anchored.get(event.anchor, 1)
+                if values == math.inf:
+                    raise ToolkitError(f"{name} has an alias *{str(event.anchor)[:40]} inside of what it stands for")
             elif isinstance(event, yaml.ScalarEvent):
                 anchor, values = event.anchor, 1
                 if len(event.value) > MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(event.value):
                     raise ToolkitError(f"{name} has a number of {len(event.value):,} characters")
-            elif isinstance(event, yaml.AliasEvent):
-                alias = str(event.anchor)
-                if any(anchor == alias for anchor, _ in around):
-                    raise ToolkitError(f"{name} has an alias *{alias[:40]} inside of what it stands for")
-                anchor, values = None, anchored.get(alias, 1)
             else:
                 continue
-            if anchor is not None:
-                anchored[anchor] = values
+            anchored[anchor] = values
             around[-1] = (around[-1][0], around[-1][1] + values)
             limits.check(name, values=around[-1][1], depth=0)
     except (yaml.YAMLError, ValueError) as error:

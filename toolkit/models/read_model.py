@@ -39,7 +39,7 @@ HUB_SECONDS = 5
 UNGATED = "Qwen/Qwen3-8B"
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 COUNTING_SECONDS = 300
-COUNTING_MODULES = ("count_from_transformers", "count_activations", "fake_tensors")
+COUNTING_MODULES = ("count_from_transformers", "fake_tensors")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 
