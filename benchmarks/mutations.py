@@ -69,7 +69,7 @@ def formats(work: Path) -> list[Format]:
     runs = {case: work / "runs" / case for case in CASES}
     model = small_model(work / "runs" / "model", vocab_size=300)  # the words are bytes, so that checkpoints are small
     job = {"model_name_or_path": model, "dataset": ROOT / "examples" / "data.jsonl", "seed": 1, "max_steps": 2}
-    job |= {"save_steps": 1, "per_device_train_batch_size": 2, "save_model": "true"}
+    job |= {"save_steps": 1, "per_device_train_batch_size": 2, "save_model": "true", "max_seq_length": 320}
     for case, folder in runs.items():
         preset, _, lora = case.partition("-")
         if not any(folder.glob("*model.safetensors")):
