@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import complete_bytes, read_json_lines
-from toolkit.files.value_limits import explain, shown
+from toolkit.files.documents import complete_bytes, explain, read_json_lines, shown
 from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import lock_file
 
