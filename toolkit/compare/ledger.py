@@ -16,16 +16,9 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from toolkit.compare.rows import (
-    RowKey,
-    RunRecord,
-    SideRunFigures,
-    TrainedProblem,
-    Trial,
-)
+from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import complete_bytes, read_json_lines
-from toolkit.files.value_limits import explain, shown
+from toolkit.files.documents import complete_bytes, explain, read_json_lines, shown
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import status
 from toolkit.record.columns import PositiveCount
