@@ -18,19 +18,13 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.engines import WRITERS, open_checkpoint
-from toolkit.checkpoint.hf_export import (
-    SIDE_FILE_BYTES,
-    check_complete,
-    check_disk_space,
-    check_output,
-    copy_file,
-    temporary_beside,
-)
+from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete, check_output, copy_file, temporary_beside
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
+from toolkit.hardware.disks import check_free_space
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
@@ -64,7 +58,8 @@ def convert(
     reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
     try:
         groups = model.groups(_optimized_names(reader, model))
-        check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
+        needed = BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES
+        check_free_space(out, needed, user=str(out))
         with temporary_beside(out) as temporary:
             WRITERS["at_load" if preset.sharded_at_load else preset.engine](temporary, reader, model, groups)
             _copy_side_files(files, temporary, same_ranks=reader.layout.world_size == num_processes)

@@ -17,7 +17,7 @@ from toolkit.data.template_limits import check_templates, read_template, templat
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
-from toolkit.hardware.disks import existing_folder, free_bytes
+from toolkit.hardware.disks import check_free_space
 from toolkit.hardware.gpus import count_gpus
 from toolkit.job.argument_values import as_list
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
@@ -33,7 +33,6 @@ from toolkit.presets.support import check_supported
 from toolkit.record.attempts import Reuse, check_start, reuse_of
 from toolkit.record.checkpoints import LATEST_WORDS, list_checkpoints
 from toolkit.record.folder import RunFolder, read_json
-from toolkit.units import gib
 
 # Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.
 LARGEST_NODE = 1024
@@ -169,7 +168,8 @@ def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     folder.check_free()
     check_start(folder, reuse_folder(job))
     folder.check_writable()
-    check_disk(folder.path, needed=saved_bytes(job, engine=engine))
+    hint = "name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint"
+    check_free_space(folder.path, saved_bytes(job, engine=engine), user="the run", hint=hint)
     return folder.path
 
 
@@ -241,14 +241,3 @@ def weight_bytes(model: Path) -> int:
     is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
     stored = sum(path.stat().st_size for path in model.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     return stored * 2 if is_half else stored
-
-
-def check_disk(folder: Path, *, needed: int) -> None:
-    """Raise ToolkitError for a disk without enough space for `needed` bytes."""
-    existing = existing_folder(folder)
-    free = free_bytes(existing)
-    if free < needed:
-        raise ToolkitError(
-            f"{existing} has {gib(free)} free, and the run saves about {gib(needed)}",
-            hint="name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint",
-        )
