@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.compilation import BACKENDS, MODES
 from toolkit.job.job import Job
-from toolkit.job.job_checks import profiled_steps
+from toolkit.job.job_checks import BACKENDS, MODES, profiled_steps
 from toolkit.presets import load_preset
 from toolkit.presets.preset_checks import check_arguments
 
@@ -53,10 +52,10 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("ddp", STREAM | {"dataloader_num_workers": "3"}, "is 3, and a stream is divided among 0, 1, 2, 4 or 8"),
         (
             "ddp",
-            {"dataset": ["a.jsonl", "b.jsonl"], "dataset_weights": "0.7"},
+            {"dataset": ["a.csv", "b.csv"], "dataset_weights": "0.7"},
             "has length 1, expected 2: a weight for",
         ),
-        ("ddp", {"dataset": "a.jsonl", "dataset_weights": ["0.7", "0.3"]}, "has length 2, expected 1: a weight for"),
+        ("ddp", {"dataset": "a.csv", "dataset_weights": ["0.7", "0.3"]}, "has length 2, expected 1: a weight for"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": ["0.7", "0"]}, "has 0, expected numbers above 0"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": [0.7, -1.5]}, "has -1.5, expected numbers above 0"),
         ("ddp", {"deepspeed": "ds.json"}, "would override the sharding of preset 'ddp'"),
