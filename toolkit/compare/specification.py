@@ -7,8 +7,7 @@ It is `comparison.json` in the comparison's folder. A comparison is resumed only
 
 A variant is a preset under another name, with training arguments that it alone has:
 
->>> variant = parse_variant("ddp_int8=ddp --ddp_comm_hook int8")
->>> variant.name, variant.preset.name, variant.extra_arguments
+>>> parse_variant("ddp_int8=ddp --ddp_comm_hook int8")
 ('ddp_int8', 'ddp', ('--ddp_comm_hook', 'int8'))
 """
 
@@ -17,9 +16,7 @@ from __future__ import annotations
 import random
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,14 +24,13 @@ from annotated_types import MinLen
 from pydantic import BaseModel, ConfigDict
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.ledger import Ledger, completed_sizes, probes_of
+from toolkit.compare.ledger import LedgerRecord, completed_sizes, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object, shown
 from toolkit.files.secrets import hide_secrets, hide_words
-from toolkit.files.value_limits import shown
 from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
@@ -51,17 +47,6 @@ VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
 TARGET_INTERVAL_ON_GPU, TARGET_INTERVAL_ON_CPU = 0.01, 0.03
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """A preset as it is compared; one without extra arguments has the preset's own name."""
-
-    name: str
-    preset: PresetSpec
-    source: str
-    """The preset's name or the absolute path of its file, as `load_preset` takes it."""
-    extra_arguments: tuple[str, ...] = ()
 
 
 class ExpectedStrategy(BaseModel):
@@ -81,13 +66,8 @@ class ExpectedStrategy(BaseModel):
     def of(cls, preset: PresetSpec) -> Self:
         """Return what the trials of a preset must report."""
         zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
-        return cls(
-            engine=preset.engine,
-            sharding=preset.sharding,
-            quantises=any(zero.get(key) for key in QUANTIZED_KEYS),
-            parallel=preset.parallel,
-            sharded_at_load=preset.sharded_at_load,
-        )
+        same = {key: getattr(preset, key) for key in ("engine", "sharding", "parallel", "sharded_at_load")}
+        return cls(**same, quantises=any(zero.get(key) for key in QUANTIZED_KEYS))
 
 
 class ComparisonSpec(BaseModel):
@@ -128,9 +108,8 @@ class ComparisonSpec(BaseModel):
 
     def allocation(self) -> Allocation | None:
         """Return the SLURM job to run in, None on this node alone. Raises ToolkitError outside a SLURM job."""
-        if self.processes_per_node is None:
-            return None
-        return Allocation.current(processes_per_node=self.processes_per_node)
+        per_node = self.processes_per_node
+        return None if per_node is None else Allocation.current(processes_per_node=per_node)
 
     def rows(self) -> list[RowKey]:
         """Return the rows in the order of the options: by world size, then by preset."""
@@ -144,6 +123,10 @@ class ComparisonSpec(BaseModel):
             round_of_rows = shuffle.sample(rows, len(rows)) if self.repeats > 1 else rows
             ordered += [Trial(row=row, repeat=repeat) for row in round_of_rows]
         return ordered
+
+    def preset(self, name: str) -> PresetSpec:
+        """Load the preset that is compared under this name."""
+        return load_preset(self.preset_sources[name])
 
     @property
     def model(self) -> str:
@@ -184,14 +167,16 @@ class ComparisonSpec(BaseModel):
 
     def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
         """Return the row's own arguments, then the comparison's."""
-        added: dict[str, Any] = {"output_dir": output_dir, "save_model": "false", "save_strategy": "no"}
-        added["untimed_steps"] = self.untimed_steps
-        if self.target_interval is not None:
-            added["stop_when_steps_within"] = self.target_interval
-        if self.trial_minutes is not None:
-            added["stop_after_minutes"] = self.trial_minutes
-        flags = [word for name, value in added.items() for word in (f"--{name}", str(value))]
-        return [*self.own_argv(row), *flags]
+        added = {
+            "output_dir": output_dir,
+            "save_model": "false",
+            "save_strategy": "no",
+            "untimed_steps": self.untimed_steps,
+            "stop_when_steps_within": self.target_interval,
+            "stop_after_minutes": self.trial_minutes,
+        }
+        flags = [(f"--{name}", str(value)) for name, value in added.items() if value is not None]
+        return [*self.own_argv(row), *(word for flag in flags for word in flag)]
 
     def expected_facts(self, row: RowKey) -> dict[str, Any]:
         """Return the engine, the sharding and the layout that a row's trials must report.
@@ -220,80 +205,77 @@ class ComparisonSpec(BaseModel):
         return dict(hide_secrets(content))
 
 
-def load_variants(presets: Sequence[str], variants: Sequence[str]) -> list[Variant]:
-    """Return the presets, then the variants. Raises ToolkitError for none at all and for a repeated name."""
-    found = [_load(given) for given in presets] + [parse_variant(text) for text in variants]
-    if not found:
-        raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
-    repeated = [name for name, times in Counter(variant.name for variant in found).items() if times > 1]
-    if repeated:
-        raise ToolkitError(
-            f"--preset {repeated[0]} is given twice",
-            hint=f"name each preset once; `--variant again={repeated[0]}` is the same under another name",
-        )
-    return found
-
-
-def parse_variant(text: str) -> Variant:
-    """Parse `NAME=PRESET --argument value`, as typed after `--variant`."""
+def parse_variant(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`."""
     name, equals, rest = text.partition("=")
     try:
-        given, *extra = shlex.split(rest) or [""]
+        source, *extra = shlex.split(rest) or [""]
     except ValueError as error:  # an unclosed quotation, or a backslash at the end
         raise ToolkitError(
             f"--variant {shown(text)}: {str(error).lower()}", hint='`--variant "NAME=PRESET --argument value"`'
         ) from None
-    if not equals or not given or not VARIANT_NAME.fullmatch(name):
+    if not equals or not source or not VARIANT_NAME.fullmatch(name):
         raise ToolkitError(
             f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
             hint='`--variant "ddp_int8=ddp --ddp_comm_hook int8"`',
         )
     read_arguments(extra)
-    return _load(given, name=name, extra_arguments=tuple(extra))
+    return name, source, tuple(extra)
 
 
-def _load(given: str, *, name: str | None = None, extra_arguments: tuple[str, ...] = ()) -> Variant:
-    preset = load_preset(given)
-    # A comparison is resumed from any directory.
-    source = str(preset.accelerate_config_path) if given.endswith((".yaml", ".yml")) else given
-    return Variant(name=name or preset.name, preset=preset, source=source, extra_arguments=extra_arguments)
+def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, tuple[str, ...]]]:
+    """Each preset and variant by name: its preset, what `load_preset` takes, and the arguments that it alone has."""
+    loaded: dict[str, tuple[PresetSpec, str, tuple[str, ...]]] = {}
+    for name, source, words in [*(("", name, ()) for name in options.preset), *map(parse_variant, options.variant)]:
+        preset = load_preset(source)
+        if source.endswith((".yaml", ".yml")):  # a comparison is resumed from any directory
+            source = str(preset.accelerate_config_path)
+        name = name or preset.name
+        if name in loaded:
+            raise ToolkitError(
+                f"--preset {name} is given twice",
+                hint=f"name each preset once; `--variant again={name}` is the same under another name",
+            )
+        loaded[name] = preset, source, words
+    if not loaded:
+        raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
+    return loaded
 
 
-def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:
-    """Return the comparison that the options describe. Raises ToolkitError for an impossible baseline or batch."""
-    names = [variant.name for variant in variants]
-    baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
-    if baseline not in names:
-        raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
-    scaling, target_interval = _scaling(options), options.target_interval
+def make_specification(options: CompareOptions) -> ComparisonSpec:
+    """Return the comparison that the options describe.
+
+    Raises ToolkitError for no preset, a repeated name, an unknown baseline, and an impossible batch.
+    """
+    loaded = _load_presets(options)
+    presets = {name: preset for name, (preset, _, _) in loaded.items()}
+    baseline = options.baseline or ("ddp" if "ddp" in presets else next(iter(presets)))
+    if baseline not in presets:
+        raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(presets)}")
+    target_interval = options.target_interval
     if target_interval is None:
-        offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
+        offloads = any(preset.offload_optimizer or preset.offload_param for preset in presets.values())
         target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
-    batches = {}
+    job, batches = Job.from_argv(options.training_arguments), {}
+    scaling = _scaling(options, job)
     if scaling == "strong":
-        by_size = strong_scaling_batches(Job.from_argv(options.training_arguments), options.world_sizes)
-        batches = {RowKey(preset=name, world_size=size).name: by_size[size] for size in by_size for name in names}
-    spec = ComparisonSpec(
-        presets=tuple(names),
-        preset_files={variant.name: variant.preset.texts() for variant in variants},
-        expected={variant.name: ExpectedStrategy.of(variant.preset) for variant in variants},
-        preset_sources={variant.name: variant.source for variant in variants},
-        extra_arguments={variant.name: variant.extra_arguments for variant in variants if variant.extra_arguments},
-        world_sizes=options.world_sizes,
-        training_arguments=tuple(options.training_arguments),
-        untimed_steps=options.untimed_steps,
-        reference=baseline,
-        cpu=options.on_cpu,
-        processes_per_node=options.nproc_per_node,
-        repeats=options.repeats,
-        order_seed=options.order_seed,
-        target_interval=target_interval or None,
-        trial_minutes=options.trial_minutes,
-        scaling=scaling,
-        find_max_batch=options.find_max_batch,
-        batches=batches,
-    )
-    return with_own_batches(spec)
+        by_size = strong_scaling_batches(job, options.world_sizes)
+        batches = {RowKey(preset=name, world_size=size).name: by_size[size] for size in by_size for name in presets}
+    same = {key: getattr(options, key) for key in ComparisonSpec.model_fields if hasattr(options, key)}
+    determined = {
+        "presets": tuple(presets),
+        "preset_files": {name: preset.texts() for name, preset in presets.items()},
+        "expected": {name: ExpectedStrategy.of(preset) for name, preset in presets.items()},
+        "preset_sources": {name: source for name, (_, source, _) in loaded.items()},
+        "extra_arguments": {name: words for name, (_, _, words) in loaded.items() if words},
+        "reference": baseline,
+        "cpu": options.on_cpu,
+        "processes_per_node": options.nproc_per_node,
+        "target_interval": target_interval or None,
+        "scaling": scaling,
+        "batches": batches,
+    }
+    return with_own_batches(ComparisonSpec.model_validate(same | determined))
 
 
 def with_own_batches(spec: ComparisonSpec) -> ComparisonSpec:
@@ -317,16 +299,17 @@ def with_own_batches(spec: ComparisonSpec) -> ComparisonSpec:
     return spec.with_batches(batches)
 
 
-def _scaling(options: CompareOptions) -> Scaling | None:
-    """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
-    if Job.from_argv(options.training_arguments).global_batch_size is None:
-        return options.effective_scaling
+def _scaling(options: CompareOptions, job: Job) -> Scaling | None:
+    """Strong where `--global_batch_size` gives every row the same batch; otherwise weak unless given."""
+    fixed = job.global_batch_size is not None
     for option, is_set in {"find-max-batch": options.find_max_batch, "scaling weak": options.scaling == "weak"}.items():
-        if is_set:
+        if fixed and is_set:
             raise ToolkitError(
                 f"--{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
             )
-    return None if len(options.world_sizes) == 1 else "strong"
+    if len(options.world_sizes) == 1:
+        return None
+    return "strong" if fixed or options.scaling == "strong" else "weak"
 
 
 def strong_scaling_batches(job: Job, world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
@@ -377,11 +360,9 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
                 )
 
 
-def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:
+def with_largest_batches(spec: ComparisonSpec, records: Mapping[str, LedgerRecord]) -> ComparisonSpec:
     """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
-    if spec.find_max_batch is None:
-        return spec
-    batches, records = dict(spec.batches), ledger.read()
+    batches = dict(spec.batches)
     for row in spec.rows():
         if probes := probes_of(records, row):
             batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes.values()), default=min(probes))}

@@ -22,9 +22,9 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.report.charts import Line, LineChart
-from toolkit.report.tables import Cell, Heading, Table, text_cell, text_heading
+from toolkit.report.rendering import Cell, Heading, Table, text_cell, text_heading
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, LEAST, FailureOptions, check_range
-from toolkit.simulate.simulation_report import SimulationReport, line_chart
+from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.units import SECONDS_PER_HOUR, seconds
 
 # Beyond any cluster; larger values are units mixed up.
@@ -247,14 +247,15 @@ def interval_chart(estimate: FailureEstimate) -> LineChart:
     places = [math.log10(young) + s / POINTS_PER_DECADE for s in range(-POINTS_PER_DECADE, POINTS_PER_DECADE + 1)]
     exact = [(place, job.at_interval(10**place).exact_time_ratio) for place in places]
     first_order = [(place, job.at_interval(10**place).effective_time_ratio) for place in places]
-    lines = [Line(points=exact, color="c2", width=2.0), Line(points=first_order, color="c1", width=2.0, dashed=True)]
-    for color, best in (("c5", young), ("c4", daly)):
+    lines = [Line(points=exact, label="exact", color="c2")]
+    lines.append(Line(points=first_order, label="first order", color="c1", dashed=True))
+    for name, color, best in (("Young", "c5", young), ("Daly", "c4", daly)):
         point = (math.log10(best), job.at_interval(best).exact_time_ratio)
-        lines.append(Line(points=[point], color=color, width=6.0, dots=True))
-    return line_chart(
-        lines,
-        [("c2", "exact"), ("c1", "first order"), ("c5", "best by Young"), ("c4", "best by Daly")],
-        [(place, f"{10**place / 60:,.3g}") for place in (places[0], places[-1])],
+        lines.append(Line(points=[point], label=f"best by {name}", color=color, width=6.0, dots=True))
+    return LineChart(
+        lines=lines,
+        y_format="{:.3f}",
+        x_labels=[(place, f"{10**place / 60:,.3g}") for place in (places[0], places[-1])],
         x_name="minutes of training between two saves, logarithmic",
         title="effective time ratio by checkpoint interval",
     )

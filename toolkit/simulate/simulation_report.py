@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from toolkit.report.charts import Chart, Line, LineChart
-from toolkit.report.rendering import render
-from toolkit.report.tables import Table, rich_table
+from toolkit.report.charts import Chart
+from toolkit.report.rendering import Table, render, rich_table
 
 
 def terminal_columns() -> int:
@@ -45,22 +43,3 @@ class SimulationReport:
         """Return it as a self-contained page of HTML."""
         summary = self.summary.replace("\n", "; ")
         return render("simulation.html.j2", title=self.title, summary=summary, sections=self.sections, notes=self.notes)
-
-
-def line_chart(
-    lines: Sequence[Line], colors: Sequence[tuple[str, str]], x_labels: Sequence[tuple[float, str]], **names: str
-) -> LineChart:
-    """Return lines in a box around their values, dots aside; `names` are its `x_name` and `title`."""
-    values = [value for line in lines if not line.dots for _, value in line.points]
-    low, high = min(values), max(values)
-    return LineChart(
-        lines=lines,
-        colors=colors,
-        left=x_labels[0][0],
-        right=x_labels[-1][0],
-        low=low,
-        high=high,
-        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
-        x_labels=x_labels,
-        **names,
-    )

@@ -21,11 +21,11 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
-from toolkit.report.charts import CURVES, Bar, BarChart, Line, LineChart, curve_widths
-from toolkit.report.tables import Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.charts import Bar, BarChart, LineChart, curves
+from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate import options as defaults
 from toolkit.simulate.options import LEAST, StragglerOptions, check_range
-from toolkit.simulate.simulation_report import SimulationReport, line_chart
+from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
 from toolkit.simulate.synchronization import FloatArray, Policy, PolicyRun, best_backup_workers, simulate
 from toolkit.units import SECONDS_PER_HOUR, gib, number
@@ -351,14 +351,14 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
 
 def loss_chart(study: StragglerStudy) -> LineChart:
     """Return each policy's losses by the time of the simulation."""
-    labels = [result.run.policy.label for result in study.policies]
-    colors = [f"c{index % len(CURVES)}" for index in range(len(labels))]
-    curves = zip(study.policies, colors, curve_widths(len(labels)), strict=True)
-    lines = [Line(points=result.curve, color=color, width=width) for result, color, width in curves]
     last = max(result.curve[-1][0] for result in study.policies)
-    legend = list(zip(colors, labels, strict=True))
-    ends = [(0.0, "0"), (last, f"{last:,.0f}")]
-    return line_chart(lines, legend, ends, x_name="seconds", title="loss by time")
+    return LineChart(
+        lines=curves((result.run.policy.label, result.curve) for result in study.policies),
+        y_format="{:.3f}",
+        x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
+        x_name="seconds",
+        title="loss by time",
+    )
 
 
 def _summary(study: StragglerStudy) -> str:

@@ -1,0 +1,352 @@
+"""The tables and charts of a report. A table lists its columns; headings and formats are those that fields declare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from toolkit.compare.results import Results
+from toolkit.compare.rows import NOT_SUPPORTED, Row, RunRecord, TimelineRank
+from toolkit.record.columns import Column, Format, column_of
+from toolkit.record.measurements import MEMORY_PHASES
+from toolkit.report.charts import (
+    CURVES,
+    LANES,
+    Bar,
+    BarChart,
+    Boxes,
+    Line,
+    LineChart,
+    TimelineChart,
+    TimelineCharts,
+    curves,
+)
+from toolkit.report.rendering import UNKNOWN, Cell, Heading, Table, number_cell, one_line, text_cell
+from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent, speed
+
+TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
+# A longer name would make the heading of the ratio wider than its figures.
+LONGEST_SHORT_NAME = 6
+# Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
+COMPUTED = {"model_state_bytes": Column("model\nstates\n{unit}"), "of_baseline": Column("of\nbaseline", percent)}
+# Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
+IN_COMPARISON = {
+    "tokens_per_second": Column("tokens\n/s", column_of(Row, "tokens_per_second").show),
+    "step_seconds_median": Column("step\ns", fixed(3)),
+    "peak_allocated_bytes": Column("peak\nalloc.\n{unit}"),
+    "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
+}
+
+# Headings of columns that hold words.
+WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase", "row", "verdict")
+# Keys in the order of the table's columns.
+COLUMNS: dict[TableName, str] = {
+    "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
+        cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes peak last_loss
+        ratio_to_reference""",
+    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_state_bytes of_baseline planned_peak_bytes
+        peak_allocated_bytes peak_reserved_bytes peak_driver_bytes peak_host_bytes peak_rank allocator_retries""",
+    "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
+        tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
+    "efficiency": """ratio_to_reference ratio_interval rank mfu mfu_full_attention hfu cost_per_million_tokens
+        energy_joules rank_skew""",
+    "overhead": """communication_fraction exposed_communication_fraction save_seconds save_bytes startup_seconds
+        wall_seconds goodput_fraction""",
+    "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",
+    "trials": "tokens_per_second step_seconds_median timed_steps startup_seconds wall_seconds",
+}
+
+
+def results_unit(results: Results) -> ByteUnit:
+    """Return the unit of every table and plot of one report."""
+    parts = ((row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes) for row in results.rows)
+    return byte_unit([*(size for sizes in parts for size in sizes), *map(results.peak_bytes, results.rows)])
+
+
+def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
+    """Return preset and status, then the figures of each row that completed; `narrow` for a terminal."""
+    unit, baseline = results_unit(results), one_line(results.reference)
+    columns: dict[str, Column] = {}
+    for listed in COLUMNS[name].split():
+        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == "peak" else listed
+        column = COMPUTED[key] if key in COMPUTED else column_of(Row, key)
+        if name == "comparison":
+            column = IN_COMPARISON.get(key, column)
+            known = column.only_if_known
+            if known is not None and (narrow or all(getattr(row, known) is None for row in results.rows)):
+                continue
+        columns[key] = column
+    headings = [
+        (column.heading or "").format(
+            unit=unit.name,
+            baseline=baseline,
+            short_baseline=baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.",
+            process="process" if results.on_cpu else "GPU",
+        )
+        for column in columns.values()
+    ]
+    rows = []
+    for label, row in results.labelled_rows:
+        figures = [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
+        rows.append([*_named(label, row), *(figures if row.completed else [UNKNOWN] * len(columns))])
+    return make_table(["preset", "status", *headings], rows)
+
+
+def _value(results: Results, row: Row, key: str) -> object:
+    if key != "of_baseline":
+        return getattr(row, key)
+    baseline = results.baseline(row.world_size)
+    of_baseline = baseline.model_state_bytes if baseline else None
+    return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
+
+
+def scaling_table(results: Results) -> Table | None:
+    """Return the speed-up of each preset by number of processes; None with a single number of processes."""
+    if not any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows):
+        return None
+    return row_table("scaling", results)
+
+
+def trials_table(results: Results) -> Table | None:
+    """Return every trial in the order in which they ran; None where there is none."""
+    if not results.trials:
+        return None
+    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
+    rows = [
+        [text_cell(trial.trial), text_cell(trial.status)]
+        + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]
+        for trial in results.trials
+    ]
+    return make_table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
+
+
+def parity_table(results: Results) -> Table:
+    """Return first and last loss beside the baseline's; a row that failed earlier has no last difference."""
+
+    def difference(loss: float | None, baseline: float | None) -> Cell:
+        """Relative to the baseline, signed; an exact 0 is written as such."""
+        if loss is None or not baseline:
+            return UNKNOWN
+        relative = (loss - baseline) / abs(baseline)
+        return Cell(text=f"{relative:+.1e}" if relative else "0", value=relative)
+
+    rows = []
+    for label, row in results.labelled_rows:
+        baseline = results.baseline(row.world_size)
+        first, last = (baseline.first_loss, baseline.last_loss) if baseline else (None, None)
+        cells = [text_cell(label), text_cell(row.parity or NOT_AVAILABLE)]
+        cells += [number_cell(row.first_loss, 6), difference(row.first_loss, first)]
+        cells += [number_cell(row.last_loss, 6), difference(row.last_loss, last if row.completed else None)]
+        rows.append(cells)
+    return make_table(["preset", "parity", "first loss", "difference", "last loss", "difference"], rows)
+
+
+def phases_table(results: Results) -> Table | None:
+    """Return memory by phase of the first step, of failed rows too; None where no row has any."""
+    known = [row.memory_by_phase for row in results.rows if row.memory_by_phase]
+    if not known:
+        return None
+    unit = byte_unit(getattr(memory, phase) for memory in known for phase in MEMORY_PHASES)
+    names = [f"{when}\n{unit.name}" for when in ("after loading", "after forward", "after backward", "after step")]
+    rows = []
+    for label, row in results.labelled_rows:
+        memory = row.memory_by_phase
+        sizes = [bytes_cell(getattr(memory, phase, None), unit) for phase in MEMORY_PHASES]
+        rows.append([*_named(label, row), *sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)])
+    return make_table(["preset", "status", *names, "bytes of"], rows)
+
+
+def probes_table(results: Results) -> Table | None:
+    """Return the sizes that the search for each row's largest micro-batch tried, and why the smallest failed."""
+    rows = []
+    for label, row in results.labelled_rows:
+        if not row.probes:
+            continue
+        probes = sorted(row.probes, key=lambda probe: probe.per_device_train_batch_size)
+        sizes = [probe.per_device_train_batch_size for probe in probes]
+        ran = [probe.per_device_train_batch_size for probe in probes if probe.status == "completed"]
+        cells = [text_cell(label), number_cell(max(ran, default=None), 0), text_cell(", ".join(map(str, sizes)))]
+        failed = next((probe for probe in probes if probe.failure), None)
+        if failed is None or failed.failure is None:
+            cells += [Cell(text="none"), *[Cell(text="")] * 4]
+        else:
+            cells += [number_cell(failed.per_device_train_batch_size, 0), text_cell(failed.status)]
+            cells.append(text_cell(failed.failure.phase or NOT_AVAILABLE))
+            cells += [
+                bytes_cell(size, GIB_UNIT) for size in (failed.failure.predicted_bytes, failed.failure.measured_bytes)
+            ]
+        rows.append(cells)
+    headings = ["preset", "largest\nthat runs", "tried", "smallest\nthat does not", "status", "in phase"]
+    return make_table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], rows) if rows else None
+
+
+def make_table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], words: Sequence[str] = WORDS) -> Table:
+    """Return a table; the columns that hold words are aligned left."""
+    return Table(
+        headings=tuple(Heading(text=text, numeric=text not in words) for text in headings),
+        rows=tuple(map(tuple, rows)),
+    )
+
+
+def _named(label: str, row: Row) -> tuple[Cell, Cell]:
+    return text_cell(label), text_cell(row.status_text)
+
+
+def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
+    """Return a value as its column shows it; an interval is sorted by its low end."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, str):
+        return text_cell(value)
+    by = value[0] if isinstance(value, tuple) else value
+    assert isinstance(by, (int, float))
+    show: Format = column.show or unit.text
+    return Cell(text=show(value), value=by)
+
+
+def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
+    """Return a size in a table's unit."""
+    return Cell(text=unit.text(size), value=size)
+
+
+# Parts of the model states, in the order of their colors, and their keys in a row.
+PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
+LONGEST_INTERVAL = 1.5
+# Two lanes in the row of a rank: compute and waiting for data above, communication below.
+LANE_HEIGHT = 9.0
+LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
+
+
+def losses_chart(results: Results) -> LineChart | None:
+    """Return loss curves, earlier ones wider, so that one that coincides with another is visible; None without any."""
+    if not any(loss is not None for row in results.rows for loss in row.losses):
+        return None
+    last = max(len(row.losses) for row in results.rows)
+    return LineChart(
+        lines=curves(
+            (
+                label if row.status_text == "completed" else f"{label} ({row.status_text})",
+                [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None],
+            )
+            for label, row in results.labelled_rows
+            if row.losses
+        ),
+        y_format="{:.3f}",
+        x_labels=[(1.0, "1"), (float(last), f"{last}")],
+        x_name="step",
+        title="loss by step",
+        note="Where curves coincide, an earlier one is the wider line behind a later one.",
+    )
+
+
+def scaling_chart(results: Results) -> LineChart | None:
+    """Return speed-ups over each preset's fewest processes, beside the ideal; None with one number of processes."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(results.rows, key=lambda row: row.world_size):
+        if row.speed_up is not None and row.comparable:
+            points.setdefault(row.preset, []).append((float(row.world_size), row.speed_up))
+    points = {preset: own for preset, own in points.items() if len(own) > 1}
+    if not points:
+        return None
+    sizes = sorted({size for own in points.values() for size, _ in own})
+    ideal = [(sizes[0], 1.0), (sizes[-1], sizes[-1] / sizes[0])]
+    lines = [Line(points=ideal, label="ideal", color="muted", width=1.5, dashed=True)]
+    for index, (preset, own) in enumerate(points.items(), 1):
+        lines.append(Line(points=own, label=preset, color=f"c{index % len(CURVES)}", dots=True))
+    return LineChart(
+        lines=lines,
+        y_format="{:.2f}×",
+        x_labels=[(size, f"{size:.0f}") for size in sizes],
+        x_name="processes",
+        title="speed-up by number of processes",
+    )
+
+
+def profiled_steps(results: Results) -> TimelineCharts:
+    """Return one profiled step of each row that has one; the first of those with most ranks is expanded."""
+    known = [(label, row.timeline) for label, row in results.labelled_rows if row.timeline]
+    widest = max((step for _, step in known), key=lambda step: len(step.ranks), default=None)
+    timelines = [
+        TimelineChart(
+            label=label,
+            rows=[(f"rank {rank.rank}", _lanes(rank)) for rank in step.ranks],
+            seconds=max(rank.start_seconds + rank.seconds for rank in step.ranks) or 1.0,
+            x_name=f"step {step.step}",
+            expanded=step is widest,
+        )
+        for label, step in known
+    ]
+    return TimelineCharts(timelines=timelines, colors=tuple(LANES.items()))
+
+
+def _lanes(rank: TimelineRank) -> list[Boxes]:
+    lanes = []
+    for lane in LANES:
+        spans = [(rank.start_seconds + start, rank.start_seconds + end) for start, end in rank.lanes.get(lane, ())]
+        lanes.append(Boxes(spans=spans, color=lane, top=LANE_TOP[lane], height=LANE_HEIGHT))
+    return lanes
+
+
+def memory_chart(results: Results) -> BarChart:
+    """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
+    unit, gpus = results_unit(results), results.environment.gpus
+    bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
+    capacity = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
+    colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
+    if any(color == "rest" for _, bar in bars for _, color in bar.segments):
+        colors.append(("rest", "activations and the rest, up to the allocated peak"))
+    marks = [("tick", "planned")] * any(bar.tick for _, bar in bars)
+    marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
+    return BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
+
+
+def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
+    planned = row.planned_allocated_bytes
+    if not row.completed:
+        return _failed_bar(row, unit, on_cpu=results.on_cpu)
+    parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PARTS.values())]
+    segments = tuple((float(size), color) for size, color in parts if size)
+    states, peak = row.model_state_bytes, None if results.on_cpu else row.peak_allocated_bytes
+    if peak is None:  # resident memory of a CPU process includes libraries: it is no end for a bar
+        text = NOT_AVAILABLE if states is None else f"{unit.text(states)} {unit.name}"
+        return Bar(segments=segments if states is not None else (), text=text, tick=planned)
+    text = f"{unit.text(peak)} {unit.name}"
+    if states is None or states > peak:  # some of it is offloaded to the host
+        text += "" if states is None else f" (model states, host included: {unit.text(states)})"
+        return Bar(segments=((float(peak), "rest"),), text=text, tick=planned)
+    return Bar(segments=(*segments, (float(peak - states), "rest")), text=text, tick=planned)
+
+
+def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
+    """The last measured peak, hatched, and the plan. On a CPU the peak would be libraries too."""
+    failure = row.failure
+    if failure is None or on_cpu or not row.out_of_memory:
+        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+    text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
+    text += "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
+    segments = () if measured is None else ((float(measured), None),)
+    return Bar(segments=segments, text=text, alarm=True, tick=row.planned_allocated_bytes)
+
+
+def speed_chart(results: Results) -> BarChart | None:
+    """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
+    if not results.rows:
+        return None
+    bars = [(label, _speed_bar(row)) for label, row in results.labelled_rows]
+    longest = LONGEST_INTERVAL * max((bar.length for _, bar in bars), default=0.0)
+    for place, (label, bar) in enumerate(bars):
+        if bar.interval is not None and bar.interval[1] > longest:  # the text has its end
+            bars[place] = label, replace(bar, interval=(bar.interval[0], longest), open_interval=True)
+    marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
+    return BarChart(bars=tuple(bars), marks=marks)
+
+
+def _speed_bar(row: Row) -> Bar:
+    if not row.completed or row.failed_parity:
+        return Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)
+    value, bounds = row.tokens_per_second, row.tokens_per_second_interval
+    segments = () if value is None else ((value, "speed" if row.comparable else None),)
+    text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
+    return Bar(segments=segments, text=text, interval=bounds)
