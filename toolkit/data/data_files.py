@@ -29,8 +29,8 @@ from toolkit.data.text_files import (
     error_at,
     over_limit,
 )
-from toolkit.errors import OverLimit, ToolkitError, nearest
-from toolkit.files.documents import Limits, parse_yaml, shown
+from toolkit.errors import OverLimit, ToolkitError, nearest, shown
+from toolkit.files.documents import Limits, parse_yaml
 from toolkit.files.reading import open_file, read_text, user_path
 from toolkit.units import GIB, MIB
 
