@@ -154,8 +154,8 @@ def run_format(run: Path) -> Format:
 
 def read_run() -> None:
     """read_run_record on the run folder run"""
+    from toolkit.compare.ledger import read_run_record
     from toolkit.compare.rows import RowKey, Trial
-    from toolkit.compare.run_record import read_run_record
     from toolkit.record.folder import RunFolder
 
     trial = Trial(row=RowKey(preset="ddp", world_size=2), repeat=0)
