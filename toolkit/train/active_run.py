@@ -1,9 +1,4 @@
-"""The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from.
-
-with open_run(args, launch, progress) as run:
-    ...
-    run.complete(untimed_steps=2)
-"""
+"""The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -147,9 +142,8 @@ def open_run(
 def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progress) -> Checkpoint | None:
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that starts at step 0.
 
-    Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective.
-    Raises ToolkitError for one that is damaged, whose pickles would run something, that cannot be converted, or whose
-    data order would not continue.
+    Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective. Raises
+    ToolkitError for one that is damaged, would run something, cannot be converted, or whose data would not continue.
     """
     training, job = arguments.training, arguments.job
     if not job.resumes:

@@ -1,7 +1,4 @@
-"""The arguments of one rank: argv, read once into a job, and `TrainingArguments` made of it.
-
-accelerate launch ... -m toolkit.train config.yaml --max_steps 8
-"""
+"""The arguments of one rank: argv, read once into a job, and `TrainingArguments` made of it."""
 
 from __future__ import annotations
 

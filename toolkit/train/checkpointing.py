@@ -76,10 +76,7 @@ def full_state_dict(trainer: Any) -> dict[str, Any]:
 
 
 def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:
-    """Write weights and configuration; where frozen weights are bf16 beside trained ones in fp32, all in fp32.
-
-    `from_pretrained` loads a model in the one dtype of its configuration, which would be that of the first parameter.
-    """
+    """Write weights in the one dtype that `from_pretrained` loads a model in: fp32 where some are in fp32."""
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     one_dtype = len(dtypes) == 1 or hasattr(plain, "peft_config")  # an adapter's file has no frozen weights
     plain.save_pretrained(folder, state_dict=state if one_dtype else in_fp32(state))
@@ -172,10 +169,7 @@ def load_converted(trainer: Any, folder: Path) -> None:
 
 
 class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Makes DeepSpeed load its universal layout once, for which the Trainer has no argument.
-
-    A checkpoint that `toolkit checkpoint convert` made for a DeepSpeed preset has `"universal": true` in its manifest.
-    """
+    """Makes DeepSpeed load its universal layout once: that of a checkpoint which `toolkit checkpoint convert` made."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

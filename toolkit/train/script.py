@@ -26,10 +26,7 @@ from toolkit.train.trainer import TrainerParts, build_trainer
 
 
 def main(argv: Sequence[str], progress: Progress) -> None:
-    """Train as the arguments say.
-
-    Raises whatever went wrong: `toolkit.train.__main__` turns it into failure.json, a message and an exit code.
-    """
+    """Train as the arguments say. Raises whatever went wrong, which `toolkit.train.__main__` reports."""
     progress.enter("arguments")
     launch = LaunchContext.from_env()
     set_up_libraries(progress)

@@ -115,11 +115,11 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
             epoch_iterator = record_lane_states(epoch_iterator, self.train_dataset.states)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
+    def _get_train_sampler(self, *args: Any) -> Any:
+        sampler, seed = super()._get_train_sampler(*args), self.args.data_seed
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        seed = self.args.seed if seed is None else seed
         return SeededLengthGroups(self.run.arguments.global_batch_size, sampler.lengths, seed=seed)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -184,10 +184,7 @@ class TrainerParts:
 def build_trainer(
     run: ActiveRun, model: Any, tokenizer: Any, data: Data, parts: TrainerParts = TrainerParts()
 ) -> SupervisedTrainer:
-    """Build the Trainer, observed and with all its callbacks, and position a stream where the run resumes.
-
-    Raises ToolkitError for a model that cannot be trained on packed rows.
-    """
+    """Build the observed Trainer with its callbacks. Raises ToolkitError for a model that cannot be packed."""
     args, training = run.arguments, run.arguments.training
     if args.job.packing:
         check_model_packs(model)
@@ -222,7 +219,7 @@ def build_trainer(
         trainer.add_callback(callback)
     if run.checkpoint is not None and isinstance(data.train, TokenStream):
         states = read_lane_states(run.checkpoint.path)
-        if states is not None:  # otherwise rows are tokenised again from the first
+        if states is not None:  # continue; otherwise rows are tokenised again from the first
             data.train.resume(states, batches=run.checkpoint.step * training.gradient_accumulation_steps)
     return trainer
 

@@ -1,7 +1,4 @@
-"""Training and evaluation data of a run, from the data arguments.
-
-`load_data` returns what the Trainer takes as `train_dataset` and `eval_dataset`, `make_collator` its `data_collator`.
-"""
+"""Training and evaluation data of a run, from the data arguments, as a Trainer takes them."""
 
 from __future__ import annotations
 
@@ -165,10 +162,7 @@ class _Loader:
         return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
 
     def _hold_out(self, sources: Sequence[EncodedSource]) -> tuple[Sequence[EncodedSource], datasets.Dataset | None]:
-        """Rows for training and rows held out by `val_size`, chosen by index and seed alone.
-
-        Chosen before any row is repeated, so that no row is in both.
-        """
+        """Rows for training and rows held out by `val_size`, chosen by index and seed before any row is repeated."""
         val_size, total = self.arguments.val_size, sum(len(source.rows) for source in sources)
         if val_size is None:
             return sources, None
@@ -245,10 +239,7 @@ def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
 
 
 class EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):  # type: ignore[misc]
-    """Rows (or packs), filled up with unsupervised copies until every rank has the same number of full batches.
-
-    `multiple` is the sequences of one batch over all ranks. accelerate would fill up with rows that count twice.
-    """
+    """Rows (or packs), filled up with unsupervised copies to a multiple of the sequences of a batch over all ranks."""
 
     def __init__(self, rows: Any, *, multiple: int) -> None:
         self.rows = rows

@@ -34,10 +34,7 @@ UNPACKABLE_HINT = "leave `--packing` out; `--train_sampling_strategy group_by_le
 
 
 def best_fit(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return the row indices of each pack: best-fit decreasing, longest rows first.
-
-    The packs depend on the lengths alone. Every epoch shuffles the packs, but not the rows in them.
-    """
+    """Return the row indices of each pack, which follow from the lengths alone: best-fit decreasing, longest first."""
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left in a pack, and its index; sorted
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

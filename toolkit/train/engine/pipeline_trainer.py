@@ -45,10 +45,7 @@ class PipelineSteps:
         self.schedule: Any = None
 
     def run(self, batches: list[Batch], *, num_items: Any) -> list[torch.Tensor]:
-        """Return each micro-batch's share of the step's loss, on the rank of the last stage; zeros on the others.
-
-        `num_items` are the supervised tokens of the step, by which all losses are divided.
-        """
+        """Return each micro-batch's share of the loss per token of `num_items`; zeros but on the last stage's rank."""
         shaped = in_one_shape(batches, count=self.micro_batches)
         if shaped[0]["input_ids"].shape != self.shape:
             self._build(shaped[0]["input_ids"].shape)
@@ -79,10 +76,7 @@ class PipelineSteps:
         self.shape = shape
 
     def _stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
-        """Describe what a stage takes and returns, so that torch need not run it to find out.
-
-        The residual stream is fp32 between layers, under autocast too, as in one process.
-        """
+        """Describe what a stage takes and returns, so that torch does not run it: fp32, under autocast too."""
         width = self.model.config.get_text_config().hidden_size
         hidden = torch.empty((*shape, width), device="meta", requires_grad=True)
         tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
