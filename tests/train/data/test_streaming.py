@@ -16,7 +16,6 @@ from toolkit.errors import ToolkitError
 from toolkit.observe.batches import ObservedCollator
 from toolkit.train.data.collation import Collator, PackCollator
 from toolkit.train.data.streaming import (
-    LANE_GROUPS,
     LaneStates,
     MixedRows,
     TokenStream,
@@ -73,12 +72,6 @@ def test_a_step_is_the_same_for_any_number_of_ranks(rows: Path, tokenizer: Any, 
         assert one[step] == two[0][step] + two[1][step]
         assert sorted(one[step]) == sorted(accumulated[0][step] + accumulated[1][step])
     assert len({sequence for step in one for sequence in step}) > 12
-
-
-def test_lanes_are_assigned_like_batches_of_a_data_set(rows: Path, tokenizer: Any) -> None:
-    stream = token_stream(rows, tokenizer, rank_arguments(1, 2, batch=2, accumulation=2))
-    assert [stream.lanes(batch) for batch in range(4)] == [[2, 3], [6, 7], [10, 11], [14, 15]]
-    assert stream.lanes(2 * LANE_GROUPS) == [2, 3]
 
 
 @pytest.mark.parametrize("packing", [False, True])
