@@ -131,8 +131,7 @@ def test_a_process_gets_the_words_that_its_launcher_was_given(monkeypatch: pytes
 def test_a_rank_trains_with_the_token_that_the_launcher_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.train.arguments import parse_args
-    from toolkit.train.launch_context import LaunchContext
+    from toolkit.train.arguments import LaunchContext, parse_args
 
     words = ["--model_name_or_path", "model", "--dataset", "rows", "--output_dir", str(tmp_path), "--hub_token", PLAIN]
     shown, added = separate_secrets(words)

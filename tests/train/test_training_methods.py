@@ -25,9 +25,6 @@ def rows_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
 
 
-# -- communication hooks
-
-
 def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start) -> None:
     folder = start("ddp", "--ddp_comm_hook", "bf16", *NOT_SAVED)
     facts = read(folder / "run.json")["ddp_comm_hook"]
@@ -42,9 +39,6 @@ def test_top_k_sends_an_index_and_a_value_of_the_largest_gradients(start: Start)
     sent = read(folder / "run.json")["ddp_comm_hook"]["communication_bytes_per_step"]
     assert 0.01 * P * 8 <= sent <= 0.01 * P * 8 + 10 * 8  # 1 % of each bucket, rounded up
     assert [rank["reduce_dtype"] for rank in attested_ranks(folder)] == ["float32+int32"] * 2
-
-
-# -- compilation, loss, adapters
 
 
 @pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
@@ -105,8 +99,6 @@ def test_qlora_computes_in_bf16_on_a_gpu(start: Start) -> None:
     assert rank["parameter_bytes"] < 4 * rank["num_params"]
     assert all(math.isfinite(row["loss"]) for row in rows_of(folder))
 
-
-# -- optimizers
 
 # A rank's flat partition of everything with weight decay: 8 bits for each moment and one fp32 scale per 256 elements.
 DECAYED = (P - NORMS) // 2

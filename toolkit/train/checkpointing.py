@@ -23,9 +23,6 @@ SCHEDULER = "scheduler.pt"
 _MOVED_LAST = ("config.json", "adapter_config.json")
 
 
-# -- the final model
-
-
 def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder that `from_pretrained` (or `PeftModel`) loads, under every preset. Collective.
 
@@ -91,9 +88,6 @@ def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
     return {name: raised.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
 
 
-# -- models sharded at load
-
-
 class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
     """A part of a Trainer: saves and loads optimizer and scheduler of a model that was sharded at load.
 
@@ -146,9 +140,6 @@ class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
         while hasattr(optimizer, "optimizer"):  # accelerate's around torch's
             optimizer = optimizer.optimizer
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False), optimizer
-
-
-# -- resuming from a checkpoint of another form
 
 
 def load_converted(trainer: Any, folder: Path) -> None:

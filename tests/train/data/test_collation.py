@@ -41,8 +41,6 @@ def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer:
     assert before == (tokenizer.init_kwargs, tokenizer.padding_side, tokenizer.pad_token)
 
 
-# -- order
-
 NUM_ROWS, GLOBAL_BATCH, SEED = 21, 4, 42
 LENGTHS = [index % 50 + 1 for index in range(200)]
 

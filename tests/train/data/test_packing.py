@@ -46,9 +46,6 @@ def row(number: int, length: int) -> dict[str, Any]:
 ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
 
 
-# -- which rows share a pack
-
-
 def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(1, 512) for _ in range(2000)]
@@ -99,9 +96,6 @@ def test_a_state_space_model_is_refused_with_the_alternative() -> None:
     with pytest.raises(ToolkitError, match="MambaForCausalLM cannot isolate packed rows") as caught:
         check_model_packs(model)
     assert "--train_sampling_strategy group_by_length" in str(caught.value)
-
-
-# -- isolation
 
 
 class Leaky(PackCollator):

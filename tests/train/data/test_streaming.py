@@ -81,9 +81,6 @@ def test_only_rows_with_a_supervised_token_are_trained_on(rows: Path, tokenizer:
     assert set(numbers) == {number for number in range(ROWS) if number % TRUNCATED_EVERY}
 
 
-# -- loading
-
-
 def loader(
     path: Path,
     tokenizer: Any,

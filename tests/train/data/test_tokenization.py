@@ -20,8 +20,6 @@ from toolkit.train.data.collation import Collator
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder
 
-# -- supervision and refused rows
-
 
 def test_a_completion_and_its_end_are_supervised_and_the_prompt_is_not(tokenizer: Any) -> None:
     sample = Sample(prompt="2 + 2 =", completion=" 4")
@@ -51,9 +49,6 @@ def test_rows_that_cannot_be_learned_from_are_refused_with_the_reason(
     if "max_seq_length" in changes:
         tokens = len(encode(Sample(messages=TURNS), tokenizer)[0])
         assert caught.value.hint == f"raise it: the longest row has {tokens} tokens"
-
-
-# -- conversations
 
 
 def test_only_the_assistant_turns_and_their_ends_are_supervised(tokenizer: Any) -> None:
@@ -143,9 +138,6 @@ def test_a_template_that_hides_or_refuses_turns_is_reported_with_the_row(
     assert hint in str(caught.value.hint)
 
 
-# -- statistics
-
-
 def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> None:
     # " a" is one token: 2 + end, 4 + end (cut to 4), 1 + end, and an empty row whose only token nothing predicts.
     rows = [{"text": " a a"}, {"text": " a a a a"}, {"text": " a"}, {"text": ""}]
@@ -189,9 +181,6 @@ def test_a_system_prompt_is_added_to_conversations_without_one_and_reported_if_t
     lines = system_prompt_lines([found], "Be kind.")
     assert [line.split(":")[1] for line in lines] == [" --system_prompt has no effect"] * warns
     assert system_prompt_lines([found], None) == []
-
-
-# -- files and the cache
 
 
 def test_both_formats_of_the_real_data_give_the_same_tokens(
@@ -239,9 +228,6 @@ def test_an_edited_file_and_a_changed_template_or_length_are_tokenised_again(tok
     assert tokens(path, with_template(tokenizer, tokenizer.chat_template.replace("'\n'", "'!\n'")), 128) != complete
     path.write_text(json.dumps({"messages": TURNS[:3]}))
     assert len(tokens(path, tokenizer, 128)) < len(complete)
-
-
-# -- data sets of the hub
 
 
 def test_configurations_of_a_hub_data_set_have_their_own_rows_and_tokens(tokenizer: Any, tmp_path: Path) -> None:

@@ -100,9 +100,6 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest() -> None:
         freeze(tied_model(), frozen=["*"], trained=None)
 
 
-# -- attention
-
-
 @pytest.mark.parametrize(
     ("name", "packing", "chosen"),
     [

@@ -105,9 +105,6 @@ def test_what_it_does_not_compute_is_an_error() -> None:
             varlen_attention(torch.nn.Identity(), part, part, part, None, **{name: value})  # type: ignore[arg-type]
 
 
-# -- the call for GPUs, without one
-
-
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, *_: Any, **settings: Any
 ) -> torch.Tensor:

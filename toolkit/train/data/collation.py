@@ -20,9 +20,6 @@ from toolkit.observe.batches import IGNORED, BatchFacts
 SUPERVISED_POSITIONS = "supervised_positions"
 
 
-# -- order
-
-
 class SeededLengthGroups(LengthGroupedSampler):  # type: ignore[misc]
     """Sampler of rows grouped by similar length, in an order that follows from seed and epoch alone.
 
@@ -76,9 +73,6 @@ def keep_order(loader: Any, *, global_batch_size: int | None) -> None:
         rows = WholeSteps(rows, global_batch_size=global_batch_size, drop_last=batches.drop_last)
     # On every level: accelerate 1.15 looks for `set_epoch` two levels deep, and a resumed loader has one more.
     loader.set_sampler(rows)
-
-
-# -- batches
 
 
 class Collator:

@@ -112,8 +112,6 @@ def check_model_packs(model: Any) -> None:
         )
 
 
-# -- verification
-
 DOCUMENT_TOKENS = (19, 26, 13)
 """Lengths of the test documents. The first two share a pack; the third has its own, which adds padding."""
 

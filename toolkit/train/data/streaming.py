@@ -42,9 +42,6 @@ OPEN_PACKS = 8
 STATE_FILES = "stream_rank*.json"
 
 
-# -- rows
-
-
 class StreamedRow(NamedTuple):
     """A row as it was read, not checked yet."""
 
@@ -143,9 +140,6 @@ def _file_rows(path: str) -> Iterator[dict[str, Any]]:
     """Every rank parses every row; only the rank that trains on a row checks its fields."""
     for number, (place, row) in enumerate(iter_rows(Path(path))):
         yield {"fields": row, "place": place, "number": number}
-
-
-# -- lanes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,9 +264,6 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
         return {lane: self.start_states.get(lane, LaneState(lane=lane)) for lane in lanes}
 
 
-# -- batches
-
-
 def collate_stream(rows: Sequence[TokenRow], *, collator: Any) -> dict[str, Any]:
     """Collate sequences with their lane states; pass on an error or a placeholder."""
     for row in rows:
@@ -309,9 +300,6 @@ def record_lane_states(batches: Iterator[dict[str, Any]], states: LaneStates) ->
             raise ToolkitError(error.message, hint=resume if error.hint is None else f"{error.hint}; {resume}")
         states.update({state.lane: state for state in batch.pop(LANE_STATE)})
         yield batch
-
-
-# -- checkpoints
 
 
 def write_lane_states(checkpoint: Path, states: LaneStates, *, rank: int, world_size: int) -> None:

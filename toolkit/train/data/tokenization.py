@@ -28,8 +28,6 @@ from toolkit.train.data.data_report import DataStats, mark_supervised, no_superv
 
 _JSON_ROW, _PLACE = "json_row", "place"
 
-# -- loading
-
 
 def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
     """Return the rows of a local file (checked first) or of a hub data set, and their format.
@@ -106,8 +104,6 @@ def _fingerprint(*parts: object) -> str:
         digest.update(b"\0")
     return digest.hexdigest()[:32]
 
-
-# -- tokens
 
 COLUMNS = ["input_ids", "labels", "length", "row", "supervised"]
 _FEATURES = datasets.Features(

@@ -139,8 +139,6 @@ class PipelineTrainer(SupervisedTrainer):
         self.losses: list[torch.Tensor] = []
         """Their losses, from the first of them until each was returned."""
 
-    # -- rows
-
     def _rows_of_pipeline(self, loader: Any, **_: Any) -> Any:
         """Deal rows to pipelines instead of ranks; everything else as accelerate does."""
         accelerator, ranks = self.accelerator, self.model.ranks
@@ -166,8 +164,6 @@ class PipelineTrainer(SupervisedTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         self.samples, num_items = super().get_batch_samples(*args, **kwargs)
         return self.samples, num_items
-
-    # -- steps
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """The Trainer would wrap the stages in DDP, as if all ranks held the same weights."""
@@ -218,8 +214,6 @@ class PipelineTrainer(SupervisedTrainer):
         dist.all_reduce(square, group=self.model.ranks.pipeline)
         return square.sqrt().float()
 
-    # -- what the observer reads
-
     @property
     def gradient_parts(self) -> int:
         """Ranks whose parameters together are those of the model."""
@@ -251,8 +245,6 @@ class PipelineTrainer(SupervisedTrainer):
             "layers": [int(name) for stage in plain.stages for name, _ in stage.decoder.model.layers.named_children()],
             "tied_copy_bytes": sum(stage.tied_copy.nbytes for stage in plain.stages if stage.tied_copy is not None),
         }
-
-    # -- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write this rank's weights as one file of a model folder. Collective."""

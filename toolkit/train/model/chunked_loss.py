@@ -60,9 +60,6 @@ class LossOptions:
     label_smoothing: float = 0.0
 
 
-# -- the loss of a head
-
-
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     labels: torch.Tensor,
@@ -164,9 +161,6 @@ def loss_and_gradient(
     gradient.scatter_add_(-1, index, gradient.new_full(index.shape, smoothing - 1))
     options.scale.multiply_by_derivative(gradient, capped)
     return loss, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
-
-
-# -- the loss of a model
 
 
 class UnknownHead(Exception):

@@ -10,7 +10,7 @@ import yaml
 from launching import ROOT, accelerate_launch, attested, attested_ranks, losses, preset_job, torchrun_preset
 
 from toolkit.errors import ToolkitError
-from toolkit.train.launch_context import LaunchContext, accelerate_launch_arguments, context_of_command
+from toolkit.train.arguments import LaunchContext, accelerate_launch_arguments, context_of_command
 
 ZERO2 = str(ROOT / "accelerate_configs" / "zero2.yaml")
 TWO_NODES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
@@ -59,9 +59,6 @@ def test_preset_and_sizes_are_read_from_the_launchers_options(
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     found = context_of_command(options, tmp_path)
     assert (found.preset.name if found.preset else None, (found.world_size, found.dp_shard_size)) == (preset, sizes)
-
-
-# -- launched from any working directory, and by torchrun
 
 
 @pytest.fixture
