@@ -13,8 +13,7 @@ import re
 import shutil
 from collections.abc import Callable
 
-from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.files.secrets import refuse_hidden
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_reading import argument_words
