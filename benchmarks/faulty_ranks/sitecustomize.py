@@ -125,11 +125,11 @@ def padded_to_the_longest(_: int) -> None:
 
     widest = int(argument("--max_seq_length") or 0)
 
-    def padded(original: Any, rows: Any, fill: int, **kwargs: Any) -> Any:
-        found = original(rows, fill, **kwargs)
+    def padded(original: Any, collator: Any, rows: Any, fill: int) -> Any:
+        found = original(collator, rows, fill)
         return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
 
-    replace("toolkit.train.data.collation:_padded", padded)
+    replace("toolkit.train.data.collation:Collator._padded", padded)
 
 
 def first_step_timed(_: int, *, slowly: bool = False) -> None:

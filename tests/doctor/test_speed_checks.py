@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +23,13 @@ from toolkit.doctor.speed_checks import read_nccl_tests, run_program
     ],
 )
 def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
-    printed: str, levels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    printed: str, levels: list[str], program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "all_reduce_perf"
-    program.write_text(f"#!/bin/sh\n[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program("all_reduce_perf", f"[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND")
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 8)
     node = NodeReadings(DoctorOptions())
     monkeypatch.setitem(node.__dict__, "gpu_names", ["NVIDIA H100 80GB HBM3"] * 8)
-    outcome = CHECKS["all-reduce"].examine(node)
+    outcome = CHECKS["all-reduce"].run(node)
     assert [finding.level for finding in outcome.findings] == levels
     assert outcome.measured["measured_by"] == "nccl-tests"
     assert outcome.measured["bus_bytes_per_second"] == read_nccl_tests(printed)
@@ -54,8 +51,8 @@ def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch
     monkeypatch.setattr(speed_checks, "run_program", run_probe)
     monkeypatch.setattr(speed_checks, "count_gpus", lambda: 8)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    outcome = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions()))
-    assert run == {"command": ["-m", "toolkit.doctor.speed_probe", "8"], "variables": {}}
+    outcome = CHECKS["all-reduce"].run(NodeReadings(DoctorOptions()))
+    assert run == {"command": ["-m", "toolkit.doctor.speed_checks", "8"], "variables": {}}
     assert (outcome.measured["measured_by"], outcome.measured["remark"]) == ("torch, nccl", None)
     (found,) = outcome.findings
     assert (found.level, found.value[-12:]) == ("error", "returned 7.0")
@@ -65,7 +62,7 @@ def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch
 @pytest.mark.cold_start
 def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 0)
-    outcome = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions()))
+    outcome = CHECKS["all-reduce"].run(NodeReadings(DoctorOptions()))
     assert outcome.findings == []
     assert outcome.measured.pop("bus_bytes_per_second") > 0
     assert outcome.measured == {

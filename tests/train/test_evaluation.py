@@ -15,22 +15,18 @@ from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import Collator, batch_facts
 from toolkit.train.data.dataset import EvaluationRows, held_out
 from toolkit.train.data.tokenization import load_rows
-from toolkit.train.trainer import EvaluatedTokens
+from toolkit.train.trainer import evaluation_figures
 
 
 def test_held_out_rows_depend_on_the_seed_and_nothing_else() -> None:
     assert held_out(100, 0.05, seed=42) == held_out(100, 5, seed=42)
-    assert len(held_out(100, 0.05, seed=42)) == 5
     assert held_out(100, 0.05, seed=42) != held_out(100, 0.05, seed=43)
-    assert len(held_out(100, 0.001, seed=42)) == 1
+    assert [len(held_out(100, size, seed=42)) for size in (0.05, 0.001)] == [5, 1]
 
 
 def test_the_loss_is_weighted_by_tokens_and_not_by_batches() -> None:
-    evaluated = EvaluatedTokens()
-    evaluated.add(torch.tensor(1.0), 3)
-    evaluated.add(torch.tensor(5.0), 1)
-    evaluated.add(torch.tensor(math.nan), 0)  # a batch of fill rows
-    assert evaluated.over_all_ranks("cpu") == {"loss": 2.0, "perplexity": math.exp(2.0), "supervised_tokens": 4}
+    batches = [(torch.tensor(1.0), 3), (torch.tensor(5.0), 1), (torch.tensor(math.nan), 0)]  # of fill rows
+    assert evaluation_figures(batches, "cpu") == {"loss": 2.0, "perplexity": math.exp(2.0), "supervised_tokens": 4}
 
 
 def test_fill_rows_have_no_supervised_tokens(tokenizer: Any) -> None:

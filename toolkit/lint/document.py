@@ -18,10 +18,18 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files import json_files, reading
+from toolkit.files import reading
+from toolkit.files.documents import (
+    CONFIGURATION,
+    LOADER,
+    MAX_YAML_BYTES,
+    YAML_TAG,
+    check_values,
+    check_yaml,
+    not_yaml,
+    parse_json,
+)
 from toolkit.files.reading import is_file
-from toolkit.files.value_limits import CONFIGURATION, check_values
-from toolkit.files.yaml_files import LOADER, MAX_YAML_BYTES, YAML_TAG, check_yaml, not_yaml
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
@@ -111,7 +119,7 @@ def load_document(path: Path) -> Document:
 
 def with_deepspeed_json(document: Document) -> Document:
     """Return the document with the DeepSpeed JSON that it names, where that file exists."""
-    named = next((path for path in deepspeed_file_candidates(document) if is_file(path)), None)
+    named = next((path for path in deepspeed_files(document)[1] if is_file(path)), None)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
     return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
@@ -172,7 +180,7 @@ def _parse_yaml(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
 
 
 def _parse_json(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
-    data = json_files.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
+    data = parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
     try:
         return data, list(_json_positions(text))
     except RecursionError:  # in a value that a repeated key replaces, which is not among those that were checked
@@ -264,24 +272,20 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
 # -- the DeepSpeed JSON that a YAML names
 
 
-def deepspeed_file_key(document: Document) -> str:
-    """Return the key that names the DeepSpeed JSON, in an accelerate YAML or in Trainer arguments."""
-    return "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
-
-
-def deepspeed_file_candidates(document: Document) -> list[Path]:
-    """Return where the named DeepSpeed JSON may be; empty where the document names no file.
+def deepspeed_files(document: Document) -> tuple[str, list[Path]]:
+    """Return the key that names the DeepSpeed JSON, and where that file may be; no path where none is named.
 
     The first is relative to the working directory, as the libraries resolve it. The others are relative to the YAML's
     folder and its parent, where its author may have meant it.
     """
-    named = document.get(deepspeed_file_key(document))
+    key = "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
+    named = document.get(key)
     if not isinstance(named, str) or named in ("", "none") or named.startswith("{"):
-        return []
+        return key, []
     if len(named) > MAX_PATH_LENGTH or "\0" in named:
-        return []
+        return key, []
     folder = Path(document.path).absolute().parent
-    return [Path(named), folder / named, folder.parent / named, folder / Path(named).name]
+    return key, [Path(named), folder / named, folder.parent / named, folder / Path(named).name]
 
 
 # -- the kind of a file

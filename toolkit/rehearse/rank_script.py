@@ -22,8 +22,7 @@ from toolkit.rehearse.stand_ins import join_fake_world, rehearsal_data, rehearsa
 from toolkit.rehearse.trace import trace
 from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.train.active_run import ActiveRun, open_run
-from toolkit.train.arguments import parse_args
-from toolkit.train.launch_context import LaunchContext, set_up_libraries
+from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.trainer import build_trainer
 
 # A rehearsal measures neither of these: recorded in run.json and shown with every result.
@@ -45,12 +44,12 @@ def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], prog
     set_up_libraries(progress)
     launch = replace(LaunchContext.of_preset(preset, rehearsed.world_size), folder_prepared=True)
     args = parse_args(argv, launch)
-    facts = {"rehearsal": asdict(rehearsed)}
-    with open_run(args, launch, progress, single_process=True, facts=facts) as run:
+    facts = asdict(rehearsed)
+    with open_run(args, launch, progress, single_process=True, rehearsal=facts) as run:
         run.start_health_checks()
         set_seed(args.training.seed)
         if rehearsed.fake_tensors:
-            run.write_completion(rehearsal=facts["rehearsal"] | trace(args, launch) | {"random_weights": True})
+            run.write_completion(rehearsal=facts | trace(args, launch) | {"random_weights": True})
             return
         progress.enter("data")
         tokenizer, data = rehearsal_data(args)

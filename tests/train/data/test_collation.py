@@ -1,4 +1,4 @@
-"""Batches of rows and of packs: order, padding, labels, position ids, and the recorded contents.
+"""Batches of rows: order, padding, labels, and the recorded contents.
 
 The rows of every step follow from seed, epoch and global batch, however many ranks there are.
 """
@@ -7,63 +7,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, BatchFacts, ObservedCollator
-from toolkit.train.data.collation import (
-    Collator,
-    PackCollator,
-    SeededLengthGroups,
-    batch_facts,
-    keep_order,
-)
-from toolkit.train.data.packing import joined
-
-
-def row(number: int, length: int) -> dict[str, Any]:
-    """A row with tokens of its own."""
-    tokens = [100 * (number + 1) + place for place in range(length)]
-    return {"input_ids": tokens, "labels": tokens, "length": length, "row": number}
-
-
-PACKED_ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
-
-
-def observed(collator: Collator) -> ObservedCollator:
-    return ObservedCollator(collator, batch_facts)
-
-
-def test_position_ids_restart_with_each_document_and_with_padding(tokenizer: Any) -> None:
-    batch = PackCollator(tokenizer)([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
-    assert "attention_mask" not in batch
-
-
-def test_the_first_token_of_a_document_is_not_a_target(tokenizer: Any) -> None:
-    batch = observed(PackCollator(tokenizer))([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
-    assert batch["labels"].tolist() == [
-        [IGNORED, 101, 102, IGNORED, 301],
-        [IGNORED, 301, IGNORED, IGNORED, IGNORED],
-    ]
-    facts = batch[BATCH_FACTS]
-    assert (facts.tokens, facts.non_padding_tokens, facts.supervised_tokens) == (10, 7, 4)
-    assert facts.rows == (0, 2, 2)
-
-
-def test_flash_attention_gets_all_packs_in_one_row(tokenizer: Any) -> None:
-    batch = PackCollator(tokenizer, one_row=True)([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
-    assert batch["labels"].tolist() == [[IGNORED, 101, 102, IGNORED, 301, IGNORED, 301]]
-
-
-# -- rows that are not packed
+from toolkit.train.data.collation import Collator, SeededLengthGroups, batch_facts, keep_order
 
 ROWS = [
     {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "row": 4},
@@ -74,7 +26,7 @@ ROWS = [
 def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer: Any) -> None:
     before = copy.deepcopy(tokenizer.init_kwargs), tokenizer.padding_side, tokenizer.pad_token
     pad = tokenizer.pad_token_id
-    batch = observed(Collator(tokenizer))(ROWS)
+    batch = ObservedCollator(Collator(tokenizer), batch_facts)(ROWS)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, pad]]
     assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, 9, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -88,16 +40,6 @@ def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer:
     )
     assert before == (tokenizer.init_kwargs, tokenizer.padding_side, tokenizer.pad_token)
 
-
-def test_the_recorded_contents_pass_through_accelerate(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(ROWS * 2, batch_size=2, collate_fn=observed(Collator(tokenizer)))  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING):
-        batches = list(Accelerator(cpu=True).prepare(loader))
-    assert [batch[BATCH_FACTS].non_padding_tokens for batch in batches] == [5, 5]
-    assert batches[0][BATCH_FACTS] == batches[1][BATCH_FACTS]
-
-
-# -- order
 
 NUM_ROWS, GLOBAL_BATCH, SEED = 21, 4, 42
 LENGTHS = [index % 50 + 1 for index in range(200)]
@@ -136,20 +78,15 @@ def loader_of(
 def steps_of(ranks: int, micro_batch: int, *, epoch: int, skipped: int = 0, **order: bool) -> list[set[int]]:
     """The rows of each step of an epoch over all ranks, after `skipped` steps, as the Trainer takes them."""
     accumulation = GLOBAL_BATCH // ranks // micro_batch
-    steps: list[set[int]] = []
+    steps: dict[int, set[int]] = {}
     for rank in range(ranks):
         loader = loader_of(rank, ranks, micro_batch, **order)
         if skipped:
             loader = skip_first_batches(loader, skipped * accumulation)
         loader.set_epoch(epoch)
-        batches = [batch.tolist() for batch in loader]
-        assert len(batches) % accumulation == 0
-        for step in range(len(batches) // accumulation):
-            own = {row for batch in batches[step * accumulation : (step + 1) * accumulation] for row in batch}
-            if len(steps) == step:
-                steps.append(set())
-            steps[step] |= own
-    return steps
+        for number, batch in enumerate(loader):
+            steps.setdefault(number // accumulation, set()).update(batch.tolist())
+    return list(steps.values())
 
 
 @pytest.mark.parametrize("order", [{}, {"by_length": True}, {"drop_last": True}])

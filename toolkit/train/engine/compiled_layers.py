@@ -1,10 +1,9 @@
 """Compile a model layer by layer.
 
-`torch.compile` on the whole model generates code for every layer; the layers of a decoder are the same code, so that
-compiling one of them is enough (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). `module.compile`
-works in place: the layers keep their class, their names and their hooks, so that DDP, DeepSpeed and FSDP2 wrap them as
-they wrap any others. accelerate's `compile_regions` is not used: under DDP it compiles embedding, norm and output head
-too, each with kernels of its own, and leaves `_orig_mod.` in the names of the parameters.
+The layers of a decoder are the same code, so that compiling one of them is enough
+(https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). `module.compile` works in place: the layers keep
+class, names and hooks, and engines wrap them like any others. accelerate's `compile_regions` compiles embedding, norm
+and head too under DDP, each with kernels of its own, and leaves `_orig_mod.` in the names of the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from accelerate.utils.other import is_repeated_blocks
 from torch.utils._pytree import tree_leaves
 
-from toolkit.job.compilation import Compilation
+from toolkit.job.job import Compilation
 
 
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:
@@ -49,8 +48,7 @@ _LENGTH_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 def _mark_lengths(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the length of a layer's inputs as dynamic, before the layer is called.
 
-    `dynamic=True` would do so for the sizes of the weights too, which FSDP2 replaces in every forward: tracing the
-    layers of a tiny model then takes 19 s of CPU time instead of 4.
+    With `dynamic=True` the sizes of the weights, which FSDP2 replaces, would be too: 19 s for a tiny model, not 4.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     length = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None  # hidden states come first
