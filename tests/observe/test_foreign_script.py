@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, read, run_warm
+from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, read, run_captured, run_warm
 
 from toolkit.errors import ToolkitError
+from toolkit.launch.launch import prepare_run
+from toolkit.launch.options import TrainOptions
 from toolkit.observe.words import Words
+from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
 
@@ -94,6 +97,83 @@ def test_a_preset_that_the_run_contradicts_ends_it_after_the_first_step_with_bot
     run = read(tmp_path / "run" / "run.json")
     assert (run["status"], run["exit_code"]) == ("attestation_failed", 1)
     assert len(read_rows(RunFolder(tmp_path / "run").rank_rows(0))) <= 1
+
+
+# -- toolkit train --script
+
+
+def launched(folder: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    own = ["--preset", "zero2", "--num-processes", "2", "--script", str(SCRIPT), "--output-dir", str(folder / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "train",
+        *own,
+        *options,
+        "--",
+        words[0],
+        str(folder / "out"),
+        *words[1:],
+    ]
+    return run_captured(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+
+
+@pytest.mark.launch
+def test_a_script_whose_rank_is_killed_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    ended = launched(tmp_path, "lost", str(tmp_path / "mark"), options=("--max-restarts", "1"))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "rank 1 exited in step " in ended.stderr
+    assert "restart 1 of 1, from step 2" in ended.stderr
+    run = run_of(tmp_path)
+    assert (run["status"], run["exit_code"], run["preset"]) == ("completed", 0, "zero2")
+    (restart,) = run["restarts"]
+    assert (restart["resumed_from_step"], restart["rank"]) == (2, 1)
+    assert [row.step for row in read_rows(RunFolder(tmp_path / "run").rank_rows(0))] == [1, 2, 3, 4, 5, 6]
+    checkpoints = list_checkpoints(tmp_path / "out")
+    assert [each.step for each in checkpoints] == [6, 4, 2]
+    assert [each.problem(deep=True) for each in checkpoints] == [None, None, None]
+
+
+@pytest.mark.launch
+def test_on_sigterm_all_ranks_of_a_script_save_after_the_same_step(tmp_path: Path) -> None:
+    ended = launched(tmp_path, "ended")
+    run, folder = run_of(tmp_path), RunFolder(tmp_path / "run")
+    assert (ended.returncode, run["status"]) == (1, "interrupted"), ended.stderr[-3000:]
+    steps = [len(read_rows(folder.rank_rows(rank))) for rank in (0, 1)]
+    assert steps[0] == steps[1] < 6
+    assert f"SIGTERM ended the run after step {steps[0]}; checkpoint-{steps[0]} was saved" in ended.stderr
+    assert list_checkpoints(tmp_path / "out")[0].step == steps[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"script": "a.py", "module": "a"}, "both --script and --module are given"),
+        ({"output_dir": Path("run")}, "--output-dir is for a script of your own"),
+        ({"script": "a.py", "dry_run": True, "gpu": "h100"}, "--gpu with a script of your own has no effect"),
+        ({"script": "a.py", "nvme_path": "/tmp"}, "--nvme-path with a script of your own has no effect"),
+    ],
+)
+def test_options_that_do_not_go_with_a_script_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        TrainOptions(preset="zero2", num_processes=2, **given)
+    assert refused.value.message == message
+
+
+def test_a_script_that_cannot_be_launched_is_refused_before_any_rank(tmp_path: Path) -> None:
+    def options(**given: Any) -> TrainOptions:
+        return TrainOptions(**{"preset": "zero2", "num_processes": 2, "cpu": True, "output_dir": tmp_path} | given)
+
+    with pytest.raises(ToolkitError, match=r"script no-such\.py does not exist"):
+        prepare_run(options(script="no-such.py"), on_message=print)
+    with pytest.raises(ToolkitError, match="preset 'tp' divides the model inside our training script"):
+        prepare_run(options(script=str(SCRIPT), preset="tp"), on_message=print)
+    prepared = prepare_run(
+        options(script=str(SCRIPT), training_arguments=("--hub_token", "hf_A1b2C3d4E5f6")), on_message=print
+    )
+    assert prepared.command.argv[-2:] == ["--hub_token", "***"]
+    assert str(SCRIPT) in prepared.command.shown
 
 
 # -- TRL's own scripts, by name

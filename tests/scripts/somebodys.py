@@ -24,9 +24,19 @@ def make_trainer(output_dir, **more):
 
 
 class Kill(TrainerCallback):
-    def on_step_end(self, _args, state, _control, **_):
-        if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+    """Ends this process after a step, unless the file that it leaves is there already."""
+
+    def __init__(self, number, step, mark=None):
+        self.number, self.step, self.mark = number, step, mark
+
+    def on_step_end(self, args, state, _control, **_):
+        if state.global_step != self.step or args.process_index != args.world_size - 1:
+            return
+        if self.mark is not None and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), self.number)
+        elif self.mark is None:
+            os.kill(os.getpid(), self.number)
 
 
 def main(mode, output_dir, *more):
@@ -35,11 +45,16 @@ def main(mode, output_dir, *more):
         Path(output_dir).write_text(json.dumps(facts))
     if mode in ("facts", "nothing"):
         return
-    trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0)
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6} if mode in ("lost", "ended") else {}
+    trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0, **saves)
+    if mode == "lost":  # a rank, once
+        trainer.add_callback(Kill(signal.SIGKILL, 3, Path(more[0])))
+    if mode == "ended":  # by somebody's SIGTERM
+        trainer.add_callback(Kill(signal.SIGTERM, 3))
     if mode == "before":
         raise LookupError("what the script could not find")
     if mode == "killed":
-        trainer.add_callback(Kill())
+        trainer.add_callback(Kill(signal.SIGKILL, 2))
     if mode == "untrained":
         return
     trainer.train()

@@ -20,7 +20,7 @@ def train(options: TrainOptions) -> None:
     """Check the job, print the launch command, and run it.
 
     After `--`: at least --model_name_or_path, --dataset and --output_dir. All training arguments:
-    `python -m toolkit.train --help`.
+    `python -m toolkit.train --help`. With --script or --module, what follows `--` is for that program.
     """
     from toolkit.launch.launch import prepare_run
     from toolkit.launch.launch import train as run_prepared
@@ -47,7 +47,7 @@ def train(options: TrainOptions) -> None:
 
 def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     """Plan the run on the GPUs that it uses, and print the planned peak; runs on a CPU are not planned."""
-    if prepared.options.on_cpu:
+    if prepared.options.on_cpu or prepared.options.runs_script:
         return None
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.plan.planner import plan_line, plan_run, plan_run_here

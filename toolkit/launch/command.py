@@ -23,6 +23,7 @@ from pathlib import Path
 from toolkit.cache import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
 from toolkit.presets.spec import PresetSpec
+from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 # In the environment of every process of a run, so that all of them are found and ended.
@@ -31,8 +32,6 @@ PRESET_VARIABLE = "TOOLKIT_PRESET"
 WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
 # The disk that ranks offload to, for presets that use NVMe.
 NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
-# The launcher has created the run folder and written run.json.
-PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 # A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
 UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 # accelerate's launcher functions also set where the ranks meet, which torchrun has told them.
@@ -61,13 +60,22 @@ class LaunchCommand(ProcessCommand):
 
     preset: PresetSpec
     num_processes: int
+    program: tuple[str, ...]
     training_argv: list[str]
     """Arguments of the training script, the same for every rank; `***` for each secret, which `environment` has."""
     nvme_path: Path | None = None
     """The disk that the run offloads to."""
 
+    @property
+    def runs_script(self) -> bool:
+        """True if the program is not our own training script."""
+        return self.program[:2] != ("-m", "toolkit.train")
+
     def resumed(self) -> LaunchCommand:
         """Return the command that resumes the run from its newest checkpoint, under a new run id."""
+        if self.runs_script:  # which may have no such argument: the observer gives it to the Trainer
+            repeated = self.repeated()
+            return replace(repeated, environment=repeated.environment | {RESUME_VARIABLE: "1"})
         return replace(
             self.repeated(),
             training_argv=[*self.training_argv, *RESUME_LATEST],  # the last of two equal flags counts
@@ -89,14 +97,15 @@ def launch_command(
     cpu: bool,
     nvme_path: Path | None = None,
     hang_timeout_minutes: float | None = None,
+    program: Sequence[str] = ("-m", "toolkit.train"),
 ) -> LaunchCommand:
-    """Build the command that starts `num_processes` ranks on this node.
+    """Build the command that starts `num_processes` ranks of a program on this node.
 
     Its arguments are what everybody may read: secrets are in its environment.
     """
     shown_argv, secrets = separate_secrets(training_argv)
     options = accelerate_options(preset, world_size=num_processes)
-    script = ["-m", "toolkit.train", *shown_argv]
+    script = [*program, *shown_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: any free port
     run_id = new_run_id()
     variables = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
@@ -105,6 +114,7 @@ def launch_command(
     return LaunchCommand(
         preset=preset,
         num_processes=num_processes,
+        program=tuple(program),
         training_argv=shown_argv,
         argv=[sys.executable, "-m", "accelerate.commands.launch", *options, *port, *script],
         environment=run_environment(preset, world_size=num_processes, cpu=cpu, run_id=run_id) | added | secrets,

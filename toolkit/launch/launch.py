@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import check_job, check_output, reuse_folder
+from toolkit.launch.preflight import check_job, check_output, check_process_count, reuse_folder
 from toolkit.launch.process import ProcessResult, RunResult, record_result, run_command
 from toolkit.launch.resume import (
     TrainingRun,
@@ -34,10 +36,11 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
+from toolkit.observe.words import check_script, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
-from toolkit.record.attempts import restart_record, start_attempt
+from toolkit.record.attempts import check_start, restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete
 from toolkit.record.folder import RunFolder, start_facts
 from toolkit.record.heartbeat import read_heartbeats
@@ -64,6 +67,8 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     `train` removes it at the end. Raises ToolkitError for the first problem.
     """
     preset = load_preset(options.preset)
+    if options.runs_script:
+        return _prepare_script(options, preset)
     run = check_job(
         preset,
         num_processes=options.world_size(preset),
@@ -83,6 +88,36 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
             converted = convert_checkpoint(checkpoint, run, on_message=on_message)
     command = command_of(options, preset, nvme=nvme, resume_from=converted)
     return PreparedRun(options=options, run=run, nvme=nvme, converted=converted, command=command)
+
+
+def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
+    """Check what can be known of somebody's script, and build its launch command."""
+    processes, named = options.world_size(preset), options.script or str(options.module)
+    check_process_count(processes, gpus=None if options.on_cpu else count_gpus(), preset=preset)
+    if preset.degrees or preset.engine == "pipeline":
+        raise ToolkitError(
+            f"preset {preset.name!r} divides the model inside our training script, which --script does not run",
+            hint="`--preset zero3` or `--preset fsdp2`",
+        )
+    check_script(options.script, options.module)
+    folder = RunFolder(options.output_dir or Path("runs") / script_name(options.script, options.module))
+    folder.check_free()
+    check_start(folder)
+    folder.check_writable()
+    target = [options.script] if options.script is not None else ["-m", named]
+    command = launch_command(
+        preset,
+        num_processes=processes,
+        training_argv=options.training_arguments,
+        cpu=options.on_cpu,
+        hang_timeout_minutes=options.hang_timeout_minutes,
+        program=[
+            *("-m", "toolkit.observe", "--output-dir", str(folder.path), "--require", options.preset),
+            *("--complete-saves", "--stop-on-signal", *target),
+        ],
+    )
+    run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
+    return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
 
 
 def command_of(
@@ -140,7 +175,7 @@ def run_training(
         if (lock := folder.hold()) is not None:
             at_the_end.callback(os.close, lock)
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
-        job = Job.from_argv(command.training_argv)
+        job = Job(output_dir=str(output_dir)) if command.runs_script else Job.from_argv(command.training_argv)
         start_attempt(folder, "overwrite" if overwrite else reuse_folder(job))
         _record_start(folder, command, nvme=nvme, plan=plan)
         attempt = command
@@ -244,7 +279,7 @@ class Restarts:
         if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return False
         failure = result.failure or {}
-        checkpoint = latest_complete(self.folder.path)
+        checkpoint = latest_complete(self.folder.checkpoints)
         resumed = checkpoint.step if checkpoint else 0
         world_size = (self.folder.read_run() or {}).get("world_size")
         record = restart_record(

@@ -8,6 +8,7 @@ toolkit.errors.ToolkitError: --max-restarts is -1, expected 0 or more
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,6 +48,14 @@ class TrainOptions:
     stop_minutes: Annotated[
         float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for the checkpoint; 0 ends the run at once")
     ] = 5.0
+    script: Annotated[
+        str | None,
+        typer.Option(help="train with a script of your own, unchanged, and observe it; what follows `--` is for it"),
+    ] = None
+    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
+    output_dir: Annotated[
+        Path | None, typer.Option(help="with --script: the run folder; default: runs/ and the script's name")
+    ] = None
     max_restarts: Annotated[
         int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")
     ] = 0
@@ -60,8 +69,22 @@ class TrainOptions:
         }
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
+        if self.script is not None and self.module is not None:
+            raise ToolkitError("both --script and --module are given", hint="leave one of them out")
+        if self.output_dir is not None and not self.runs_script:
+            raise ToolkitError(
+                "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
+            )
+        if self.runs_script and (self.gpu is not None or self.nvme_path is not None):
+            option = "--gpu" if self.gpu is not None else "--nvme-path"
+            raise ToolkitError(f"{option} with a script of your own has no effect", hint=f"leave `{option}` out")
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: a run uses the GPUs of this node", hint="add `--dry-run`")
+
+    @property
+    def runs_script(self) -> bool:
+        """True if the run is that of somebody's own script."""
+        return self.script is not None or self.module is not None
 
     @property
     def on_cpu(self) -> bool:

@@ -179,6 +179,8 @@ class CheckpointSaver:
         if reading is None or reading["offload_param"] == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+        if plain.get_output_embeddings() is None or getattr(plain.config, "is_encoder_decoder", False):
+            return None  # no causal language model
         with as_in_training(plain) as four_bit_matmul:
             input_ids, logits = fixed_token_logits(plain)
         bad = sum(not math.isfinite(logit) for logit in logits)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed
 from toolkit.observe.failure_report import report_failure
@@ -25,11 +26,12 @@ from toolkit.observe.observed_run import copy_output_to
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
+from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.words import Words
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu, uses_fsdp
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
-from toolkit.record.folder import RunFolder, start_facts
+from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, RunFolder, start_facts
 
 
 class ScriptRun:
@@ -63,9 +65,10 @@ class ScriptRun:
     def _open_folder(self) -> None:
         """Let rank 0 write run.json before there is a process group. Raises ToolkitError for a folder in use."""
         reuse: Reuse = "overwrite" if self.words.overwrite else "never"
-        check_start(self.folder, reuse)
+        if PREPARED_VARIABLE not in os.environ:
+            check_start(self.folder, reuse)
         self.progress.output_dir = self.folder.path
-        if self.rank != 0:
+        if self.rank != 0 or PREPARED_VARIABLE in os.environ:
             return
         self.folder.check_free()
         start_attempt(self.folder, reuse)
@@ -123,14 +126,19 @@ class ScriptRun:
 
             def train(self: Any, *args: Any, **kwargs: Any) -> Any:
                 self.__class__ = own
-                script._observe(self)
-                return self.train(*args, **kwargs)
+                stops = script._observe(self)
+                if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(self.args.output_dir)):
+                    kwargs["resume_from_checkpoint"] = latest
+                output = self.train(*args, **kwargs)
+                if stops is not None:
+                    stops.raise_if_stopped()
+                return output
 
             trainer.__class__ = type(own.__name__, (own,), {"train": train})
 
         Trainer.__init__ = init
 
-    def _observe(self, trainer: Any) -> None:
+    def _observe(self, trainer: Any) -> StopOnSignal | None:
         """Observe a training: the first in the run folder, each later one in a folder of its own below it."""
         self.trainings += 1
         first = self.trainings == 1
@@ -146,16 +154,25 @@ class ScriptRun:
         expected = ExpectedRun(
             preset=preset, world_size=args.world_size, dp_shard_size=shards, settings=words.require_settings
         )
-        observe(
+        observer = observe(
             trainer,
             path,
             require=preset,
             parts=ObserverParts(expected=expected),
             untimed_steps=words.untimed_steps,
+            complete_saves=words.complete_saves,
             prepared=first,
         )
+        if self.rank == 0:
+            observer.record.folder.update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
+        if not words.stop_on_signal:
+            return None
+        stops = StopOnSignal(observer.progress, rank=args.process_index, world_size=args.world_size)
+        stops.listen()
+        trainer.add_callback(stops)
+        return stops
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]

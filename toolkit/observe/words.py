@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.secrets import hide_words
+from toolkit.files.secrets import hide_words, restore_secrets
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 
@@ -42,6 +42,8 @@ class Words:
     require_settings: dict[str, Any] = field(default_factory=dict)
     stop_after_steps: int | None = None
     untimed_steps: int = 2
+    complete_saves: bool = False
+    stop_on_signal: bool = False
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> Self:
@@ -53,19 +55,21 @@ class Words:
             raise ToolkitError("no script is named", hint=f"`{USAGE}`")
         is_module = rest[0] == "-m"
         target, arguments = (rest[1], rest[2:]) if is_module else (rest[0], rest[1:])
-        _check_module(target) if is_module else _check_script(Path(target))
-        name = target.rpartition(".")[2] if is_module else Path(target).stem
+        script, module = (None, target) if is_module else (target, None)
+        check_script(script, module)
         preset, settings = _required(given.require)
         return cls(
             target=target,
             is_module=is_module,
-            arguments=(*launched, *arguments),
-            output_dir=Path(given.output_dir or Path("runs") / name),
+            arguments=(*launched, *restore_secrets(arguments)),
+            output_dir=Path(given.output_dir or Path("runs") / script_name(script, module)),
             overwrite=given.overwrite,
             require_preset=preset,
             require_settings=settings,
             stop_after_steps=given.stop_after_steps,
             untimed_steps=given.untimed_steps,
+            complete_saves=given.complete_saves,
+            stop_on_signal=given.stop_on_signal,
         )
 
     def shown(self) -> list[str]:
@@ -90,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"end with exit code 1 after the first step unless this is in effect; names: {', '.join(REQUIRABLE)}",
     )
     parser.add_argument("--stop-after-steps", type=_positive, help="end each training after so many optimizer steps")
+    parser.add_argument(
+        "--complete-saves", action="store_true", help="make the Trainer's checkpoints complete or absent"
+    )
+    parser.add_argument(
+        "--stop-on-signal", action="store_true", help="on SIGTERM or Ctrl-C, all ranks save after the same step and end"
+    )
     parser.add_argument("--untimed-steps", type=int, default=2, help="first steps that are not timed; default: 2")
     for word in LAUNCHER_WORDS:
         parser.add_argument(word, help=argparse.SUPPRESS)
@@ -105,7 +115,7 @@ def _positive(text: str) -> int:
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the words from the script or `-m` on."""
-    flags = {"--overwrite", "-h", "--help"}
+    flags = {"--overwrite", "--complete-saves", "--stop-on-signal", "-h", "--help"}
     own, left = [], list(argv)
     while left and left[0].startswith("-") and left[0] != "-m":
         own.append(left.pop(0))
@@ -126,14 +136,28 @@ def _required(words: Sequence[str]) -> tuple[PresetSpec | None, dict[str, Any]]:
                 hint=did_you_mean(name, REQUIRABLE, otherwise=f"one of {', '.join(REQUIRABLE)}"),
             )
         else:
-            words = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
-            settings[name] = words.get(value, value)
+            constants = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
+            settings[name] = constants.get(value, value)
     if len(presets) > 1:
         raise ToolkitError("--require names two presets", hint="name one")
     return presets[0] if presets else None, settings
 
 
-def _check_script(path: Path) -> None:
+def script_name(script: str | None, module: str | None) -> str:
+    """Return the name of a run folder below `runs/` for a script or a module.
+
+    >>> script_name("examples/dpo.py", None), script_name(None, "trl.scripts.sft")
+    ('dpo', 'sft')
+    """
+    return Path(script).stem if script is not None else str(module).rpartition(".")[2]
+
+
+def check_script(script: str | None, module: str | None) -> None:
+    """Raise ToolkitError unless the script is a file of Python, or the module can be found."""
+    if script is None:
+        _check_module(str(module))
+        return
+    path = Path(script)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ToolkitError(f"script {path} {what}", hint=f"`{USAGE}`")

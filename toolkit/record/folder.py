@@ -23,6 +23,10 @@ from toolkit.files import write_text
 from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_secrets
 
+# In the environment of a rank: its launcher has made the run folder and written run.json.
+PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
+# The launcher restarts a script of the user's own: its Trainer resumes from the newest complete checkpoint.
+RESUME_VARIABLE = "TOOLKIT_RESUME"
 SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1
@@ -52,6 +56,11 @@ class RunFolder:
     def read_run(self) -> dict[str, Any] | None:
         """Return run.json, or None where it cannot be read."""
         return read_json(self.run_json)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints are: here, or where a script of the user's own saves them."""
+        return Path((self.read_run() or {}).get("checkpoints_folder") or self.path)
 
     def update_run(self, **facts: Any) -> dict[str, Any]:
         """Merge facts into run.json, and return its content."""

@@ -46,6 +46,7 @@ from toolkit.presets.training_arguments import (
     resolve_precision,
     uses_fsdp,
 )
+from toolkit.record.folder import PREPARED_VARIABLE
 from toolkit.train.model.loading import choose_attention
 
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
@@ -102,7 +103,7 @@ class LaunchContext:
         path = None if context.preset is None else context.preset.deepspeed_config_path
         if path is not None and not Path(os.environ.get(DEEPSPEED_CONFIG_VARIABLE, path)).is_file():
             os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(path)
-        return replace(context, folder_prepared=command.PREPARED_VARIABLE in os.environ)
+        return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
     @classmethod
     def of_preset(cls, preset: PresetSpec, world_size: int | None) -> LaunchContext:
