@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from toolkit._version import __version__
 
 if TYPE_CHECKING:
+    from toolkit.observe.observer import observe
     from toolkit.presets import Preset, list_presets, load_preset
 
-__all__ = ["Preset", "__version__", "list_presets", "load_preset"]
+__all__ = ["Preset", "__version__", "list_presets", "load_preset", "observe"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `toolkit.presets` at its first use, so that a program's own error handling is in effect before."""
+    """Import a name at its first use, so that a program's own error handling is in effect before."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from toolkit import presets
+    from importlib import import_module
 
-    return getattr(presets, name)
+    return import_module("toolkit.observe") if name == "observe" else getattr(import_module("toolkit.presets"), name)

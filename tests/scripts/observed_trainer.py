@@ -5,7 +5,7 @@ torchrun --nproc_per_node 2 observed_trainer.py PRESET FOLDER
 
 import sys
 
-from toolkit import load_preset
+from toolkit import load_preset, observe
 from toolkit.observe.rank_process import leave
 
 
@@ -22,8 +22,6 @@ def main(preset_name: str, folder: str) -> None:
 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer
-
-    from toolkit.observe.observer import observe
 
     class DoublingTrainer(Trainer):
         """Overrides what the observer overrides too."""

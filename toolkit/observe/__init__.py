@@ -1,1 +1,24 @@
-"""Observes any `transformers.Trainer`: what is in effect, time, memory, hangs, failures, complete checkpoints."""
+"""What is observed of any `transformers.Trainer`, whoever wrote its script.
+
+from toolkit import observe
+
+observe(trainer, folder="runs/mine")      # the package is its own main function: `toolkit.observe.observer.observe`
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Callable(ModuleType):
+    """`toolkit.observe` names both the package and what it does, so the package can be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from toolkit.observe.observer import observe
+
+        return observe(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
