@@ -59,17 +59,14 @@ def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
     assert len(set(map(frozenset, saved))) == 1
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=pytest.mark.nightly if name != "zero3" else ()) for name in ("zero3", "fsdp2")]
-)
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_the_chunked_loss_is_that_of_the_full_logits_where_checkpointed_layers_are_sharded(
     start: Start, preset: str
 ) -> None:
     sizes = (*NOT_SAVED, "--gradient_accumulation_steps", "2", "--max_steps", "2")
     full = start("ddp", "--loss", "full", *sizes)
-    chunked = start(
-        preset, "--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true", *sizes
-    )
+    how = ("--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true")
+    chunked = start(preset, *how, *sizes)
     assert losses(chunked) == pytest.approx(losses(full), rel=1e-6)
     # Each engine computes the norm in its own way: theirs are 1.8e-4 from DDP's with full logits too.
     norms = [[row["grad_norm"] for row in rows_of(folder)] for folder in (chunked, full)]
@@ -105,7 +102,7 @@ DECAYED = (P - NORMS) // 2
 BNB_BYTES = 4 * P // 2 + 2 * (DECAYED + 4 * DECAYED // 256) + 2 * 4 * NORMS // 2 + 2 * 4 * 256
 # One row and one column of each matrix: q and o, k and v, gate, up and down; and the norms' own variance.
 LAYER_ROWS_AND_COLUMNS = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64)
-ADAFACTOR_BYTES = 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS)
+ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS))
 
 
 @needs_bitsandbytes
@@ -113,9 +110,7 @@ ADAFACTOR_BYTES = 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS)
     ("preset", "optim", "expected"),
     [
         ("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)),
-        pytest.param(
-            "ddp", "adafactor", ("transformers.Adafactor", "float32", ADAFACTOR_BYTES), marks=pytest.mark.nightly
-        ),
+        pytest.param("ddp", "adafactor", ADAFACTOR, marks=pytest.mark.nightly),
     ],
 )
 def test_an_optimizer_holds_its_own_states_and_resumes(
