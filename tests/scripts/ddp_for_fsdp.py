@@ -7,9 +7,9 @@ import toolkit.train.__main__ as door
 
 def main() -> int:
     door.prepare_environment()
-    import toolkit.train.arguments as arguments
+    from toolkit.presets import training_arguments
 
-    arguments.enable_fsdp_on_cpu = lambda: None
+    training_arguments.enable_fsdp_on_cpu = lambda: None
     return door.main(sys.argv[1:])
 
 

@@ -36,16 +36,10 @@ from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.presets import training_arguments
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec, default_accumulate
-from toolkit.presets.training_arguments import (
-    SDPA,
-    enable_fsdp_on_cpu,
-    parallelism_arguments,
-    resolve_precision,
-    uses_fsdp,
-)
 from toolkit.train.model.loading import choose_attention
 
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
@@ -153,7 +147,7 @@ def set_up_libraries(progress: Progress) -> None:
     check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
-    enable_fsdp_on_cpu()
+    training_arguments.enable_fsdp_on_cpu()
     candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
     if (disk := next(filter(None, candidates), None)) is not None:
         # The ranks of a node agree on the run's own folder: they share the launcher's id, or the launcher itself.
@@ -251,14 +245,14 @@ def _resolved(
     preset = launch.preset
     specified = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if preset is None else preset.mixed_precision
     given: dict[str, Any] = {name: job.value(name) for name in ("bf16", "fp16") if name in job.given}
-    precision = resolve_precision(given, specified, on_cpu=on_cpu)
+    precision = training_arguments.resolve_precision(given, specified, on_cpu=on_cpu)
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     values: dict[str, Any] = {"use_cpu": on_cpu, "bf16": precision == "bf16", "fp16": precision == "fp16"}
     values["remove_unused_columns"] = False  # the collator reads columns that no model takes
     # The step timer prints lines, which a log file can hold; the Trainer's default for DDP walks the graph every step.
     values |= {n: v for n, v in (("disable_tqdm", True), ("ddp_find_unused_parameters", False)) if n not in job.given}
     chosen = job.chosen_accumulate
-    if uses_fsdp() or (preset is not None and preset.sharded_at_load):
+    if training_arguments.uses_fsdp() or (preset is not None and preset.sharded_at_load):
         chosen = chosen or SHARDED
         values["accelerator_config"] = with_accumulate(job.accelerator_config or {}, chosen)
     elif preset is not None:
@@ -267,8 +261,8 @@ def _resolved(
     if layout is not None and preset is not None:
         if layout.ranks_per_batch > 1 and job.loss == "auto":
             job = replace(job, loss="full")  # the head is split, or sees a part of each sequence, or of the layers
-        attention = job.attn_implementation or SDPA
-        if parallelism := parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
+        attention = job.attn_implementation or training_arguments.SDPA
+        if parallelism := training_arguments.parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
             values, job = values | parallelism, replace(job, attn_implementation=attention)
     # One switch means the same under every engine.
     offload = job.activation_checkpointing_offload

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import dtype_name, uncompiled
 from toolkit.train.active_run import ActiveRun
 
@@ -38,7 +37,26 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         self.hook: CountedHook | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.run.arguments.job)
+        """Register the hook on the live model. Raises ToolkitError where DDP does not wrap it."""
+        wrapped, job = uncompiled(self.trainer.model_wrapped), self.run.arguments.job
+        if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
+            raise ToolkitError(
+                f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
+                hint="`--preset ddp`, with two processes or more",
+            )
+        self.hook, state = CountedHook(str(job.ddp_comm_hook)), None
+        for module in (default_hooks, powerSGD_hook, quantization_hooks):
+            setattr(module, "dist", self.hook)  # noqa: B010  (mypy)
+        if self.hook.name == "power_sgd":
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=job.ddp_comm_hook_power_sgd_rank,
+                start_powerSGD_iter=job.ddp_comm_hook_power_sgd_start,
+            )
+            self.hook.hook = powerSGD_hook.powerSGD_hook
+        elif self.hook.name == "top_k":
+            state, self.hook.hook = TopK(job.ddp_comm_hook_top_k_fraction, self.hook), top_k_hook
+        wrapped.register_comm_hook(state, self.hook)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.hook is not None
@@ -98,29 +116,6 @@ class _Gathered:
 
     def get_future(self) -> Any:
         return self.work.get_future().then(lambda _: [torch.stack(self.tensors)])
-
-
-def register_hook(wrapped: Any, arguments: ModelArguments) -> CountedHook:
-    """Register `arguments.ddp_comm_hook` on the live DDP model. Raises ToolkitError where DDP does not wrap it."""
-    if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-        raise ToolkitError(
-            f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
-            hint="`--preset ddp`, with two processes or more",
-        )
-    hook, state = CountedHook(str(arguments.ddp_comm_hook)), None
-    for module in (default_hooks, powerSGD_hook, quantization_hooks):
-        setattr(module, "dist", hook)  # noqa: B010  (mypy)
-    if hook.name == "power_sgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=arguments.ddp_comm_hook_power_sgd_rank,
-            start_powerSGD_iter=arguments.ddp_comm_hook_power_sgd_start,
-        )
-        hook.hook = powerSGD_hook.powerSGD_hook
-    elif hook.name == "top_k":
-        state, hook.hook = TopK(arguments.ddp_comm_hook_top_k_fraction, hook), top_k_hook
-    wrapped.register_comm_hook(state, hook)
-    return hook
 
 
 def registered_hook(wrapped: Any) -> CountedHook | None:
