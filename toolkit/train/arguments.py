@@ -1,9 +1,8 @@
 """How this rank was launched, and its arguments: argv, read once into a job, and `TrainingArguments` made of it.
 
-`toolkit train` passes preset and world size in environment variables. A plain `accelerate launch --config_file F
---num_processes N` passes its ranks neither, so they are read from the launcher's own command line, among this process's
-parents. Under torchrun alone, as on several nodes, the user names the preset, and each rank gives itself what
-`accelerate launch` would: after an elastic restart that may be for another number of ranks.
+`toolkit train` passes preset and world size in the environment. Under a plain `accelerate launch --config_file F` they
+are read from the launcher's own command line, among this process's parents. Under torchrun alone the user names the
+preset, and each rank gives itself what `accelerate launch` would: after an elastic restart for another world size.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ class LaunchContext:
     def from_env(cls) -> LaunchContext:
         """Read it from the environment, or from the command line of the `accelerate launch` above this process.
 
-        This completes the environment: by the preset's under torchrun alone, and by the absolute path of the preset's
-        JSON, which accelerate looks for in the working directory. Raises ToolkitError for several nodes without a
-        preset, for another number of ranks than the job asked for, and for a preset that needs a launcher without one.
+        Completes the environment: by the preset's under torchrun alone, and by the absolute path of its JSON. Raises
+        ToolkitError for several nodes without a preset, a preset without its launcher, and other ranks than asked for.
         """
         started_by_torchrun = ACCELERATE_VARIABLE not in os.environ
         nodes = os.environ.get("GROUP_WORLD_SIZE", "1")

@@ -85,10 +85,9 @@ def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
-    """A part of a Trainer: saves and loads optimizer and scheduler of a model that was sharded at load.
+    """Saves and loads optimizer and scheduler of a model that was sharded at load, which transformers 5.23 refuses.
 
-    transformers 5.23 refuses to resume such a model, but has helpers for torch's distributed checkpoints that do it.
-    Its weights come back through `from_pretrained(checkpoint, distributed_config=...)`, so on any mesh.
+    Weights come back through `from_pretrained(checkpoint, distributed_config=...)`, and all of it on any mesh.
     """
 
     def __init__(self, *, run: Any, **kwargs: Any) -> None:

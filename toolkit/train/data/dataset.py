@@ -27,8 +27,7 @@ from toolkit.train.data.packing import PackedRows
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import ENCODED, EncodedSource, encode_rows, load_rows, row_encoder
 
-REPORTED_STREAM_ROWS = 100
-"""Rows of a stream that are tokenised before training, for the report."""
+REPORTED_STREAM_ROWS = 100  # of a stream, tokenised before training for the report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +82,8 @@ class _Loader:
     def __init__(self, tokenizer: Any, arguments: DataArguments, training: Any) -> None:
         self.tokenizer, self.arguments, self.training = tokenizer, arguments, training
         self.seed = int(training.seed if training.data_seed is None else training.data_seed)
-        weights = arguments.dataset_weights or None
-        self.weights = None if weights is None else tuple(weights)
-        self.shares = data_files.fractions(weights) if weights else [None] * len(arguments.dataset)
+        self.weights = tuple(arguments.dataset_weights) or None
+        self.shares = data_files.fractions(self.weights) if self.weights else [None] * len(arguments.dataset)
 
     def load_all_rows(self, sources: Sequence[data_files.DataSource]) -> Data:
         """Tokenise every row before the first step; `val_size` holds some out for evaluation."""

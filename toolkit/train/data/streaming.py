@@ -153,8 +153,7 @@ class LaneState:
     """The rows in packs that are not full yet, by their number in the lane."""
 
 
-LaneStates = dict[int, LaneState]
-"""Lane number to its position."""
+LaneStates = dict[int, LaneState]  # by the number of the lane
 
 
 class Lanes:

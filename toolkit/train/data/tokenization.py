@@ -218,10 +218,8 @@ class EncodedSource:
 
 # -- supervised tokens
 
-Encoded = tuple[list[int], list[bool]]
-"""Input ids, and True for each that is supervised."""
-Span = tuple[int, int]
-"""First character, and the character after the last."""
+Encoded = tuple[list[int], list[bool]]  # input ids, and True for each that is supervised
+Span = tuple[int, int]  # the first character, and the character after the last
 
 TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block around the assistant's turns"
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

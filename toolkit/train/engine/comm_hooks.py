@@ -55,7 +55,7 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
             )
             self.hook.hook = powerSGD_hook.powerSGD_hook
         elif self.hook.name == "top_k":
-            state, self.hook.hook = TopK(job.ddp_comm_hook_top_k_fraction, self.hook), top_k_hook
+            self.hook.hook = TopK(job.ddp_comm_hook_top_k_fraction, self.hook)
         wrapped.register_comm_hook(state, self.hook)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -131,7 +131,7 @@ def hook_dtype(wrapped: Any) -> str | None:
 
 
 class TopK:
-    """Top-k compression with error feedback: state of `top_k_hook`.
+    """Top-k compression with error feedback, as a hook of DDP.
 
     Each rank sends the `fraction` of a bucket's elements that is largest in magnitude and holds the rest back for the
     next step's gradient, so that nothing is lost, only late (Stich et al., https://arxiv.org/abs/1809.07599).
@@ -142,31 +142,30 @@ class TopK:
         self.unsent: dict[torch.Tensor, torch.Tensor] = {}
         """What was not sent yet, by parameter: DDP rebuilds its buckets after the first step."""
 
+    def __call__(self, _state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
+        buffer = bucket.buffer()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter in self.unsent:
+                gradient.add_(self.unsent[parameter].view_as(gradient))
+        k = max(1, math.ceil(self.fraction * buffer.numel()))
+        indices = buffer.abs().topk(k, sorted=False).indices
+        values = buffer[indices]
+        buffer[indices] = 0
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.unsent[parameter] = gradient.clone()
+        ranks = dist.get_world_size()
+        sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
+        all_indices = [torch.empty_like(sent) for _ in range(ranks)]
+        all_values = [torch.empty_like(values) for _ in range(ranks)]
+        pairs = ((all_indices, sent), (all_values, values))
+        gathers = [self.collectives.all_gather(*pair, async_op=True).get_future() for pair in pairs]
 
-def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
-    buffer = bucket.buffer()
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in state.unsent:
-            gradient.add_(state.unsent[parameter].view_as(gradient))
-    k = max(1, math.ceil(state.fraction * buffer.numel()))
-    indices = buffer.abs().topk(k, sorted=False).indices
-    values = buffer[indices]
-    buffer[indices] = 0
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        state.unsent[parameter] = gradient.clone()
-    ranks = dist.get_world_size()
-    sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
-    all_indices = [torch.empty_like(sent) for _ in range(ranks)]
-    all_values = [torch.empty_like(values) for _ in range(ranks)]
-    pairs = ((all_indices, sent), (all_values, values))
-    gathers = [state.collectives.all_gather(*pair, async_op=True).get_future() for pair in pairs]
+        def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            buffer.zero_()
+            for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
+                buffer.index_add_(0, rank_indices, rank_values / ranks)
+            return buffer
 
-    def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        buffer.zero_()
-        for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
-            buffer.index_add_(0, rank_indices, rank_values / ranks)
-        return buffer
-
-    # Wait for both: gloo's threads may finish the second before the first.
-    return torch.futures.collect_all(gathers).then(add_up)
+        # Wait for both: gloo's threads may finish the second before the first.
+        return torch.futures.collect_all(gathers).then(add_up)

@@ -32,7 +32,6 @@ from toolkit.train.engine.pipeline_model import PipelineModel
 from toolkit.train.trainer import SupervisedTrainer
 
 Batch = dict[str, Any]
-ROWS = ("input_ids", "attention_mask", "position_ids", "labels")
 SCHEDULES = {GPIPE: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B, INTERLEAVED: ScheduleInterleaved1F1B}
 
 
@@ -61,7 +60,7 @@ def _padded(batch: Batch, rows: int, tokens: int) -> Batch:
         starts = torch.cat([starts, starts.new_tensor([tokens])])
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     if held < rows:
-        for name in inputs.keys() & set(ROWS):
+        for name in inputs.keys() & {"input_ids", "attention_mask", "position_ids", "labels"}:
             inputs[name] = torch.cat([inputs[name], inputs[name][:1].expand(rows - held, -1)])
         inputs["labels"][held:] = IGNORED
     return inputs
