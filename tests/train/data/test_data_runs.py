@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, read, toolkit
+from launching import ROOT, accelerate_launch, rank_rows, read, toolkit
 
 from toolkit.record.heartbeat import read_heartbeats
 
@@ -17,8 +17,7 @@ def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
     config = ROOT / "accelerate_configs" / "ddp.yaml"
     ended = accelerate_launch(config, *words, "--save_model", "false", "--output_dir", str(output))
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
-    files = [output / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
-    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = [*rank_rows(output, 0), *rank_rows(output, 1)]
     return {key: [row[key] for row in found] for key in ("step", "loss", "grad_norm", "batch_sha256")}
 
 

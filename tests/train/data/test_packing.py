@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from launching import ROOT, accelerate_launch, read
+from launching import ROOT, accelerate_launch, rank_rows, read
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from toolkit.errors import AttestationFailed, ToolkitError
@@ -177,8 +176,7 @@ def test_a_packed_run_is_isolated_without_a_mask_and_counts_every_supervised_tok
         assert rank["attn_implementation"] == run["spec"]["model"]["attn_implementation"] == "sdpa_varlen"
     assert "packed rows: attention sdpa_varlen, no mask" in (folder / "train.log").read_text()
     assert [row["supervised_tokens"] for row in run["evaluations"]] == [2409]
-    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
-    steps = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    steps = [*rank_rows(folder, 0), *rank_rows(folder, 1)]
     packs = run["data"]["packs"]
     assert packs % 2 == 0, "otherwise accelerate repeats packs to fill the last step, and the sums below differ"
     assert sum(step["supervised_tokens"] for step in steps) == run["data"]["supervised_tokens"] == 2409
