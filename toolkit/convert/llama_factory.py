@@ -8,8 +8,8 @@ from typing import Any
 
 from toolkit.convert import sources
 from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_configuration, shown, unexpected
+from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import read_configuration, unexpected
 from toolkit.job.argument_aliases import HINTS
 
 
