@@ -10,6 +10,7 @@ import torch
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
+from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
 from toolkit.rehearse.trainer_parts import RehearsedTimer
 
@@ -22,12 +23,12 @@ def timer(tmp_path: Path) -> RehearsedTimer:
 
 def test_peaks_of_a_step_are_those_over_all_phases(timer: RehearsedTimer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each phase resets the allocator's own peak, so that it only knows the last one."""
-    monkeypatch.setattr(timer.device_readings, "read", lambda: {"peak_allocated_bytes": 1, "peak_host_bytes": 5})
+    monkeypatch.setattr(StepTimer, "read_memory", lambda _: {"peak_allocated_bytes": 1, "peak_host_bytes": 5})
     timer.peaks.peaks = {
         "load": {"peak_allocated_bytes": 2, "peak_reserved_bytes": 9},
         "backward": {"peak_allocated_bytes": 7, "peak_reserved_bytes": 8},
     }
-    assert timer._read_memory() == {"peak_allocated_bytes": 7, "peak_reserved_bytes": 9, "peak_host_bytes": 5}
+    assert timer.read_memory() == {"peak_allocated_bytes": 7, "peak_reserved_bytes": 9, "peak_host_bytes": 5}
 
 
 def test_a_cpu_has_no_peaks_by_phase(timer: RehearsedTimer) -> None:

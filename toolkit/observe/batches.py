@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from toolkit.observe.attest.tensors import raw_bytes
+
 IGNORED = -100  # the label that PyTorch's cross entropy ignores
 BATCH_FACTS = "batch_facts"
 
@@ -44,7 +46,7 @@ def tensor_facts(rows: Sequence[Any], batch: MutableMapping[str, Any]) -> BatchF
     tensors = {name: batch[name] for name in sorted(batch) if isinstance(batch[name], torch.Tensor)}
     for name, tensor in tensors.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(raw_bytes(tensor))
         tokens += tensor.numel() if name.endswith("input_ids") else 0
         non_padding += int(tensor.sum()) if name.endswith("attention_mask") else 0
         supervised += int((tensor[..., 1:] != IGNORED).sum()) if name.endswith("labels") else 0

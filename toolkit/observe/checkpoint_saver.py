@@ -29,9 +29,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.models.nf4 import as_in_training
+from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.failure_report import Diverged
-from toolkit.observe.observed_run import barrier
+from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.record.run_files import SaveRecord
@@ -41,12 +42,12 @@ FINGERPRINT_LOGITS = 64
 
 
 class CheckpointSaver:
-    """Saves what one rank has of each checkpoint. `reading` returns what the rank read back after its first step."""
+    """Saves what one rank has of each checkpoint."""
 
     def __init__(
-        self, trainer: Any, parts: ObserverParts, *, reading: Callable[[], Values | None], in_background: bool = False
+        self, trainer: Any, parts: ObserverParts, attestation: Attestation, *, in_background: bool = False
     ) -> None:
-        self.trainer, self.parts, self.reading = trainer, parts, reading
+        self.trainer, self.parts, self.attestation = trainer, parts, attestation
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.saves: list[SaveRecord] = []
@@ -60,9 +61,7 @@ class CheckpointSaver:
         Raises Diverged where the weights are lost: those are not written.
         """
         waited = 0.0 if self.background is None else self.background.wait()
-        reading, trainer = self.reading(), self.trainer
-        assert reading is not None
-        facts = self._manifest_facts(reading)
+        trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
         record = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited)
         began, wrapped = time.monotonic(), trainer.model_wrapped
@@ -117,12 +116,9 @@ class CheckpointSaver:
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
         paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
-        entries: list[Any] = [file_entries(folder, paths[args.process_index :: args.world_size])]
-        if dist.is_initialized():
-            own, entries = entries[0], [None] * args.world_size
-            dist.all_gather_object(entries, own, group=group)
+        ranks = gather_from_ranks(file_entries(folder, paths[args.process_index :: args.world_size]), group=group)
         if args.process_index == 0:
-            files = sorted((entry for rank in entries for entry in rank), key=lambda entry: str(entry["path"]))
+            files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
             commit_checkpoint(folder, checkpoint, {**facts, "files": files})
             folder.parent.rmdir()
             limit = args.save_total_limit
@@ -132,10 +128,9 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait for a save in the background: the best checkpoint may be loaded next, and older ones removed."""
-        if self.background is not None:
-            waited = self.background.wait()
-            if self.saves:
-                self.saves[-1].stall_seconds += waited
+        waited = 0.0 if self.background is None else self.background.wait()
+        if self.saves:
+            self.saves[-1].stall_seconds += waited
 
     def note_save(self, kind: str, files: Iterable[Path], began: float) -> None:
         """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""
@@ -143,8 +138,10 @@ class CheckpointSaver:
         record.complete(files, began=began, writing_began=began)
         self.saves.append(record)
 
-    def _manifest_facts(self, reading: Values) -> Values:
+    def _manifest_facts(self) -> Values:
         """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint."""
+        reading = self.attestation.reading
+        assert reading is not None
         trainer, training, preset = self.trainer, self.trainer.args, self.parts.expected.preset
         batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
@@ -175,7 +172,7 @@ class CheckpointSaver:
         None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite:
         the update of a step can ruin the weights while its loss, computed before it, is still finite.
         """
-        reading, trainer = self.reading(), self.trainer
+        reading, trainer = self.attestation.reading, self.trainer
         if reading is None or reading["offload_param"] == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)

@@ -11,13 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.read_deepspeed import master_weights
-from toolkit.observe.attest.tensors import (
-    constant_bytes,
-    frozen_weights,
-    local,
-    quantized_modules,
-    uncompiled,
-)
+from toolkit.observe.attest.tensors import constant_bytes, frozen_weights, local, quantized_modules, uncompiled
 from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
@@ -29,9 +23,9 @@ def expected_values(
     compute_dtype: str,
     on_cpu: bool = False,
     has_frozen_weights: bool = False,
-    optimizer: Values | None = None,
+    optimizer: OptimizerSpec | None = None,
 ) -> Values:
-    """Return the values that every rank must read; `optimizer` is from the specification of `--optim`.
+    """Return the values that every rank must read; `optimizer` is the one that `--optim` names, if it is known.
 
     Without a preset only the settings and the world size can be checked.
     """
@@ -56,7 +50,7 @@ def expected_values(
         "offload_param": preset.offload_param,
         "compute_dtype": compute_dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
-        **({"optimizer_dtype": "float32"} if optimizer is None else optimizer),
+        **_expected_optimizer(optimizer, preset),
     }
 
 
@@ -117,11 +111,8 @@ def named_optimizer(args: Any) -> OptimizerSpec | None:
     return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
 
 
-def expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:
-    """Return the values that every rank must read of its optimizer.
-
-    The dtypes of AdamW's states are the numerics contract's; those of others follow from each rank's tensors.
-    """
+def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:
+    """The dtypes of AdamW's states are the numerics contract's; those of others follow from each rank's tensors."""
     contract = {"optimizer_dtype": "float32"}
     if spec is None:
         return contract

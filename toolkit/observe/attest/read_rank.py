@@ -12,20 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.job.accumulation import SHARDED, WHOLE
+from toolkit.observe.attest import read_deepspeed, read_fsdp2
 from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.read_deepspeed import (
-    accumulated_gradients,
-    deepspeed_gradients,
-    read_deepspeed,
-    zero3_parameters,
-)
-from toolkit.observe.attest.read_fsdp2 import (
-    fsdp2_reduce_dtype,
-    is_fsdp2,
-    is_replicated_over_data_parallelism,
-    read_fsdp2,
-    unsharded_gradients,
-)
 from toolkit.observe.attest.tensors import (
     compiled_modules,
     constant_bytes,
@@ -66,7 +54,8 @@ def read_rank(
     engine = read_engine(trainer, wrapped, parameters)
     compiled, compiler = compiled_modules(plain), CompilerEvents.read()
     in_4bit = [module.weight for module in quantized_modules(plain)]
-    held_in_4bit = zero3_parameters(in_4bit) if in_4bit and hasattr(in_4bit[0], "ds_id") else in_4bit
+    sharded = bool(in_4bit) and hasattr(in_4bit[0], "ds_id")
+    held_in_4bit = read_deepspeed.zero3_parameters(in_4bit) if sharded else in_4bit
     reading = {
         "rank": trainer.args.process_index,
         "world_size": trainer.args.world_size,
@@ -116,11 +105,9 @@ def _neftune(plain: Any) -> float | None:
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
-        reading, optimizer = read_deepspeed(wrapped, parameters), wrapped.optimizer.optimizer
+        reading, optimizer = read_deepspeed.read(wrapped, parameters), wrapped.optimizer.optimizer
     else:
-        read = read_fsdp2 if is_fsdp2(wrapped) else read_torch
-        reading, optimizer = read(trainer, wrapped, parameters), trainer.optimizer
-        reading["gradient_clipping"] = trainer.args.max_grad_norm
+        reading, optimizer = read_torch(trainer, wrapped, parameters), trainer.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     return reading | {
         "optimizer_class": f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}",
@@ -130,7 +117,7 @@ def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
 
 
 def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
-    """Read DDP, or a model that nothing shards: the parameter is its own fp32 master weight."""
+    """Read FSDP2, DDP, or a model that nothing wraps: the parameter is its own fp32 master weight."""
     states = optimizer_state_tensors(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
     precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
@@ -144,6 +131,8 @@ def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
         "optimizer_dtype": dtype_names(states),
         "offload_optimizer": None,
         "offload_param": None,
+        "gradient_clipping": trainer.args.max_grad_norm,
+        **(read_fsdp2.read(wrapped, parameters) if read_fsdp2.is_fsdp2(wrapped) else {}),
     }
 
 
@@ -153,18 +142,15 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
     `sent_dtype` returns the dtype that ranks exchange where the script itself sends the wrapped model's gradients.
     """
     wrapped = uncompiled(trainer.model_wrapped)
-    reduce_dtype: str | None
     if hasattr(wrapped, "zero_optimization_stage"):
-        tensors, reduce_dtype = deepspeed_gradients(wrapped), dtype_name(wrapped.communication_data_type)
+        tensors = read_deepspeed.gradients(wrapped)
+        reduce_dtype: str | None = dtype_name(wrapped.communication_data_type)
     else:
         tensors = [p.grad for p in wrapped.parameters() if p.grad is not None]
-        reduce_dtype = fsdp2_reduce_dtype(wrapped) if is_fsdp2(wrapped) else dtype_names(tensors)
-        reduce_dtype = sent_dtype(wrapped) or reduce_dtype
-    return {
-        "gradient_bytes": local_bytes(tensors),
-        "gradient_dtype": dtype_names(tensors),
-        "reduce_dtype": reduce_dtype,
-    }
+        sharded = read_fsdp2.is_fsdp2(wrapped)
+        reduce_dtype = sent_dtype(wrapped) or (read_fsdp2.reduce_dtype(wrapped) if sharded else dtype_names(tensors))
+    dtypes = {"gradient_dtype": dtype_names(tensors), "reduce_dtype": reduce_dtype}
+    return {"gradient_bytes": local_bytes(tensors), **dtypes}
 
 
 # -- what only the first step shows
@@ -188,8 +174,7 @@ class RecomputeDetector:
             self.hook.remove()
 
     def _on_forward(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD:
-            self.detected = True
+        self.detected = self.detected or torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
 
 
 def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
@@ -209,13 +194,13 @@ def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
 def read_accumulated(trainer: Any) -> Values:
     """Read the gradients that wait for the next accumulation step: `sharded`, `whole`, or both names joined by `+`."""
     wrapped = uncompiled(trainer.model_wrapped)
-    stage = int(wrapped.zero_optimization_stage()) if hasattr(wrapped, "zero_optimization_stage") else 0
-    own = [p.grad for p in wrapped.parameters() if p.grad is not None]
-    shards, whole = (accumulated_gradients(wrapped) if stage >= 2 else []), own
-    if is_fsdp2(wrapped):
-        shards = [gradient for gradient in own if not is_replicated_over_data_parallelism(gradient)]
-        whole = [gradient for gradient in own if is_replicated_over_data_parallelism(gradient)]
-        whole += unsharded_gradients(wrapped)
+    shards, whole = [], [p.grad for p in wrapped.parameters() if p.grad is not None]
+    if hasattr(wrapped, "zero_optimization_stage"):
+        shards = read_deepspeed.accumulated_gradients(wrapped)
+    elif read_fsdp2.is_fsdp2(wrapped):
+        shards = [gradient for gradient in whole if not read_fsdp2.is_replicated_over_data_parallelism(gradient)]
+        whole = [gradient for gradient in whole if read_fsdp2.is_replicated_over_data_parallelism(gradient)]
+        whole += read_fsdp2.unsharded_gradients(wrapped)
     names = "+".join(name for name, tensors in ((SHARDED, shards), (WHOLE, whole)) if tensors)
     return {"accumulate": names or None, "accumulated_gradient_bytes": local_bytes([*shards, *whole])}
 
