@@ -9,7 +9,7 @@ import torch
 from launching import LORA, SAVED, SAVED_STEPS, losses, read, toolkit
 
 from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.engines import open_checkpoint
+from toolkit.checkpoint.hf_export import open_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify

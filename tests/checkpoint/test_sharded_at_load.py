@@ -16,8 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.engines import open_checkpoint
-from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.hf_export import export, open_checkpoint
 from toolkit.checkpoint.inspect import inspect_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS

@@ -19,8 +19,7 @@ from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, read
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
-from toolkit.checkpoint.engines import open_checkpoint
-from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.hf_export import export, open_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.engines import WRITERS, open_checkpoint
+from toolkit.checkpoint.dcp_checkpoint import write_at_load, write_dcp
+from toolkit.checkpoint.deepspeed_checkpoint import write_universal
+from toolkit.checkpoint.hf_checkpoint import write_plain
 from toolkit.checkpoint.hf_export import (
     SIDE_FILE_BYTES,
     check_complete,
     check_disk_space,
     check_output,
     copy_file,
+    open_checkpoint,
     temporary_beside,
 )
 from toolkit.checkpoint.inspect import detect
@@ -38,6 +41,8 @@ from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
+# By engine of the preset that resumes: write weights and optimizer states, given the names in each parameter group.
+WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
 # Entries of torch's schedules with one value per parameter group.
 RATES = ("base_lrs", "_last_lr", "lr_lambdas")
 
@@ -66,7 +71,8 @@ def convert(
         groups = model.groups(_optimized_names(reader, model))
         check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
         with temporary_beside(out) as temporary:
-            WRITERS["at_load" if preset.sharded_at_load else preset.engine](temporary, reader, model, groups)
+            write = write_at_load if preset.sharded_at_load else WRITERS[preset.engine]
+            write(temporary, reader, model, groups)
             _copy_side_files(files, temporary, same_ranks=reader.layout.world_size == num_processes)
             _convert_schedule(temporary / "scheduler.pt", groups, preset)
             layout = preset.layout(num_processes, given)

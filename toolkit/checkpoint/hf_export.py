@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.engines import open_checkpoint
-from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, WeightFiles, stored_tensors, write_model
-from toolkit.checkpoint.inspect import detect
+from toolkit.checkpoint.dcp_checkpoint import AtLoadReader, DcpReader
+from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader
+from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, PlainReader, WeightFiles, stored_tensors, write_model
+from toolkit.checkpoint.inspect import check_readable, detect
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import check_json
 from toolkit.files.model_weights import SavedTensor
 from toolkit.files.reading import open_file
+from toolkit.files.safe_loading import check_checkpoint
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
@@ -36,6 +38,10 @@ from toolkit.units import MIB, gib
 SIDE_FILE_BYTES = 64 * MIB
 MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_READERS: dict[str, Callable[..., Any]] = {
+    **{"deepspeed": DeepSpeedReader, "fsdp2": DcpReader, "at_load": AtLoadReader},
+    **{"plain": PlainReader, "pipeline": PlainReader},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +95,27 @@ def export(
     finally:
         reader.close()
     return ExportResult(folder=out, num_tensors=len(tensors), bytes=size, adapter=adapter)
+
+
+def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False) -> CheckpointReader:
+    """Return the reader of a checkpoint of any engine. `model` names the states that DDP numbers.
+
+    Raises ToolkitError for a pickle that would run something (unless it is trusted), for a converted DeepSpeed
+    checkpoint, for numbered states that cannot be named, and for a weight of the model that is missing or misshapen.
+    """
+    check_readable(path)
+    if not trust_pickle:
+        check_checkpoint(path)
+    layout = detect(path)
+    reader = CheckpointReader(layout, lambda: _READERS[layout.engine](layout, model, trust_pickle=trust_pickle))
+    saved = reader.shapes()
+    missing = [name for name in model.shapes if name not in saved]
+    if missing:
+        raise ToolkitError(f"{path} lacks {listed(missing)}")
+    for name, shape in model.shapes.items():
+        if saved[name] != shape:
+            raise ToolkitError(f"{name} in {path} has shape {saved[name]}, the model's is {shape}")
+    return reader
 
 
 def check_complete(path: Path) -> None:

@@ -54,11 +54,6 @@ class ModelFiles:
     def manifest(self) -> Manifest | None:
         return read_checkpoint(self.path).manifest
 
-    @property
-    def folders(self) -> list[Path]:
-        """The checkpoint, and the run folder around it if there is one."""
-        return [self.path, *([self.path.parent] if (self.path.parent / "run.json").exists() else [])]
-
     @cached_property
     def base(self) -> str | None:
         """The model that training started from: a folder or a hub id."""
@@ -91,7 +86,8 @@ class ModelFiles:
 
     def find(self, name: str, *, base: bool = True) -> Path | None:
         """Return the nearest file of this name; None if there is none."""
-        near = next((folder / name for folder in self.folders if (folder / name).exists()), None)
+        folders = [self.path, *([self.path.parent] if (self.path.parent / "run.json").exists() else [])]
+        near = next((folder / name for folder in folders if (folder / name).exists()), None)
         if near is not None or not base or self.base_folder is None:
             return near
         return self.base_folder / name if (self.base_folder / name).exists() else None

@@ -117,15 +117,12 @@ def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
             problems.append(f"{name} is empty")
         elif name in expected and shape != expected[name]:
             problems.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
-        elif (bad := _non_finite(weights.read(name))) is not None:
-            problems.append(f"{name} has {bad}")
+        else:
+            tensor = weights.read(name)
+            counts = {"NaN": int(tensor.isnan().sum()), "infinite": int(tensor.isinf().sum())}
+            if bad := [f"{count} {kind}" for kind, count in counts.items() if count]:
+                problems.append(f"{name} has {' and '.join(bad)} of {tensor.numel()} values")
     return problems
-
-
-def _non_finite(tensor: torch.Tensor) -> str | None:
-    nans, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-    counts = [f"{nans} NaN"] * bool(nans) + [f"{infinite} infinite"] * bool(infinite)
-    return f"{' and '.join(counts)} of {tensor.numel()} values" if counts else None
 
 
 def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:
