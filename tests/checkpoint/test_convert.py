@@ -23,20 +23,28 @@ pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 # Allowed: 1e-4. Observed: 9e-8, since gradients are summed in another order.
 LOSS_TOLERANCE = 1e-5
 # Other engines that are read and written: test_sharded_at_load.py, test_other_world_size.py.
+SAME_ROWS = ["--per_device_train_batch_size", "4"]  # both ranks train on the same rows
 CONVERSIONS = [
-    ("zero2", "zero3", 4),
-    ("zero2-lora", "fsdp2", 2),
-    pytest.param("zero3", "ddp", 1, marks=pytest.mark.nightly),
+    ("zero2", "zero3", 4, ["--per_device_train_batch_size", "1"]),
+    ("zero2-lora", "fsdp2", 2, LORA),
+    ("zero3", "tp", 2, ["--tp", "2", *SAME_ROWS]),  # sharded at load
+    pytest.param("fsdp2", "cp", 2, ["--cp", "2", *SAME_ROWS], marks=pytest.mark.nightly),  # with other rows per rank
+    pytest.param("zero3", "ddp", 1, SAME_ROWS, marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("source", "preset", "ranks"), CONVERSIONS)
+@pytest.mark.parametrize(("source", "preset", "ranks", "words"), CONVERSIONS)
 def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
-    saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, ranks: int, tmp_path: Path
+    saved_runs: dict[str, Path],
+    saved_job: list[str],
+    source: str,
+    preset: str,
+    ranks: int,
+    words: list[str],
+    tmp_path: Path,
 ) -> None:
-    checkpoint, batch = saved_runs[source] / f"checkpoint-{SAVED[source]}", str(4 // ranks)
-    words = [*saved_job, *(LORA if source.endswith("lora") else []), "--per_device_train_batch_size", batch]
-    words += ["--save_strategy", "no", "--save_model", "false"]
+    checkpoint = saved_runs[source] / f"checkpoint-{SAVED[source]}"
+    words = [*saved_job, *words, "--save_strategy", "no", "--save_model", "false"]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(checkpoint)]
     ended = toolkit("train", "--preset", preset, "--num-processes", str(ranks), "--cpu", "--", *words)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
@@ -49,18 +57,20 @@ def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks", "message"),
+    ("preset", "ranks", "degrees", "message"),
     [
-        ("zero3_nvme_offload", 2, "swaps to NVMe"),
-        ("fsdp2_hybrid", 3, "needs at least 4"),
-        ("single", 2, "in one process"),
+        ("zero3_nvme_offload", 2, {}, "swaps to NVMe"),
+        ("fsdp2_hybrid", 3, {}, "needs at least 4"),
+        ("single", 2, {}, "in one process"),
+        ("ep", 4, {"ep": 3}, "--ep 3 does not divide the 4 processes"),
+        ("ddp", 2, {"tp": 2}, "--tp 2 does not work under preset 'ddp': it has no tensor parallelism"),
     ],
 )
 def test_an_impossible_conversion_is_refused_before_anything_is_written(
-    checkpoint: Path, tmp_path: Path, preset: str, ranks: int, message: str
+    checkpoint: Path, tmp_path: Path, preset: str, ranks: int, degrees: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ToolkitError, match=message):
-        convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks)
+        convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks, degrees=degrees)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,6 @@ from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
 from toolkit.errors import ToolkitError
-from toolkit.job.job import Job
-from toolkit.launch.preflight import check_resume
-from toolkit.presets import load_preset
 from toolkit.record.checkpoints import Checkpoint, Manifest, list_checkpoints
 from toolkit.record.resume_checks import check_resume_settings
 
@@ -41,10 +37,8 @@ def test_sigterm_ends_all_stages_with_a_checkpoint_after_the_same_step(job: list
     found = list_checkpoints(tmp_path / "out")
     assert found[0].step == failure["step"]
     assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
-    assert {path.name for path in found[0].path.glob("optimizer_stage*")} == {
-        "optimizer_stage0.pt",
-        "optimizer_stage1.pt",
-    }
+    states = [path.name for path in found[0].path.glob("optimizer_stage*")]
+    assert sorted(states) == ["optimizer_stage0.pt", "optimizer_stage1.pt"]
 
 
 @pytest.mark.launch
@@ -73,14 +67,9 @@ def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
     words += ["--greater_is_better", "true"]  # so that the first is the best
     ended = accelerate_launch(CONFIG, *words)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    out = tmp_path / "out"
-    logits = {
-        checkpoint.step: json.loads((checkpoint.path / "manifest.json").read_text())["fingerprint"]["logits"]
-        for checkpoint in list_checkpoints(out)
-    }
-    loaded = read(out / "fingerprint.json")["logits"]
-    assert logits[2] != logits[6]
-    assert loaded == logits[2]
+    kept = {each.step: read(each.path / "manifest.json")["fingerprint"] for each in list_checkpoints(tmp_path / "out")}
+    assert kept[2]["logits"] != kept[6]["logits"]
+    assert read(tmp_path / "out" / "fingerprint.json")["logits"] == kept[2]["logits"]
 
 
 @pytest.mark.launch
@@ -93,19 +82,6 @@ def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
     launch_run(resumed, models=split_models, rows=split_rows, folder=tmp_path / "out", checkpoint=checkpoint)
     losses, norms = losses_and_norms(run_folder("pipeline"))
     assert losses_and_norms(tmp_path / "out") == (losses[1:], norms[1:])
-
-
-@pytest.mark.launch
-@pytest.mark.nightly
-def test_other_stages_per_gpu_are_refused_before_ranks_start(run_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """`llama_deep` has three and two layers per GPU with either schedule: the states would load without an error."""
-    checkpoint = run_folder("pipeline-interleaved") / "checkpoint-1"
-    arguments: dict[str, Any] = {"pp": 2, "resume_from_checkpoint": str(checkpoint), "max_steps": 6}
-    arguments |= {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    preset = load_preset("pipeline_1f1b")
-    with pytest.raises(ToolkitError, match="has the optimizer states of 2 stages per GPU, not of 1: "):
-        check_resume(preset, num_processes=2, job=Job.from_values(arguments))
-    check_resume(preset, num_processes=2, job=Job.from_values({**arguments, "pipeline_schedule": "interleaved_1f1b"}))
 
 
 @pytest.mark.parametrize(

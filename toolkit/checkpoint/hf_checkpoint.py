@@ -171,14 +171,16 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, device="meta")
 
 
-def write_model(folder: Path, tensors: Sequence[SavedTensor], *, max_shard_bytes: int, stem: str = "model") -> None:
-    """Write one file, or several with an index, in Hugging Face's layout."""
-    by_name = {tensor.name: tensor for tensor in tensors}
+def write_model(
+    folder: Path, tensors: Sequence[SavedTensor], *, adapter: bool, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> None:
+    """Write one file, or several with an index, in Hugging Face's layout; for an adapter one, which peft reads."""
+    stem, by_name = "adapter_model" if adapter else "model", {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda tensor: tensor.bytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=max_shard_bytes,
+        max_shard_size=sum(tensor.bytes for tensor in tensors) if adapter else max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
         write_file(folder / file, [by_name[name] for name in names])
@@ -241,10 +243,8 @@ class PlainReader(SafetensorsReader):
 
 
 def write_weights(folder: Path, reader: CheckpointReader, model: MetaModel) -> None:
-    """Write the weights in fp32, as Hugging Face's files; an adapter's in one file, which is what peft reads."""
-    tensors = stored_tensors(model, torch.float32, reader.weight)
-    limit = sum(tensor.bytes for tensor in tensors) if model.adapter else DEFAULT_SHARD_BYTES
-    write_model(folder, tensors, max_shard_bytes=limit, stem="adapter_model" if model.adapter else "model")
+    """Write the weights in fp32, as Hugging Face's files."""
+    write_model(folder, stored_tensors(model, torch.float32, reader.weight), adapter=model.adapter)
 
 
 def write_plain(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:

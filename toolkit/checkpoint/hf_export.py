@@ -76,8 +76,7 @@ def export(
     if merge_lora and files.base_folder is None:
         raise ToolkitError(f"{path} does not record its base model", hint="`--base-model FOLDER`")
     model = MetaModel(files)
-    reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
-    try:
+    with contextlib.closing(open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
         if merge_lora:
             tensors = _merged_tensors(reader, model, files, DTYPES[dtype])
         else:
@@ -85,15 +84,12 @@ def export(
         size = sum(tensor.bytes for tensor in tensors)
         check_disk_space(out, size + SIDE_FILE_BYTES)
         adapter = files.adapter and not merge_lora
-        shard_bytes, stem = (size, "adapter_model") if adapter else (max_shard_bytes, "model")  # peft reads one file
         with temporary_beside(out) as temporary:
-            write_model(temporary, tensors, max_shard_bytes=shard_bytes, stem=stem)
+            write_model(temporary, tensors, adapter=adapter, max_shard_bytes=max_shard_bytes)
             _write_side_files(files, temporary, adapter=adapter, dtype=dtype)
             if out.exists():
                 out.rmdir()  # it is empty
             temporary.rename(out)
-    finally:
-        reader.close()
     return ExportResult(folder=out, num_tensors=len(tensors), bytes=size, adapter=adapter)
 
 
@@ -158,8 +154,7 @@ def check_output(out: Path, *, source: Path) -> None:
 def check_disk_space(out: Path, needed_bytes: int) -> None:
     """Raise ToolkitError if the disk of `out` has fewer free bytes."""
     existing = existing_folder(out)
-    free = free_bytes(existing)
-    if free < needed_bytes:
+    if (free := free_bytes(existing)) < needed_bytes:
         raise ToolkitError(
             f"{existing} has {gib(free)} free, {out} needs about {gib(needed_bytes)}",
             hint="name a folder on another disk",
@@ -201,37 +196,26 @@ def _merged_tensors(
     assert files.base_folder is not None
     base = WeightFiles(files.base_folder)
     layers = {name: module for name, module in model.base_model.named_modules() if hasattr(module, "lora_A")}
-    trained = set(model.trainable)
+    prefix, trained, shapes = "base_model.model.", set(model.trainable), base.shapes()
     frozen = [name for name, _ in model.training_model.named_parameters() if name not in trained]
-    in_training = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): name.removeprefix("base_model.model.")
-        for name in frozen
-    }
-    missing = [name for name in in_training if name not in base.tensors]
-    if missing:
+    in_training = {name.removeprefix(prefix).replace(".base_layer.", "."): name.removeprefix(prefix) for name in frozen}
+    if missing := [name for name in in_training if name not in shapes]:
         raise ToolkitError(f"the base model {files.base} lacks {listed(missing)}")
-    shapes = base.shapes()
 
-    def read(name: str) -> Callable[[], torch.Tensor]:
-        training_name = in_training[name]
-        layer = layers.get(training_name.rpartition(".base_layer.")[0])
-        if layer is None or not training_name.endswith("base_layer.weight"):
-            return partial(base.read, name)
-        return partial(_merged, layer, partial(base.read, name), reader, training_name.rpartition("base_layer.")[0])
+    def read(name: str) -> torch.Tensor:
+        """Return a weight of the base model; of an adapted layer, loaded from the meta device, merged and sent back."""
+        module, _, parameter = in_training[name].rpartition(".base_layer.")
+        layer = layers.get(module)
+        if layer is None or parameter != "weight":
+            return base.read(name)
+        layer.to_empty(device="cpu")
+        names, saved = {key: f"{prefix}{module}.{key}" for key in layer.state_dict()}, reader.shapes()
+        state = {key: reader.weight(own) for key, own in names.items() if own in saved}
+        layer.load_state_dict({"base_layer.weight": base.read(name).float(), **state}, strict=False)
+        layer.merge(adapter_names=[ADAPTER_NAME])
+        merged: torch.Tensor = layer.base_layer.weight.data.clone()
+        layer.merged_adapters.clear()
+        layer.to("meta")
+        return merged
 
-    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=read(name)) for name in in_training]
-
-
-def _merged(layer: Any, read_base: Callable[[], torch.Tensor], reader: CheckpointReader, name: str) -> torch.Tensor:
-    """Load one layer from the meta device, merge it, and send it back."""
-    layer.to_empty(device="cpu")
-    prefix = f"base_model.model.{name}"
-    state = {"base_layer.weight": read_base().float()}
-    saved = reader.shapes()
-    state |= {key: reader.weight(f"{prefix}{key}") for key in layer.state_dict() if f"{prefix}{key}" in saved}
-    layer.load_state_dict(state, strict=False)
-    layer.merge(adapter_names=[ADAPTER_NAME])
-    merged: torch.Tensor = layer.base_layer.weight.data.clone()
-    layer.merged_adapters.clear()
-    layer.to("meta")
-    return merged
+    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=partial(read, name)) for name in in_training]

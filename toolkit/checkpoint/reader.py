@@ -97,14 +97,14 @@ def without_parameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:
     """Return the values of one of the Trainer's parameter groups; DeepSpeed drops a group without parameters."""
-    saved = reader.hyperparameters
+    saved, filled = reader.hyperparameters, [index for index, names in enumerate(groups) if names]
     if not saved:
         raise ToolkitError(f"{reader.layout.path} has no parameter groups of an optimizer")
     if len(saved) == len(groups):
         return saved[position]
-    filled = [index for index, names in enumerate(groups) if names]
-    group = dict(saved[filled.index(position)] if position in filled and len(saved) == len(filled) else saved[0])
-    return group if position in filled else group | {"weight_decay": 0.0}
+    if position not in filled:
+        return saved[0] | {"weight_decay": 0.0}
+    return saved[filled.index(position) if len(saved) == len(filled) else 0]
 
 
 class MappedFiles:
