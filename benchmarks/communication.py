@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from record import ROOT, print_table, read_result, write_result
-from small_job import small_model, words
+from small_job import JobSetting, accelerate_command, cpu_environment, small_model, words
 
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
@@ -41,16 +40,12 @@ NOISE_BYTES = 20_000  # losses, norms, flags, and that recording
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(JobSetting):
     """Settings of one run."""
 
-    preset: str
     ranks: int
-    accumulation: int = 1
     accumulate: str | None = None
     """`whole`, where FSDP2 reduces in the last accumulation step only."""
-    lora_r: int | None = None
-    checkpointing: bool = False
     alone: bool = False
     """Rank 0 in one process, instead of all ranks."""
 
@@ -60,14 +55,6 @@ class Setting:
         parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
         extras = {"whole": self.accumulate, "lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
         return " ".join([*parts, *(name for name, there in extras.items() if there)])
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """The arguments that differ from run to run."""
-        arguments: dict[str, Any] = {"gradient_accumulation_steps": self.accumulation}
-        arguments |= {} if self.accumulate is None else {"accumulate": self.accumulate}
-        arguments |= {} if self.lora_r is None else {"lora_r": self.lora_r}
-        return arguments | ({"activation_checkpointing": "true"} if self.checkpointing else {})
 
     def setup(self, shape: ModelShape) -> TrainingSetup:
         """The setup as the planner takes it."""
@@ -114,17 +101,16 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     """Return the payload of each collective in the last step; raise with the run's last lines if it failed."""
     job = setting.words | {"model_name_or_path": model, "output_dir": output, "max_steps": STEPS}
     job |= {"per_device_train_batch_size": 1, "save_strategy": "no", "save_model": "false"}
-    config = str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")
-    launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), config, str(setting.ranks)]
-    if not setting.alone:
+    job |= {} if setting.accumulate is None else {"accumulate": setting.accumulate}
+    if setting.alone:
+        config = str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")
+        launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), config, str(setting.ranks)]
+    else:
         mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *mesh]
-        launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0"]
-        launcher += [str(SCRIPTS / "count_collectives.py")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, *words(**job)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+        script = str(SCRIPTS / "count_collectives.py")
+        launcher = accelerate_command(setting.preset, setting.ranks, script, options=mesh)
+    argv = [*launcher, *words(**job)]
+    done = subprocess.run(argv, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-3:]))
     last = json.loads((output / "collectives" / "rank0.jsonl").read_text().splitlines()[-1])

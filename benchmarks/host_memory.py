@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from typing import Any
 
 import psutil
 from record import EVIDENCE, ROOT, print_table, read_result, write_lines, write_result, write_table
-from small_job import words
+from small_job import JobSetting, accelerate_command, cpu_environment, words
 
 from toolkit.demo.assets import prepare_default_model
 from toolkit.models.read_model import read_model
@@ -54,14 +53,10 @@ OFFLOADED = ("zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(JobSetting):
     """Settings of one run of the default model."""
 
-    preset: str
     seq_length: int = 128
-    lora_r: int | None = None
-    accumulation: int = 1
-    checkpointing: bool = False
     keeps_freed: bool = False
     """Whether malloc is as it is, instead of giving every freed tensor back."""
 
@@ -76,14 +71,6 @@ class Setting:
         extras = {"lora": self.lora_r, f"a{self.accumulation}": self.accumulation > 1}
         extras |= {"ckpt": self.checkpointing, "malloc": self.keeps_freed}
         return " ".join([self.preset, str(self.seq_length), *(name for name, there in extras.items() if there)])
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Arguments of the training script."""
-        arguments: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length, "loss": LOSS}
-        arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation}
-        arguments |= {} if self.lora_r is None else {"lora_r": self.lora_r}
-        return arguments | ({"activation_checkpointing": "true"} if self.checkpointing else {})
 
 
 def settings() -> list[Setting]:
@@ -121,17 +108,14 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
 
 def measured(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     """Return the highest sums of the ranks' memory; raise with the run's last lines if it failed."""
-    job = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no"}
-    job |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false"}
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")]
-    launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", "-m", "toolkit.train"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment |= {} if setting.keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
+    job = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no", "loss": LOSS}
+    job |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false", "max_steps": STEPS}
+    job |= {"per_device_train_batch_size": 1, "max_seq_length": setting.seq_length}
+    argv = [*accelerate_command(setting.preset, setting.ranks, "-m", "toolkit.train"), *words(**job)]
+    malloc = {} if setting.keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
     log = output.with_suffix(".log")
     with log.open("w") as file:
-        argv = [*launcher, *words(**job)]
-        run = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(argv, cwd=ROOT, env=cpu_environment(**malloc), stdout=file, stderr=subprocess.STDOUT)
         samples = watched(run)
     if run.returncode != 0:
         raise RuntimeError(" ".join(log.read_text().strip().splitlines()[-3:]))

@@ -92,7 +92,10 @@ FAULTS = {
     "activation checkpointing changed": (
         Fault("checkpointing", "ddp", "switched on in the model", RECOMPUTES),
         Fault("checkpointing_without_a_flag", "ddp", "done, and no module says so", RECOMPUTES),
-        Fault("no_checkpointing", "ddp --activation_checkpointing true", "enabled, and not done", RECOMPUTES),
+        # A layer whose checkpoint function is not torch's reads as one that offloads, and that is reported first.
+        Fault(
+            "no_checkpointing", "ddp --activation_checkpointing true", "enabled, and not done", f"{RECOMPUTES}_offload"
+        ),
         Fault(
             "recomputing",
             "ddp --activation_checkpointing true",

@@ -17,12 +17,14 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,14 @@ from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_r
 
 sys.path.append(str(ROOT / "tests"))
 
-from file_mutations.attempts import Case, Outcome, attempt, limit_memory
-from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, run_format
+from file_mutations.attempts import Case, Outcome, attempt
+from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, newest, run_format
 from file_mutations.formats import Format, light_formats
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from small_runs import exported, small_runs
+from small_job import small_model, train
 
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "mutations"
+CASES = ("ddp", "zero2", "zero3", "zero3-lora", "fsdp2", "fsdp2-lora")
 COUNTS = ("tried", "accepted", "refused", "failed")
 CHUNK = 200
 HANG_SECONDS = 2.0  # of CPU time: the machine may be busy
@@ -61,9 +64,19 @@ class Chunk:
 
 def formats(work: Path) -> list[Format]:
     """Return every format. Runs the toolkit for the checkpoints that are missing in the work folder."""
-    runs = small_runs(work / "runs")
-    model = work / "runs" / "model"
-    shards = exported(runs["ddp"], work / "runs" / "exported", model)
+    from toolkit.checkpoint.hf_export import export
+
+    runs = {case: work / "runs" / case for case in CASES}
+    model = small_model(work / "runs" / "model", vocab_size=300)  # the words are bytes, so that checkpoints are small
+    job = {"model_name_or_path": model, "dataset": ROOT / "examples" / "data.jsonl", "seed": 1, "max_steps": 2}
+    job |= {"save_steps": 1, "per_device_train_batch_size": 2, "save_model": "true", "max_seq_length": 320}
+    for case, folder in runs.items():
+        preset, _, lora = case.partition("-")
+        if not any(folder.glob("*model.safetensors")):
+            train(preset, folder, **job, **({"lora_r": 2} if lora else {}))
+    shards = work / "runs" / "exported"
+    if not shards.is_dir():
+        export(newest(runs["ddp"]), shards, max_shard_bytes=150_000, base_model=str(model))
     return [*light_formats(), run_format(runs["ddp"]), *exported_formats(shards), *checkpoint_formats(runs, model)]
 
 
@@ -82,7 +95,7 @@ def chunks(kinds: list[Format], mutations: int) -> list[Chunk]:
 def run_chunk(kind: Format, chunk: Chunk, first_seed: int, work: Path) -> dict[str, Any]:
     """Try the mutations of a chunk in this process."""
     outcomes: list[tuple[Case, Outcome]] = []
-    folder = attempts_folder(work, chunk)
+    folder = work / "attempts" / slug(chunk.name)
     shutil.rmtree(folder, ignore_errors=True)
     unchanged = {str(case.command): case for case in kind.valid()}
     for number, case in enumerate(unchanged.values()):  # imports count for no mutation
@@ -109,23 +122,17 @@ def run_chunk(kind: Format, chunk: Chunk, first_seed: int, work: Path) -> dict[s
 
 def summary(chunk: Chunk, outcomes: list[tuple[Case, Outcome]], work: Path) -> dict[str, Any]:
     """Return the counts of a chunk, and save its failures; what took more than two seconds has failed."""
-    judged = [(case, slow_failure(outcome)) for case, outcome in outcomes]
-    families: dict[str, int] = {}
-    for case, outcome in judged:
+    counts, families = Counter(dict.fromkeys(COUNTS, 0), tried=len(outcomes)), Counter[str]()
+    for case, outcome in outcomes:
+        if outcome.kind != "failed" and outcome.cpu_seconds > HANG_SECONDS:
+            report = f"{outcome.cpu_seconds:.1f} s of CPU time; then {outcome.kind}: {outcome.message}"
+            outcome = replace(outcome, kind="failed", family="slow", report=report)
+        counts[outcome.kind] += 1
         if outcome.kind == "failed":
-            families[outcome.family] = families.get(outcome.family, 0) + 1
+            families[outcome.family] += 1
             save_failure(case, outcome, work)
-    counts = {kind: sum(outcome.kind == kind for _, outcome in judged) for kind in COUNTS[1:]}
     slowest = round(max((outcome.cpu_seconds for _, outcome in outcomes), default=0.0), 3)
-    named = {"chunk": chunk.name, "format": chunk.format, "tried": len(outcomes)}
-    return {**named, **counts, "slowest_cpu_seconds": slowest, "families": families}
-
-
-def slow_failure(outcome: Outcome) -> Outcome:
-    if outcome.kind == "failed" or outcome.cpu_seconds <= HANG_SECONDS:
-        return outcome
-    report = f"{outcome.cpu_seconds:.1f} s of CPU time; then {outcome.kind}: {outcome.message}"
-    return Outcome(kind="failed", cpu_seconds=outcome.cpu_seconds, family="slow", report=report)
+    return {"chunk": chunk.name, "format": chunk.format, **counts, "slowest_cpu_seconds": slowest, "families": families}
 
 
 def save_failure(case: Case, outcome: Outcome, work: Path) -> None:
@@ -149,10 +156,6 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text)[:120].strip("-")
 
 
-def attempts_folder(work: Path, chunk: Chunk) -> Path:
-    return work / "attempts" / slug(chunk.name)
-
-
 def run_in_process(chunk: Chunk, options: argparse.Namespace) -> dict[str, Any]:
     """Run a chunk in a process of its own; one that dies is a failure of the attempt that it left behind."""
     named = json.dumps([chunk.format, chunk.number, chunk.mutations])
@@ -169,7 +172,7 @@ def run_in_process(chunk: Chunk, options: argparse.Namespace) -> dict[str, Any]:
     if code == 0:
         return dict(json.loads(ended.stdout.splitlines()[-1]))
     assert "Timeout" in message or code < 0, message[-3_000:]  # otherwise it is our own bug
-    left = attempts_folder(options.work, chunk)
+    left = options.work / "attempts" / slug(chunk.name)
     crash = options.work / "failures" / "crash" / slug(chunk.name)
     shutil.copytree(left, crash, dirs_exist_ok=True, symlinks=True)
     (crash / "stderr.txt").write_text(message)
@@ -180,21 +183,20 @@ def run_in_process(chunk: Chunk, options: argparse.Namespace) -> dict[str, Any]:
 
 def by_format(chunks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the counts per kind of file, checkpoints of all engines together."""
-    kinds = [(chunk["format"].partition(" (")[0], chunk) for chunk in chunks]
-    rows = []
-    for kind in sorted({kind for kind, _ in kinds}):
-        own = [chunk for name, chunk in kinds if name == kind]
-        slowest = max(chunk["slowest_cpu_seconds"] for chunk in own)
-        counts = {key: sum(chunk[key] for chunk in own) for key in COUNTS}
-        rows.append({"kind": kind, **counts, "slowest_cpu_seconds": slowest})
-    return rows
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for chunk in chunks:
+        kinds.setdefault(chunk["format"].partition(" (")[0], []).append(chunk)
+    return [{"kind": kind, **total(kinds[kind])} for kind in sorted(kinds)]
+
+
+def total(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    counts = {key: sum(chunk[key] for chunk in chunks) for key in COUNTS}
+    return counts | {"slowest_cpu_seconds": max(chunk["slowest_cpu_seconds"] for chunk in chunks)}
 
 
 def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[object]]:
     """Return one row per kind of file, and the total."""
-    table: list[list[object]] = [list(row.values()) for row in rows]
-    total = [sum(row[key] for row in rows) for key in COUNTS]
-    return [*table, ["all", *total, max(row["slowest_cpu_seconds"] for row in rows)]]
+    return [list(row.values()) for row in (*rows, {"kind": "all", **total(rows)})]
 
 
 def main() -> None:
@@ -210,7 +212,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     kinds = [kind for kind in formats(options.work) if not options.format or kind.name in options.format]
     if options.chunk is not None:
-        limit_memory(MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         name, number, mutations = options.chunk
         chunk = Chunk(format=name, number=number, mutations=mutations)
         kind = next(kind for kind in kinds if kind.name == name)

@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from record import EVIDENCE, ROOT, append_line, print_table, read_lines, spread, write_result, write_table
-from small_job import words
+from small_job import accelerate_command, words
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import mean_interval
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of
 from toolkit.launch.options import TrainOptions
+from toolkit.presets import load_preset
 
 DOCUMENT, TABLE, FIRST_STEP_TABLE = EVIDENCE / "speed-and-memory.md", "overhead", "first_step"
 HEADER = ("job", "pairs", "tokens per CPU-second: toolkit / plain script (95 % CI)", "goal", "largest loss difference")
@@ -82,13 +83,11 @@ def run_toolkit(case: str, job: Job, output: Path) -> Side:
 def run_bare(case: str, job: Job, output: Path) -> Side:
     preset, method = case.split("/")
     ranks = WORLD_SIZES[preset]
-    argv = [sys.executable, "-m", "accelerate.commands.launch"]
-    argv += ["--config_file", str(ROOT / "accelerate_configs" / f"{preset}.yaml")]
-    argv += ["--num_processes", str(ranks), "--num_machines", "1", "--main_process_port", "0"]
-    argv += [str(ROOT / "benchmarks" / "bare_trainer.py"), "--model", str(job.model), "--data", str(job.tokens)]
-    argv += ["--output", str(output), "--max_steps", str(job.steps), "--lora_r", str(LORA_R[method])]
+    script = [str(ROOT / "benchmarks" / "bare_trainer.py"), "--model", str(job.model), "--data", str(job.tokens)]
+    script += ["--output", str(output), "--max_steps", str(job.steps), "--lora_r", str(LORA_R[method])]
+    argv = accelerate_command(preset, ranks, *script)
     # Threads, compiled ops and warnings as `toolkit train` sets them, so that only the scripts differ.
-    variables = command_of(train_options(case, job, output)).environment
+    variables = command_of(train_options(case, job, output), load_preset(preset)).environment
     seconds = first_step_seconds(argv, {**inherited_environment(), **variables})
     rows = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return side(rows, job.untimed_steps, seconds)

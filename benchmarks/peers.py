@@ -88,47 +88,33 @@ def measure(program: str, job: Job, given: argparse.Namespace) -> Record:
 def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
     """Return a row for each job and program that was run, in the order of the table."""
     rows = []
-    for name in given.jobs:
-        runs = {program: [] for program in given.peers} | runs_of(done, job_of(name, given))
-        rows += [row_of(program, job_of(name, given), runs) for program in given.peers if runs[program]]
+    for job in (job_of(name, given) for name in given.jobs):
+        runs = {program: runs_of(done, job, program) for program in PROGRAMS}
+        rows += [row_of(program, job, runs) for program in given.peers if runs[program]]
     return rows
 
 
-def runs_of(done: Sequence[Record], job: Job) -> dict[str, list[Record]]:
-    """Return a job's runs by program, each with its figures or its error."""
-    runs: dict[str, list[Record]] = {}
-    for run in done:
-        if run["job"] != job.name:
-            continue
-        found = {name: run[name] for name in ("repeat", "error", "exit_code")}
-        if run["error"] is None:
-            found["figures"] = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
-        runs.setdefault(run["program"], []).append(found)
-    return runs
+def runs_of(done: Sequence[Record], job: Job, program: str) -> list[Record]:
+    """Return a program's runs of a job, each with its figures or its error."""
+    runs = [run for run in done if (run["job"], run["program"]) == (job.name, program)]
+    return [
+        run
+        if run["error"] is not None
+        else run | {"figures": comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)}
+        for run in runs
+    ]
 
 
 def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Record:
     """Return a program's row: its failure, or its figures, our ratio to them, and how its job differs."""
     row: Record = {"job": job.name, "program": program}
-    failed = [run for run in by_program[program] if run["error"] is not None]
-    if failed:
-        return row | {name: failed[0][name] for name in ("error", "exit_code")}
-
-    def finished(name: str) -> list[Record]:
-        return [run for run in by_program.get(name, []) if run["error"] is None]
-
-    runs = finished(program)
-    own = runs[0]["figures"]
-    row |= comparison.row(program, runs, finished(OURS)) | {"facts": own["facts"]}
-    if not finished(BASELINE):
-        return row
-    bare = finished(BASELINE)[0]["figures"]
-    length = job.setting.max_length
-    return row | {
-        "differences": comparison.differences(
-            own, bare, preset=job.preset, method=job.method, ranks=job.ranks, max_length=length
-        )
-    }
+    for run in by_program[program]:
+        if run["error"] is not None:
+            return row | {name: run[name] for name in ("error", "exit_code")}
+    own, ours, bare = ([run for run in by_program[name] if run["error"] is None] for name in (program, OURS, BASELINE))
+    figures = own[0]["figures"]
+    row |= comparison.row(own, ours) | {"facts": figures["facts"]}
+    return row | ({"differences": comparison.differences(figures, bare[0]["figures"], job)} if bare else {})
 
 
 def table_rows(_: Record, rows: Sequence[Record]) -> list[list[object]]:
@@ -195,15 +181,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model")
-    parser.add_argument("--ranks", type=int, default=2, help="of the jobs with several processes")
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--untimed-steps", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--max-length", type=int, default=128)
+    choices = {"device": ("cpu", "cuda"), "precision": ("fp32", "bf16"), "size": tuple(SIZES)}
+    for field in fields(Setting):
+        flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        parser.add_argument(flag, type=kind, choices=choices.get(field.name), default=field.default)
     parser.add_argument("--timeout-seconds", type=float, default=400)
     parser.add_argument("--work", type=Path, required=True, help="folder for finished runs; the same command resumes")
     parser.add_argument("--environments", type=Path, help="folder of the built environments; default: in --work")

@@ -1,13 +1,16 @@
-"""The small job of several benchmarks: a random Llama of 3.2 M parameters on the FAQ rows, trained by two CPU ranks."""
+"""Jobs of several benchmarks on CPU ranks, among them the small one: a random Llama of 3.2 M parameters on FAQ rows."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from record import ROOT
 
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
 from toolkit.record.folder import RunFolder
@@ -18,12 +21,13 @@ SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_em
 TRAINED = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
 
 
-def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
-    """Write the model once, with the demo's tokenizer; return its folder."""
+def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES, *, vocab_size: int | None = None) -> Path:
+    """Write the model once, with the demo's tokenizer, or one like it with fewer words; return its folder."""
     from transformers import AutoTokenizer
 
     if not folder.exists():
-        random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **sizes)
+        tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
+        random_llama(folder, tokenizer.train_new_from_iterator([], vocab_size) if vocab_size else tokenizer, **sizes)
     return folder
 
 
@@ -33,10 +37,39 @@ def words(**arguments: Any) -> list[str]:
     return [word for name, value in job.items() for word in (f"--{name}", str(value))]
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobSetting:
+    """What differs between runs whose memory or communication is planned."""
+
+    preset: str
+    accumulation: int = 1
+    lora_r: int | None = None
+    checkpointing: bool = False
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """Arguments of the training script that are not its defaults."""
+        arguments: dict[str, Any] = {"gradient_accumulation_steps": self.accumulation}
+        arguments |= {} if self.lora_r is None else {"lora_r": self.lora_r}
+        return arguments | ({"activation_checkpointing": "true"} if self.checkpointing else {})
+
+
+def accelerate_command(preset: str, ranks: int, *script: str, options: Sequence[str] = ()) -> list[str]:
+    """Return `accelerate launch` of a script under a preset's file; `options` are accelerate's own."""
+    config = ["--config_file", str(ROOT / "accelerate_configs" / f"{preset}.yaml"), *options]
+    processes = ["--num_processes", str(ranks), "--num_machines", "1", "--main_process_port", "0"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *config, *processes, *script]
+
+
+def cpu_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of ranks with one thread each and no GPU."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
+
+
 def train_command(preset: str, *options: str, **arguments: Any) -> list[str]:
-    """Return `toolkit train` of two CPU ranks; the model is not saved at the end."""
+    """Return `toolkit train` of two CPU ranks; the model is not saved at the end unless `save_model` says so."""
     launcher = [sys.executable, "-m", "toolkit", "train", "--preset", preset, "--num-processes", "2", "--cpu"]
-    return [*launcher, *options, "--", *words(save_model="false", **arguments)]
+    return [*launcher, *options, "--", *words(**{"save_model": "false", **arguments})]
 
 
 def train(preset: str, output: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> RunFolder:

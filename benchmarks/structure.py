@@ -14,14 +14,15 @@ import ast
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
+from typing import Any
 
-from record import print_table
+import networkx
+from record import ROOT, print_table
 
-ROOT = Path(__file__).parents[1]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Functions that read one argument out of a dictionary of strings; methods of the same names read other things.
 ARGUMENT_READERS = {"is_given", "flag", "integer"}
 SPREAD_ARGUMENT = "max_seq_length"
@@ -60,10 +61,9 @@ def measure(root: Path) -> Structure:
     trees = {name: ast.parse(text) for name, text in texts.items()}
     graph = import_graph(trees)
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    private = [private_functions(tree) for tree in trees.values()]
-    groups = strongly_connected(graph)
-    script = reachable(graph, TRAINING_SCRIPT)
+    functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
+    references = [count for tree in trees.values() for count in private_functions(tree)]
+    script = {TRAINING_SCRIPT} | networkx.descendants(graph, TRAINING_SCRIPT)
     return Structure(
         toolkit_files=len(texts),
         toolkit_lines=sum(len(text.splitlines()) for text in texts.values()),
@@ -72,10 +72,12 @@ def measure(root: Path) -> Structure:
         docs_words=sum(len(path.read_text().split()) for path in (root / "docs").rglob("*.md")),
         functions=len(functions),
         longest_function_lines=max((node.end_lineno or 0) - node.lineno + 1 for node in functions),
-        private_functions=sum(map(len, private)),
-        private_functions_referenced_once=sum(count == 1 for counts in private for count in counts),
-        longest_import_chain=longest_chain(graph, groups),
-        modules_in_import_cycles=sum(len(group) for group in set(groups.values()) if len(group) > 1),
+        private_functions=len(references),
+        private_functions_referenced_once=references.count(1),
+        longest_import_chain=networkx.dag_longest_path_length(networkx.condensation(graph)) + 1,
+        modules_in_import_cycles=sum(
+            len(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1
+        ),
         argument_reads=sum(
             isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ARGUMENT_READERS
             for node in nodes
@@ -87,7 +89,6 @@ def measure(root: Path) -> Structure:
 
 
 def count_lines(folder: Path) -> int:
-    """Return the lines of all Python files below a folder."""
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
 
 
@@ -100,67 +101,25 @@ def module_name(path: Path, root: Path) -> str:
 def private_functions(tree: ast.Module) -> list[int]:
     """Return for each private function of a module how often the module refers to its name."""
     nodes = list(ast.walk(tree))
-    references = Counter(referenced_name(node) for node in nodes)
-    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    references = Counter(getattr(node, "id", None) or getattr(node, "attr", None) for node in nodes)
+    names = [node.name for node in nodes if isinstance(node, FUNCTIONS)]
     return [references[name] for name in names if name.startswith("_") and not name.endswith("__")]
 
 
-def referenced_name(node: ast.AST) -> str | None:
-    """Return the name that a node uses, as a variable or an attribute."""
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else None
-
-
-def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, frozenset[str]]:
-    """Return the modules of the toolkit that each module imports, also inside functions and for type checking."""
-
-    def module_of(name: str) -> str:
-        return name if name in trees else name.rpartition(".")[0]
-
-    return {
-        module: frozenset(module_of(name) for name in imported_names(tree)) & trees.keys() - {module}
-        for module, tree in trees.items()
-    }
-
-
-def imported_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the absolute name of everything that a module imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def reachable(graph: Mapping[str, frozenset[str]], start: str) -> frozenset[str]:
-    """Return a module and everything that it imports, directly or not."""
-    seen, waiting = {start}, [start]
-    while waiting:
-        found = graph.get(waiting.pop(), frozenset()) - seen
-        seen |= found
-        waiting += found
-    return frozenset(seen & graph.keys())
-
-
-def strongly_connected(graph: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Return each module's import cycle, which is itself alone where it is in none."""
-    closures = {module: reachable(graph, module) for module in graph}
-    return {
-        module: frozenset(other for other in closure if module in closures[other])
-        for module, closure in closures.items()
-    }
-
-
-def longest_chain(graph: Mapping[str, frozenset[str]], groups: Mapping[str, frozenset[str]]) -> int:
-    """Return the number of modules, cycles counted once, on the longest path of imports."""
-
-    @cache
-    def depth(group: frozenset[str]) -> int:
-        imported = {groups[name] for module in group for name in graph[module]} - {group}
-        return 1 + max((depth(other) for other in imported), default=0)
-
-    return max(depth(group) for group in groups.values())
+def import_graph(trees: Mapping[str, ast.Module]) -> Any:
+    """Return the graph of the toolkit's modules, with imports inside functions and for type checking."""
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(trees)
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            imported = {name if name in trees else name.rpartition(".")[0] for name in names}
+            graph.add_edges_from((module, name) for name in imported & trees.keys() - {module})
+    return graph
 
 
 def commit_of(root: Path) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.compare.aggregate import aggregate_trials
+from toolkit.compare.build_results import aggregate_trials
 from toolkit.compare.ledger import ProbeRecord, TrialRecord
+from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Failure, Row, RowKey, Trial
+from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -28,22 +30,18 @@ FSDP2_TP = ExpectedStrategy(
 
 def comparison(*presets: str, **changes: Any) -> ComparisonSpec:
     """A comparison with `ddp` as the baseline, two processes and three repeats, on a CPU; all presets expect DDP."""
-    return ComparisonSpec.model_validate(
-        {
-            "presets": presets,
-            "preset_files": {name: {} for name in presets},
-            "expected": dict.fromkeys(presets, DDP),
-            "preset_sources": {name: name for name in presets},
-            "extra_arguments": {},
-            "world_sizes": (2,),
-            "training_arguments": (),
-            "untimed_steps": 2,
-            "reference": "ddp",
-            "cpu": True,
-            "repeats": 3,
-            **changes,
-        }
-    )
+    known = {
+        **{"presets": presets, "preset_files": {name: {} for name in presets}, "expected": dict.fromkeys(presets, DDP)},
+        **{"preset_sources": {name: name for name in presets}, "extra_arguments": {}, "training_arguments": ()},
+        **{"world_sizes": (2,), "untimed_steps": 2, "reference": "ddp", "cpu": True, "repeats": 3},
+    }
+    return ComparisonSpec.model_validate(known | changes)
+
+
+def comparison_runner(spec: ComparisonSpec, folder: Path, **options: Any) -> Runner:
+    """A runner of this comparison in `folder`, on a CPU."""
+    given = CompareOptions(output_dir=folder, num_processes=("2",), cpu=True, **options)
+    return Runner(options=given, spec=spec, unsupported={}, nvme={}, progress=ConsoleProgress(0))
 
 
 def comparison_on_gpus(model: Path, **changes: Any) -> ComparisonSpec:
@@ -55,9 +53,12 @@ def comparison_on_gpus(model: Path, **changes: Any) -> ComparisonSpec:
 
 def planned_step_seconds(model: Path) -> tuple[float, float]:
     """Low and high step time of that comparison on two H100s, as `toolkit plan` predicts it."""
-    job, gpu = PlannedJob(per_device_train_batch_size=8, max_seq_length=512), find_gpu("h100-sxm")
     request = PlanRequest(
-        shape=read_model(str(model)), presets=[load_preset("zero2")], world_sizes=[2], job=job, gpu=gpu
+        shape=read_model(str(model)),
+        presets=[load_preset("zero2")],
+        world_sizes=[2],
+        job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512),
+        gpu=find_gpu("h100-sxm"),
     )
     (plan,) = make_plans(request)
     assert plan.speed is not None
@@ -75,57 +76,27 @@ def trial(
 ) -> TrialRecord:
     """A completed trial of eight steps, the first two untimed; `slower` multiplies its step times."""
     facts = {
-        "ranks": world_size,
-        "world_size": world_size,
-        "engine": "ddp",
-        "sharding": "replicate",
-        "compute_dtype": "float32",
-        "master_dtype": "float32",
-        "expected_masters": "float32",
-        "optimizer_dtype": "float32",
-        "frozen_dtype": None,
-        "gradient_clipping": 1.0,
-        "activation_checkpointing": False,
-        "num_trainable_params": 10,
-        "initial_weights_sha256": "a" * 64,
-        "packing": None,
-        "global_batch_size": 2 * world_size,
-        "learning_rate": 1e-3,
-        "seed": 42,
-        "max_steps": 8,
+        **{"ranks": world_size, "world_size": world_size, "engine": "ddp", "sharding": "replicate", "packing": None},
+        **dict.fromkeys(("compute_dtype", "master_dtype", "expected_masters", "optimizer_dtype"), "float32"),
+        **{"frozen_dtype": None, "gradient_clipping": 1.0, "activation_checkpointing": False, "learning_rate": 1e-3},
+        **{"num_trainable_params": 10, "initial_weights_sha256": "a" * 64, "global_batch_size": 2 * world_size},
+        **{"seed": 42, "max_steps": 8},
     }
     seconds = SECONDS[repeat] * slower
-    return TrialRecord.model_validate(
-        {
-            "trial": Trial(row=RowKey(preset=preset, world_size=world_size), repeat=repeat).id,
-            "preset": preset,
-            "world_size": world_size,
-            "repeat": repeat,
-            "position": 0,
-            "status": "completed",
-            "problem": facts | (problem or {}),
-            "step_seconds": [9.0, 0.7, *[seconds] * 6],
-            "step_tokens": [100 * world_size] * 8,
-            "step_non_padding_tokens": [90 * world_size] * 8,
-            "step_supervised_tokens": [45 * world_size] * 8,
-            "timed_step_numbers": [3, 4, 5, 6, 7, 8],
-            "batch_sha256": [[f"{step}{rank}" for rank in range(world_size)] for step in range(8)],
-            "losses": [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3],
-            "grad_norms": [3.0] * 8,
-            "tokens_per_second": 100 * world_size / seconds,
-            "tokens_per_cpu_second": 10.0,
-            "supervised_tokens_per_second": 10.0,
-            "rank_skew": 1.0,
-            "wall_seconds": 10.0,
-            "timed_seconds": 6 * seconds,
-            "timed_steps": 6,
-            "run_folder": f"trials/{preset}-n{world_size}-r{repeat}",
-            "command": "",
-            "peak_host_bytes": 1000 + repeat,
-            "peak_rank": repeat % 2,
-            **changes,
-        }
-    )
+    known = {
+        **{"trial": Trial(row=RowKey(preset=preset, world_size=world_size), repeat=repeat).id, "preset": preset},
+        **{"world_size": world_size, "repeat": repeat, "position": 0, "status": "completed"},
+        **{"problem": facts | (problem or {}), "step_seconds": [9.0, 0.7, *[seconds] * 6]},
+        **{"step_tokens": [100 * world_size] * 8, "step_non_padding_tokens": [90 * world_size] * 8},
+        **{"step_supervised_tokens": [45 * world_size] * 8, "timed_step_numbers": [3, 4, 5, 6, 7, 8]},
+        "batch_sha256": [[f"{step}{rank}" for rank in range(world_size)] for step in range(8)],
+        **{"losses": [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3], "grad_norms": [3.0] * 8},
+        **{"tokens_per_second": 100 * world_size / seconds, "tokens_per_cpu_second": 10.0, "rank_skew": 1.0},
+        **{"supervised_tokens_per_second": 10.0, "wall_seconds": 10.0, "timed_seconds": 6 * seconds, "timed_steps": 6},
+        **{"run_folder": f"trials/{preset}-n{world_size}-r{repeat}", "command": "", "peak_host_bytes": 1000 + repeat},
+        "peak_rank": repeat % 2,
+    }
+    return TrialRecord.model_validate(known | changes)
 
 
 def probe(preset: str, size: int, *, world_size: int = 2, **changes: Any) -> ProbeRecord:

@@ -26,20 +26,20 @@ RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3
 
 
 class Nodes:
-    """Elastic agents with one rank each, started and killed like nodes."""
+    """Elastic agents with one rank each, started and killed like nodes.
+
+    `place` returns the command that runs words on a node; without one all are this host, and agents and ranks are
+    forked from the session's server.
+    """
 
     def __init__(self, preset: str, folder: Path, job: list[str], endpoint: str, *, place: Place | None = None) -> None:
-        """`place` returns the command that runs words on a node; without one all are this host, and agents and ranks
-        are forked from the session's server.
-        """
         self.place = place
         self.folder, self.out, self.agents = folder.resolve(), folder / "out", dict[str, Agent]()
-        rendezvous = ["--rdzv-id", "elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-        rendezvous += ["--local-addr", "127.0.0.1"] if place is None else []
-        self.elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *rendezvous]
-        words = [*job, "--output_dir", str(self.out), "--resume_from_checkpoint", "latest", "--save_steps", "2"]
-        words += ["--max_steps", str(MANY_STEPS), "--save_total_limit", "2"]
-        self.script = ["-m", "toolkit.train", *words]
+        self.elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "elastic"]
+        self.elastic += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        self.elastic += ["--local-addr", "127.0.0.1"] if place is None else []
+        self.script = ["-m", "toolkit.train", *job, "--output_dir", str(self.out), "--resume_from_checkpoint", "latest"]
+        self.script += ["--save_steps", "2", "--max_steps", str(MANY_STEPS), "--save_total_limit", "2"]
         self.environment = cpu_environment() | {"TOOLKIT_PRESET": preset, "OMP_NUM_THREADS": "1"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
@@ -50,8 +50,7 @@ class Nodes:
         with self.log(name).open("a") as log, contextlib.chdir(ROOT):
             if self.place is None:
                 files = {"stdout": log.fileno(), "stderr": log.fileno()}
-                path = fork_server()
-                self.agents[name] = fork_process(path, command, environment=self.environment, **files)
+                self.agents[name] = fork_process(fork_server(), command, environment=self.environment, **files)
             else:
                 words = self.place(name, command)
                 self.agents[name] = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)

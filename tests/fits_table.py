@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.candidates import Candidate
@@ -18,19 +19,11 @@ from toolkit.units import GIB
 FIXTURES = Path(__file__).parent / "fixtures"
 MAX_SEQ_LENGTH = 2048
 FULL, LORA, QLORA = "full", "LoRA r=16", "QLoRA r=16"
-METHODS: dict[str, dict[str, int | bool]] = {
-    FULL: {},
-    LORA: {"lora_r": 16},
-    QLORA: {"lora_r": 16, "load_in_4bit": True},
-}
+METHODS: dict[str, dict[str, Any]] = {FULL: {}, LORA: {"lora_r": 16}, QLORA: {"lora_r": 16, "load_in_4bit": True}}
 ROWS = {
-    "Qwen3-0.6B": (FULL,),
-    "Qwen3-1.7B": (FULL,),
-    "Qwen3-4B": (FULL,),
-    "Qwen3-8B": (FULL, LORA, QLORA),
-    "Qwen3-14B": (FULL, LORA),
-    "Qwen3-32B": (FULL, LORA, QLORA),
-    "Qwen2.5-72B": (FULL, LORA, QLORA),
+    **dict.fromkeys(("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), (FULL,)),
+    **{"Qwen3-8B": (FULL, LORA, QLORA), "Qwen3-14B": (FULL, LORA)},
+    **dict.fromkeys(("Qwen3-32B", "Qwen2.5-72B"), (FULL, LORA, QLORA)),
 }
 
 
@@ -62,8 +55,7 @@ def choice(model: str, method: str, hardware: Hardware) -> Candidate | None:
         gpu=hardware.gpu,
         host_memory_gib=hardware.host_memory_gib,
         max_seq_length=MAX_SEQ_LENGTH,
-        lora_r=METHODS[method].get("lora_r"),
-        load_in_4bit=bool(METHODS[method].get("load_in_4bit")),
+        **METHODS[method],
     )
     try:
         return recommend(recommend_request(config_of(model), options), list_presets()).choice
@@ -77,11 +69,10 @@ def cell(found: Candidate | None) -> str:
     """Return preset, micro-batch and planned GiB, with `c` for activation checkpointing, as Markdown."""
     if found is None:
         return "does not fit"
-    checkpointing = "c" if found.job.activation_checkpointing else ""
-    memory = found.memory
-    text = f"`{found.preset.name}`, {found.job.per_device_train_batch_size}{checkpointing}, "
-    text += f"{memory.planned_peak_bytes / GIB:.0f} GiB"
-    offloads = found.preset.offload_optimizer or found.preset.offload_param
+    job, preset, memory = found.job, found.preset, found.memory
+    batch = f"{job.per_device_train_batch_size}{'c' if job.activation_checkpointing else ''}"
+    text = f"`{preset.name}`, {batch}, {memory.planned_peak_bytes / GIB:.0f} GiB"
+    offloads = preset.offload_optimizer or preset.offload_param
     return text + (f", host {memory.host.peak_bytes / GIB:.0f} GiB" if offloads else "")
 
 

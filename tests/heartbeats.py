@@ -15,14 +15,5 @@ Current thread 0x00007e (most recent call first):
 
 
 def pulse(rank: int, step: int = 3, micro_steps: int = 4, progress: float = 100.0) -> Heartbeat:
-    return Heartbeat(
-        rank=rank,
-        host="elsewhere",
-        pid=1,
-        process_started_unix=0.0,
-        step=step,
-        micro_steps=micro_steps,
-        phase="forward",
-        progress_unix=progress,
-        written_unix=progress,
-    )
+    where = {"rank": rank, "host": "elsewhere", "pid": 1, "process_started_unix": 0.0, "written_unix": progress}
+    return Heartbeat(**where, step=step, micro_steps=micro_steps, phase="forward", progress_unix=progress)

@@ -41,49 +41,25 @@ def changed(text: str, old: str, new: str) -> str:
 # A batch script in double quotes: the first node expands everything.
 EXPANDED = changed(changed(ACCELERATE, "bash -c 'exec", 'bash -c "exec'), "latest'", 'latest"')
 
+STANDARD = "--deepspeed_multinode_launcher standard"
+SBATCH = "#SBATCH --nodes=2\n"
+FIRST_HOST = 'scontrol show hostnames "$X" | head -n1'
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
-    (
-        "rank-of-first-node",
-        "#SBATCH --nodes=2\nexport NODE_RANK=$SLURM_NODEID\nsrun torchrun --node-rank $NODE_RANK train.py\n",
-        "#SBATCH --nodes=2\n# $SLURM_NODEID\necho $SLURM_NODEID\nx=$(cat <<'END'\nexport R=$SLURM_NODEID\nEND\n)\n",
-        2,
-        JOB,
-    ),
-    (
-        "rank-of-first-node",
-        "#SBATCH --nodes=2\nsrun bash <<END\ntorchrun --node-rank $SLURM_NODEID train.py\nEND\n",
-        "#SBATCH --nodes=2\nf() {\n  torchrun --node-rank $SLURM_NODEID train.py\n}\nexport -f f\nsrun bash -c f\n",
-        3,
-        JOB,
-    ),
-    (
-        "head-is-localhost",
-        changed(GOOD, "HEAD=${nodes[0]}", 'HEAD=$(scontrol show hostnames "$X" | head -n1 || echo localhost)'),
-        GOOD,
-        7,
-        JOB,
-    ),
+    ("rank-of-first-node", f"{SBATCH}export NODE_RANK=$SLURM_NODEID\nsrun torchrun --node-rank $NODE_RANK train.py\n",
+     f"{SBATCH}# $SLURM_NODEID\necho $SLURM_NODEID\nx=$(cat <<'END'\nexport R=$SLURM_NODEID\nEND\n)\n", 2, JOB),
+    ("rank-of-first-node", f"{SBATCH}srun bash <<END\ntorchrun --node-rank $SLURM_NODEID train.py\nEND\n",
+     f"{SBATCH}f() {{\n  torchrun --node-rank $SLURM_NODEID train.py\n}}\nexport -f f\nsrun bash -c f\n", 3, JOB),
+    ("head-is-localhost", changed(GOOD, "HEAD=${nodes[0]}", f"HEAD=$({FIRST_HOST} || echo localhost)"), GOOD, 7, JOB),
     ("head-is-localhost", changed(TASK, "HEAD:29500", "{HEAD:-127.0.0.1}:29500"), TASK, 5, SKY),
     ("each-node-alone", changed(GOOD, "--nnodes 2 ", ""), GOOD, 8, JOB),
     ("each-node-alone", changed(TASK, "--nnodes 2 ", ""), TASK, 5, SKY),
     ("no-rendezvous", "torchrun --nnodes=2 train.py\n", "torchrun --nnodes=1 train.py\n", 1, "run.sh"),
-    (
-        "node-rank-missing",
-        "torchrun --nnodes 2 --master-addr node1 train.py\n",
-        "torchrun --nnodes 2 --master-addr node1 --node-rank 1 train.py\n",
-        1,
-        "run.sh",
-    ),
+    ("node-rank-missing", "torchrun --nnodes 2 --master-addr node1 train.py\n",
+     "torchrun --nnodes 2 --master-addr node1 --node-rank 1 train.py\n", 1, "run.sh"),
     ("node-rank-missing", changed(ACCELERATE, "--machine_rank $SLURM_PROCID ", ""), ACCELERATE, 8, JOB),
-    (
-        "deepspeed-without-standard",
-        changed(ACCELERATE, "--deepspeed_multinode_launcher standard", "--mixed_precision bf16"),
-        ACCELERATE,
-        8,
-        JOB,
-    ),
+    ("deepspeed-without-standard", changed(ACCELERATE, STANDARD, "--mixed_precision bf16"), ACCELERATE, 8, JOB),
     ("fixed-rendezvous-id", changed(GOOD, '--rdzv-id "$ID"', "--rdzv-id 42"), GOOD, 8, JOB),
     ("fixed-rendezvous-id", changed(TASK, '--rdzv-id "$SKYPILOT_TASK_ID"', ""), TASK, 5, SKY),
     ("elastic-without-restarts", changed(ELASTIC, "--max-restarts 3", ""), ELASTIC, 9, JOB),
@@ -99,4 +75,4 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("waits-for-lost-node", changed(GOOD, "--kill-on-bad-exit=1 ", ""), GOOD, 8, JOB),
     ("jit-checkpoint", "max_steps: 2\nenable_jit_checkpoint: true\n", "max_steps: 2\n", 2, "mine.yaml"),
     ("jit-checkpoint", changed(GOOD, "train.py", "train.py --enable_jit_checkpoint"), GOOD, 8, JOB),
-]
+]  # fmt: skip

@@ -14,6 +14,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import pytest
+
 from toolkit.cache import path_with_ninja, torch_extensions_folder
 from toolkit.launch import warm_start
 from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
@@ -35,6 +37,11 @@ MESH_OPTIONS = {"fsdp2_hybrid": ["--parallelism_config_dp_shard_size", "2"]}
 SAVED_STEPS = 6
 SAVED = {"ddp": 1, "zero2": 3, "zero2-lora": 2, "zero3": 2, "zero3-lora": 5, "fsdp2": 4, "fsdp2-lora": 3}
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random state must resume too
+
+
+def nightly(*values: Any) -> list[Any]:
+    """Parameters of a test that run in `make test-nightly` only."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 @cache
@@ -158,14 +165,12 @@ def attested(folder: Path) -> dict[str, Any]:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{name}[{index}]")
-    else:
+    if not isinstance(value, dict | list):
         yield name, value
+        return
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield from _leaves(each, f"{name}.{key}")
 
 
 def losses(folder: Path, ranks: int = 2) -> list[float]:

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from launching import LLAMA_8B_CONFIG
+
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import llama_shape
 from toolkit.models.read_model import MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS, shape_from_counted
@@ -15,73 +17,30 @@ from toolkit.models.shape import ModelShape
 LLAMA_8B_PARAMS = 8_030_261_248
 
 TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
 }
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", TINY),
+    *((name, TINY) for name in ("llama", "granite", "smollm3", "mistral", "qwen2", "qwen3", "gemma", "gemma2")),
+    *((name, TINY) for name in ("gemma3_text", "phi3", "phi", "olmo", "olmo2", "gpt_neox", "stablelm")),
     ("llama", TINY | {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
-    ("granite", TINY),
-    ("smollm3", TINY),
-    ("mistral", TINY),
-    ("qwen2", TINY),
     ("qwen2", TINY | {"tie_word_embeddings": True}),
-    ("qwen3", TINY),
-    ("gemma", TINY),
-    ("gemma2", TINY),
-    ("gemma3_text", TINY),
     ("gemma3_text", TINY | {"tie_word_embeddings": False}),
     ("mixtral", TINY | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    (
-        "qwen2_moe",
-        TINY
-        | {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
-    (
-        "qwen3_moe",
-        TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]},
-    ),
-    (
-        "qwen3_moe",
-        TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 2},
-    ),
+    ("qwen2_moe", TINY | EXPERTS | {"shared_expert_intermediate_size": 24}),
+    ("qwen3_moe", TINY | EXPERTS | {"mlp_only_layers": [1]}),
+    ("qwen3_moe", TINY | EXPERTS | {"decoder_sparse_step": 2}),
     ("gpt2", GPT2),
     ("gpt2", GPT2 | {"n_inner": 80, "tie_word_embeddings": False}),
-    ("phi3", TINY),
-    ("phi", TINY),
-    ("olmo", TINY),
-    ("olmo2", TINY),
     ("opt", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
-    ("gpt_neox", TINY),
-    ("stablelm", TINY),
 ]
 # Fields of mixtures by the names that architectures without formulas have for them: one dense layer, two with experts.
 MIXTURE = EXPERTS | {
-    "num_local_experts": 6,
-    "n_routed_experts": 6,
-    "moe_num_experts": 6,
-    "n_shared_experts": 1,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1,
-    "num_dense_layers": 1,
-    "num_layers": 3,
-    "head_dim": 8,
+    **{"num_local_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6, "n_shared_experts": 1, "moe_k": 2},
+    **{"moe_topk": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 1},
+    **{"num_dense_layers": 1, "num_layers": 3, "head_dim": 8},
 }
 # Wide enough for the terms of a layer to differ from each other.
 WIDE = TINY | {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -122,22 +81,20 @@ def fields_of(model_type: str) -> list[dict[str, Any]]:
 @cache
 def llama_8b() -> ModelShape:
     """Return the shape of Llama 3.1 8B (`fixtures/llama-8b`)."""
-    fields = json.loads((Path(__file__).parent / "fixtures" / "llama-8b" / "config.json").read_text())
-    shape = llama_shape("llama", ConfigFields(fields, "config.json"))
+    fields = json.loads(LLAMA_8B_CONFIG.read_text())
+    return _shape("llama", fields)
+
+
+def _shape(model_type: str, fields: dict[str, Any]) -> ModelShape:
+    shape = llama_shape(model_type, ConfigFields(fields, "config.json"))
     assert shape is not None
     return shape
 
 
 # Models of 288 words, which tests of split layers, experts and sequences train on CPU ranks.
 SMALL = {
-    "vocab_size": 288,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": False,
+    **{"vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
 }
 SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -152,6 +109,4 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def small_shape(name: str) -> ModelShape:
     """Return the shape of one of `SMALL_MODELS`."""
     model_type, fields = SMALL_MODELS[name]
-    shape = llama_shape(model_type, ConfigFields({**SMALL, **fields}, "config.json"))
-    assert shape is not None
-    return shape
+    return _shape(model_type, {**SMALL, **fields})

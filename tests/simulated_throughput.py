@@ -29,24 +29,20 @@ BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv
 
 def published_step(schedule: str, row: dict[str, float], chunks: int = 2) -> PipelineRun:
     """Return one step of a row of Table 5, in milliseconds."""
-    times = ChunkTimes(
-        forward_seconds=row["forward_ms"], backward_seconds=row["backward_ms"], weight_seconds=row["weight_ms"]
-    )
-    size = PipelineSize(
-        stages=int(row["stages"]), micro_batches=int(row["micro_batches"]), chunks=chunks_of(schedule, chunks)
-    )
+    forward, backward, weight, transfer = (row[f"{name}_ms"] for name in ("forward", "backward", "weight", "transfer"))
+    times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
+    stages, micro_batches = int(row["stages"]), int(row["micro_batches"])
+    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
     each = times.divided(size.chunks)
-    return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=row["transfer_ms"])
+    return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=transfer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Sequences per second and GPU."""
+    """Sequences per second and GPU, predicted and measured."""
 
     schedule: str
-    stages: int
-    micro_batches: int
-    bubble: float
+    run: PipelineRun
     predicted: float
     measured: float
 
@@ -57,18 +53,12 @@ class Throughput:
 
 def throughputs() -> Iterator[Throughput]:
     """Yield predicted and measured throughput of each row and schedule."""
-    for row, measured in zip(BUBBLES, THROUGHPUTS, strict=True):
+    for row, found in zip(BUBBLES, THROUGHPUTS, strict=True):
         for schedule, column in MEASURED.items():
-            run = published_step(schedule, row, chunks=int(measured["chunks_interleaved"]))
-            sequences = run.size.micro_batches * measured["sequences_per_micro_batch"]
-            yield Throughput(
-                schedule=schedule,
-                stages=run.size.stages,
-                micro_batches=run.size.micro_batches,
-                bubble=run.bubble_fraction,
-                predicted=sequences / (run.step_seconds / 1000) / run.size.stages,
-                measured=measured[column],
-            )
+            run = published_step(schedule, row, chunks=int(found["chunks_interleaved"]))
+            sequences = run.size.micro_batches * found["sequences_per_micro_batch"]
+            predicted = sequences / (run.step_seconds / 1000) / run.size.stages
+            yield Throughput(schedule=schedule, run=run, predicted=predicted, measured=found[column])
 
 
 def throughput_table() -> str:
@@ -78,7 +68,7 @@ def throughput_table() -> str:
     for each in throughputs():
         name = "zb_h1` for ZB-1p" if each.schedule == "zb_h1" else f"{each.schedule}`"
         lines.append(
-            f"| {each.stages} | {each.micro_batches} | `{name} | {each.bubble:.4f} | {each.predicted:.2f}"
-            f" | {each.measured:g} | {100 * each.error:.1f} % |"
+            f"| {each.run.size.stages} | {each.run.size.micro_batches} | `{name} | {each.run.bubble_fraction:.4f}"
+            f" | {each.predicted:.2f} | {each.measured:g} | {100 * each.error:.1f} % |"
         )
     return "\n".join(lines)

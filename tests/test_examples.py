@@ -15,13 +15,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, torchrun
+from launching import ROOT, read, torchrun
 
 from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
@@ -30,7 +29,6 @@ from toolkit.job.job import Job
 from toolkit.models.read_model import UNGATED
 from toolkit.plan.planner import Plan, plan_run
 from toolkit.presets import load_preset
-from toolkit.record.folder import read_json
 from toolkit.units import GIB
 
 EXAMPLES = ROOT / "examples"
@@ -65,9 +63,6 @@ class Example:
     @property
     def words(self) -> list[str]:
         return shlex.split(self.line)
-
-    def option(self, name: str) -> str:
-        return self.words[self.words.index(name) + 1]
 
 
 def read_example(path: Path) -> Example:
@@ -112,24 +107,16 @@ def presets_of(example: Example) -> list[str]:
 
 def world_size_of(example: Example) -> int:
     """Return the processes that an example's line starts."""
-    if example.path.suffix == ".sh":
-        return int(re.findall(r"NUM_PROCESSES:-(\d+)", example.path.read_text())[0])
-    return int(example.option("--nproc_per_node" if "--nproc_per_node" in example.words else "--num-processes"))
+    text = example.path.read_text() if example.path.suffix == ".sh" else example.line
+    return int(re.findall(r"(?:NUM_PROCESSES:-|--nproc_per_node |--num-processes )(\d+)", text)[0])
 
 
 def plans_of(example: Example) -> list[Plan]:
     job = Job.from_argv(arguments_of(example.path))
     config = ROOT / "tests" / "fixtures" / CONFIGS[str(job.model_name_or_path)]
-    gpu, _ = GPU_OF.get(example.name, DEFAULT_GPU)
-    return [
-        plan_run(
-            load_preset(preset),
-            job.with_values(model_name_or_path=str(config)),
-            world_size=world_size_of(example),
-            gpu=find_gpu(gpu),
-        )
-        for preset in presets_of(example)
-    ]
+    job, gpu = job.with_values(model_name_or_path=str(config)), find_gpu(GPU_OF.get(example.name, DEFAULT_GPU)[0])
+    world_size = world_size_of(example)
+    return [plan_run(load_preset(name), job, world_size=world_size, gpu=gpu) for name in presets_of(example)]
 
 
 # -- the table
@@ -151,27 +138,21 @@ def table() -> str:
 def planned(example: Example) -> str:
     if example.name in NOT_PLANNED:
         return NOT_PLANNED[example.name]
-    plans = plans_of(example)
-    peaks = [f"{plan.memory.planned_peak_bytes / GIB:.1f}" for plan in plans]
-    if len(plans) == 1:
-        return peaks[0]
-    return ", ".join(f"`{plan.preset}` {peak}" for plan, peak in zip(plans, peaks, strict=True))
+    peaks = {plan.preset: f"{plan.memory.planned_peak_bytes / GIB:.1f}" for plan in plans_of(example)}
+    if len(peaks) == 1:
+        return next(iter(peaks.values()))
+    return ", ".join(f"`{preset}` {peak}" for preset, peak in peaks.items())
 
 
-def table_block() -> re.Match[str]:
-    found = re.search(r"<!-- generated: examples -->\n(.*?)\n?<!-- /generated -->", README.read_text(), re.DOTALL)
-    assert found
-    return found
-
-
-def write_table() -> None:
-    text, block = README.read_text(), table_block()
-    written = f"<!-- generated: examples -->\n{table()}\n<!-- /generated -->"
-    README.write_text(text[: block.start()] + written + text[block.end() :])
+def with_table(readme: str) -> str:
+    """Return the page with its table as it should be."""
+    block = re.compile(r"(<!-- generated: examples -->\n).*?(\n?<!-- /generated -->)", re.DOTALL)
+    assert block.search(readme)
+    return block.sub(lambda found: found[1] + table() + found[2], readme)
 
 
 def test_the_table_is_generated_from_the_examples() -> None:
-    assert table_block()[1] == table(), "run: python tests/test_examples.py"
+    assert with_table(README.read_text()) == README.read_text(), "run: python tests/test_examples.py"
 
 
 def test_every_file_is_in_the_table_or_named_below_it() -> None:
@@ -182,16 +163,6 @@ def test_every_file_is_in_the_table_or_named_below_it() -> None:
 
 
 # -- linted, planned, dry-run
-
-
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
-def test_the_first_line_of_a_configuration_says_when_to_use_it(path: Path) -> None:
-    assert path.read_text().startswith(f"# {WHEN}")
-
-
-def test_no_example_has_a_finding() -> None:
-    ended = run_line(f"toolkit lint {EXAMPLES} --json")
-    assert (ended.returncode, json.loads(ended.stdout)["findings"]) == (0, [])
 
 
 def test_the_data_are_conversations_that_pass_the_checks() -> None:
@@ -207,7 +178,8 @@ def test_an_example_is_planned_to_fit(example: Example) -> None:
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
-def test_a_configuration_keeps_checkpoints_and_evaluates(path: Path) -> None:
+def test_a_configuration_says_when_to_use_it_keeps_checkpoints_and_evaluates(path: Path) -> None:
+    assert path.read_text().startswith(f"# {WHEN}")
     job = Job.from_argv([str(path)])
     assert (job.save_strategy, job.eval_strategy) == ("steps", "steps")
     assert job.per_device_eval_batch_size == job.per_device_train_batch_size
@@ -225,14 +197,11 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def offline(hub: Path) -> dict[str, str]:
-    """The environment in which the hub is its cache; nothing listens on the port, so that no time is lost."""
-    return {"HF_HOME": str(hub), "HF_ENDPOINT": "http://127.0.0.1:9"}
-
-
-def run_line(line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_line(line: str, hub: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a line with the hub's cache; nothing listens on its port, so that no time is lost."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
+    environment |= {"HF_HOME": str(hub), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = ["bash", "-euo", "pipefail", "-c", line]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -241,7 +210,7 @@ def run_line(line: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_configuration_is_dry_run_by_the_line_that_it_names(path: Path, hub: Path, tmp_path: Path) -> None:
     example, (gpu, _) = read_example(path), GPU_OF.get(path.name, DEFAULT_GPU)
     line = example.line.replace("toolkit train", f"toolkit train --dry-run --gpu {gpu}")
-    ended = run_line(f"{line} --output_dir {tmp_path / 'run'}", **offline(hub))
+    ended = run_line(f"{line} --output_dir {tmp_path / 'run'}", hub)
     assert ended.returncode == 0, ended.stderr
     (plan,) = plans_of(example)
     assert f"planned peak {plan.memory.planned_peak_bytes / GIB:.2f} GiB" in ended.stderr
@@ -252,7 +221,7 @@ def test_a_configuration_is_dry_run_by_the_line_that_it_names(path: Path, hub: P
 
 def test_the_comparison_is_dry_run_for_gpus_that_are_not_here(hub: Path, tmp_path: Path) -> None:
     example = read_example(EXAMPLES / "compare_8gpu.sh")
-    ended = run_line(f"{example.line} --dry-run --gpu h100", **offline(hub), OUTPUT_DIR=str(tmp_path / "out"))
+    ended = run_line(f"{example.line} --dry-run --gpu h100", hub, OUTPUT_DIR=str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stderr
     for plan in plans_of(example):
         assert len(re.findall(rf"^\[\d/9\] {plan.preset}-n8", ended.stdout, re.MULTILINE)) == 3
@@ -263,32 +232,26 @@ def test_the_comparison_is_dry_run_for_gpus_that_are_not_here(hub: Path, tmp_pat
 # -- trained
 
 
-def logged_losses(checkpoint: Path) -> list[float]:
-    state = read_json(checkpoint / "trainer_state.json")
-    assert state is not None
-    return [row["loss"] for row in state["log_history"] if "loss" in row]
-
-
-def run_script(name: str, preset: str, model: Path, output: Path, *options: str) -> Path:
+def run_script(name: str, preset: str, model: Path, output: Path, *options: str, log: str = "checkpoint-2") -> Path:
     """Run a script as its line says, for two steps in two processes, and return its last checkpoint."""
     words = ["--preset", preset, "--model", str(model), "--output_dir", str(output), "--max_steps", "2", *options]
     ended = torchrun(str(EXAMPLES / name), *words, num_processes=2)
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    history = read(output / log / "trainer_state.json")["log_history"]
+    assert len([row["loss"] for row in history if "loss" in row]) == 2
     return output / "checkpoint-2"
 
 
 @pytest.mark.launch
 def test_a_trainer_script_of_ones_own_trains_under_its_preset(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = run_script("own_trainer.py", "zero3", tiny_model, tmp_path)
-    assert len(logged_losses(checkpoint)) == 2
     # ZeRO-3 shards the parameters: one file of them per rank.
     assert len(list(checkpoint.glob("global_step2/zero_pp_rank_*_mp_rank_00_model_states.pt"))) == 2
 
 
 @pytest.mark.launch
 def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_path: Path) -> None:
-    run_script("tensor_parallel.py", "tp", tiny_model, tmp_path, "--tp", "2")
-    assert len(logged_losses(tmp_path)) == 2
+    run_script("tensor_parallel.py", "tp", tiny_model, tmp_path, "--tp", "2", log="")
     before, after = (read_weights(folder) for folder in (tiny_model, tmp_path))
     shapes = {name: weight.shape for name, weight in after.items() if name in before}
     assert shapes == {name: weight.shape for name, weight in before.items()}
@@ -297,28 +260,17 @@ def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_pat
 @pytest.mark.launch
 def test_trls_trainer_trains_an_adapter_under_its_preset(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = run_script("with_trl.py", "zero2", tiny_model, tmp_path)
-    assert len(logged_losses(checkpoint)) == 2
     assert (checkpoint / "adapter_model.safetensors").is_file()
     # ZeRO-2 shards the optimizer states: one file of them per rank.
     assert len(list(checkpoint.glob("global_step2/*zero_pp_rank_*_mp_rank_00_optim_states.pt"))) == 2
 
 
-@pytest.fixture
-def runs_of_notebooks() -> Iterator[set[Path]]:
-    """The folders that notebooks have left in runs/; what a test adds is removed."""
-    before = set((ROOT / "runs").glob("notebook-*"))
-    yield before
-    for folder in set((ROOT / "runs").glob("notebook-*")) - before:
-        shutil.rmtree(folder)
-
-
 @pytest.mark.launch
-def test_the_notebook_runs_from_top_to_bottom(
-    tiny_model: Path, runs_of_notebooks: set[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_runs_from_top_to_bottom(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat
 
+    before = set((ROOT / "runs").glob("notebook-*"))
     monkeypatch.setenv("MODEL", str(tiny_model))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -328,11 +280,12 @@ def test_the_notebook_runs_from_top_to_bottom(
     shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "completed: 8 steps in 2 processes under zero2" in shown
     assert "h100-sxm" in shown
-    (run,) = set((ROOT / "runs").glob("notebook-*")) - runs_of_notebooks
+    (run,) = set((ROOT / "runs").glob("notebook-*")) - before
     assert (run / "adapter_model.safetensors").is_file()
+    shutil.rmtree(run)
     pictures: list[Any] = [output for output in notebook.cells[-2].outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 1
 
 
 if __name__ == "__main__":
-    write_table()
+    README.write_text(with_table(README.read_text()))

@@ -22,23 +22,14 @@ from peer_jobs import comparison, measurement  # noqa: E402
 from peer_jobs.commands import PROGRAMS, Launch, NotOffered  # noqa: E402
 from peer_jobs.job import LEARNING_RATE, LORA_R, Job, Setting, make_rows  # noqa: E402
 
-SETTING = Setting(
-    size="tiny",
-    steps=4,
-    untimed_steps=2,
-    batch_size=2,
-    max_length=8,
-    ranks=2,
-    threads=1,
-    device="cpu",
-    precision="fp32",
-)
+SETTING = Setting(steps=4, untimed_steps=2, max_length=8)
 LLAMA = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr("peer_jobs.commands.tokenized_rows", lambda _: '{"input_ids": [1, 2]}\n')
     model, rows = tmp_path / "model", tmp_path / "rows" / "train.jsonl"
     model.mkdir()
     rows.parent.mkdir()
@@ -47,61 +38,47 @@ def job(tmp_path: Path) -> Job:
     return Job(preset="zero2", method="lora", setting=SETTING, model=model, rows=rows)
 
 
-def launch_of(program: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr("peer_jobs.commands.tokenized_rows", lambda _: '{"input_ids": [1, 2]}\n')
+def launch_of(program: str, job: Job) -> Launch:
     return PROGRAMS[program](job, "python", Path("run"))
 
 
 @pytest.mark.parametrize("program", ["llamafactory", "axolotl"])
 def test_another_programs_file_describes_the_job_as_our_converter_reads_it(
-    program: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, job: Job, tmp_path: Path
 ) -> None:
-    path = tmp_path / "job.yaml"
-    for name, text in launch_of(program, job, monkeypatch).files.items():
-        (tmp_path / name).write_text(text)
-    path.write_text(path.read_text().replace("run/deepspeed.json", str(tmp_path / "deepspeed.json")))
-    found = convert_file(path, "llama-factory" if program == "llamafactory" else program).arguments
+    for name, text in launch_of(program, job).files.items():
+        (tmp_path / name).write_text(text.replace("run/deepspeed.json", str(tmp_path / "deepspeed.json")))
+    found = convert_file(tmp_path / "job.yaml", "llama-factory" if program == "llamafactory" else program).arguments
     assert found["model_name_or_path"] == str(job.model)
     assert (found["max_steps"], found["per_device_train_batch_size"]) == (4, 2)
     assert float(found["learning_rate"]) == LEARNING_RATE
     assert (found["max_seq_length"], found["lora_r"], found["lora_alpha"]) == (8, LORA_R, 2 * LORA_R)
 
 
-def flags(argv: list[str]) -> set[str]:
-    return {word.removeprefix("--") for word in argv if word.startswith("--")}
-
-
-def test_every_flag_of_the_bare_trainer_and_of_trl_is_a_field_of_their_arguments(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_flag_of_the_bare_trainer_and_of_trl_is_a_field_of_their_arguments(job: Job) -> None:
     from transformers import TrainingArguments
     from trl import ModelConfig, ScriptArguments, SFTConfig
 
-    def names(*classes: Any) -> set[str]:
-        return {field.name for each in classes for field in dataclasses.fields(each)}
-
     launcher = {"config_file", "num_processes", "num_machines", "main_process_port", "mixed_precision"}
     own = {"model", "data", "max_length", "lora_r"}
-    bare = flags(launch_of("bare", job, monkeypatch).argv) - launcher - own
-    assert bare - names(TrainingArguments) == set()
-    trl = flags(launch_of("trl", job, monkeypatch).argv) - launcher
-    assert trl - names(SFTConfig, ScriptArguments, ModelConfig) == set()
+    for program, known, classes in (
+        ("bare", launcher | own, (TrainingArguments,)),
+        ("trl", launcher, (SFTConfig, ScriptArguments, ModelConfig)),
+    ):
+        given = {word.removeprefix("--") for word in launch_of(program, job).argv if word.startswith("--")}
+        assert given - known - {field.name for each in classes for field in dataclasses.fields(each)} == set()
 
 
-def test_our_own_command_line_is_read_and_trains_lora_as_the_others_do(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = launch_of("toolkit", job, monkeypatch).argv
+def test_our_own_command_line_is_read_and_trains_lora_as_the_others_do(job: Job) -> None:
+    argv = launch_of("toolkit", job).argv
     found = read_arguments(argv[argv.index("--") + 1 :])
     assert (found["lora_r"], found["lora_alpha"], found["train_sampling_strategy"]) == (8, 16, "sequential")
 
 
-def test_torchtune_is_given_the_models_sizes_and_is_not_asked_for_an_engine_that_it_lacks(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchtune_is_given_the_models_sizes_and_is_not_asked_for_an_engine_that_it_lacks(job: Job) -> None:
     with pytest.raises(NotOffered, match="one process or FSDP2"):
-        launch_of("torchtune", job, monkeypatch)
-    alone = launch_of("torchtune", dataclasses.replace(job, preset="single"), monkeypatch)
+        launch_of("torchtune", job)
+    alone = launch_of("torchtune", dataclasses.replace(job, preset="single"))
     model = yaml.safe_load(alone.files["job.yaml"])["model"]
     assert (model["embed_dim"], model["num_kv_heads"], model["rope_base"]) == (16, 2, 10000)
     assert "lora_finetune_single_device" in alone.argv
@@ -122,63 +99,56 @@ def test_every_row_is_tokenised_back_to_the_same_number_of_tokens() -> None:
     assert rows == ["abc", "aaa ", "bcaa", "a d", "caaa"]
 
 
-def recorded(*, losses: list[float], engine: str = "ddp", ranks: int = 2) -> dict[str, Any]:
+LOSSES = [4.0, 3.0, 2.0, 1.0]
+
+
+def figures(losses: list[float], *, engine: str = "ddp", ranks: int = 2) -> dict[str, Any]:
     """A run of steps that end a second apart, each after half a second of processor time on every rank."""
-    facts = {"engine": engine, "trained_parameters": 10, "trained_dtypes": ["torch.float32"]}
-    facts["activation_checkpointing"] = False
     steps = [{"step": n + 1, "time": 100.0 + n, "cpu_seconds": 3 + n / 2, "loss": x} for n, x in enumerate(losses)]
-    steps[0] |= facts
-    return {"ranks": [steps] * ranks, "started": 90.0, "cpu_seconds": 8.0, "peak_pss_bytes": 5}
-
-
-def figures(**named: Any) -> dict[str, Any]:
-    return comparison.figures(recorded(**named), untimed_steps=2, tokens_per_step=32)
+    steps[0] |= {"engine": engine, "trained_parameters": 10, "trained_dtypes": ["torch.float32"]}
+    steps[0] |= {"activation_checkpointing": False}
+    run = {"ranks": [steps] * ranks, "started": 90.0, "cpu_seconds": 8.0, "peak_pss_bytes": 5}
+    return comparison.figures(run, untimed_steps=2, tokens_per_step=32)
 
 
 def test_figures_count_the_timed_steps_and_the_processor_time_of_every_rank() -> None:
-    found = figures(losses=[4.0, 3.0, 2.0, 1.0])
+    found = figures(LOSSES)
     assert found["tokens_per_second"] == 2 * 32 / 2
     assert found["tokens_per_cpu_second"] == 2 * 32 / (2 * 2 * 0.5)
     assert found["first_step_seconds"] == 10
 
 
 @pytest.mark.parametrize(
-    ("own", "difference"),
+    ("losses", "changes", "difference"),
     [
-        ({"losses": [4.0, 3.0, 2.01, 1.0]}, None),
-        ({"losses": [3.5, 2.625, 1.75, 0.875]}, None),  # divided by the 8 tokens of a row, not by the 7 predicted
-        ({"losses": [4.1, 3.0, 2.0, 1.0]}, "first loss 4.1000, bare Trainer: 4.0000"),
-        ({"losses": [4.0, 3.0, 2.0, 1.2]}, "losses differ by up to 20.0%: last 1.2000, bare: 1.0000"),
-        ({"losses": [4.0, 3.0, 2.0]}, "3 steps with a loss, bare Trainer: 4"),
-        ({"losses": [4.0, 3.0, 2.0, 1.0], "engine": "fsdp2"}, "ran as fsdp2"),
-        ({"losses": [4.0, 3.0, 2.0, 1.0], "ranks": 1}, "1 of 2 ranks trained"),
+        ([4.0, 3.0, 2.01, 1.0], {}, None),
+        ([3.5, 2.625, 1.75, 0.875], {}, None),  # divided by the 8 tokens of a row, not by the 7 predicted
+        ([4.1, 3.0, 2.0, 1.0], {}, "first loss 4.1000, bare Trainer: 4.0000"),
+        ([4.0, 3.0, 2.0, 1.2], {}, "losses differ by up to 20.0%: last 1.2000, bare: 1.0000"),
+        ([4.0, 3.0, 2.0], {}, "3 steps with a loss, bare Trainer: 4"),
+        (LOSSES, {"engine": "fsdp2"}, "ran as fsdp2"),
+        (LOSSES, {"ranks": 1}, "1 of 2 ranks trained"),
     ],
 )
-def test_a_run_that_trained_something_else_is_not_the_same_job(own: dict[str, Any], difference: str | None) -> None:
-    found = comparison.differences(
-        figures(**own), figures(losses=[4.0, 3.0, 2.0, 1.0]), preset="ddp", method="full", ranks=2, max_length=8
-    )
+def test_a_run_that_trained_something_else_is_not_the_same_job(
+    losses: list[float], changes: dict[str, Any], difference: str | None, job: Job
+) -> None:
+    ddp = dataclasses.replace(job, preset="ddp", method="full")
+    found = comparison.differences(figures(losses, **changes), figures(LOSSES), ddp)
     assert found == ([] if difference is None else [difference])
 
 
 def test_a_ratio_pairs_the_runs_of_the_same_repeat() -> None:
-    ours = [
-        {"repeat": n, "figures": figures(losses=[4.0] * 4) | {"tokens_per_second": v}} for n, v in ((0, 8.0), (1, 2.0))
-    ]
-    theirs = [{"repeat": 1, "figures": figures(losses=[4.0] * 4) | {"tokens_per_second": 1.0}}]
-    assert comparison.row("trl", theirs, ours)["ours_over_theirs"]["tokens_per_second"] == {
-        "ratio": 2.0,
-        "interval": None,
-    }
-
-
-def run(repeat: int, program: str, error: str | None = None) -> dict[str, Any]:
-    return {"repeat": repeat, "job": "ddp-full", "program": program, "error": error}
+    runs = [{"repeat": n, "figures": figures(LOSSES) | {"tokens_per_second": v}} for n, v in ((0, 8.0), (1, 2.0))]
+    theirs = [{"repeat": 1, "figures": figures(LOSSES) | {"tokens_per_second": 1.0}}]
+    ratios = comparison.row(theirs, runs)["ours_over_theirs"]
+    assert ratios["tokens_per_second"] == {"ratio": 2.0, "interval": None}
 
 
 def test_a_resumed_benchmark_repeats_neither_finished_runs_nor_failures() -> None:
-    wanted = peers.runs_in_order(["bare", "trl", "axolotl"], ["ddp-full"], 2)
-    left = peers.waiting(wanted, [run(0, "bare"), run(0, "axolotl", "no GPU")])
+    done = [{"repeat": 0, "job": "ddp-full", "program": name, "error": None} for name in ("bare", "axolotl")]
+    done[1]["error"] = "no GPU"
+    left = peers.waiting(peers.runs_in_order(["bare", "trl", "axolotl"], ["ddp-full"], 2), done)
     assert left == [(0, "ddp-full", "trl"), (1, "ddp-full", "trl"), (1, "ddp-full", "bare")]
 
 

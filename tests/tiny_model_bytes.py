@@ -6,13 +6,13 @@ NUM_PARAMS = 3_219_776
 NORM_PARAMS = 5 * 64
 # DeepSpeed keeps bf16 parameters and fp32 masters; under DDP and FSDP2 the fp32 parameter is its own master.
 BF16_BYTES = {
-    "ddp": {"parameter": 4 * NUM_PARAMS, "gradient": 4 * NUM_PARAMS, "optimizer": 8 * NUM_PARAMS},
-    "zero1": {"parameter": 2 * NUM_PARAMS, "gradient": 2 * NUM_PARAMS, "optimizer": 12 * NUM_PARAMS // 2},
-    "zero2": {"parameter": 2 * NUM_PARAMS, "gradient": 2 * NUM_PARAMS // 2, "optimizer": 12 * NUM_PARAMS // 2},
-    "zero3": {
-        "parameter": 2 * NUM_PARAMS // 2 + 2 * NORM_PARAMS,  # norms are gathered at all times
-        "gradient": 2 * NUM_PARAMS // 2,
-        "optimizer": 12 * NUM_PARAMS // 2,
-    },
-    "fsdp2": {"parameter": 4 * NUM_PARAMS // 2, "gradient": 4 * NUM_PARAMS // 2, "optimizer": 8 * NUM_PARAMS // 2},
+    name: dict(zip(("parameter", "gradient", "optimizer"), sizes, strict=True))
+    for name, sizes in {
+        "ddp": (4 * NUM_PARAMS, 4 * NUM_PARAMS, 8 * NUM_PARAMS),
+        "zero1": (2 * NUM_PARAMS, 2 * NUM_PARAMS, 12 * NUM_PARAMS // 2),
+        "zero2": (2 * NUM_PARAMS, 2 * NUM_PARAMS // 2, 12 * NUM_PARAMS // 2),
+        # norms are gathered at all times
+        "zero3": (2 * NUM_PARAMS // 2 + 2 * NORM_PARAMS, 2 * NUM_PARAMS // 2, 12 * NUM_PARAMS // 2),
+        "fsdp2": (4 * NUM_PARAMS // 2, 4 * NUM_PARAMS // 2, 8 * NUM_PARAMS // 2),
+    }.items()
 }

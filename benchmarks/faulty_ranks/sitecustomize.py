@@ -10,6 +10,7 @@ itself does not know of it.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import runpy
 import sys
@@ -19,31 +20,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FAULTS: dict[str, Callable[[int], None]] = {}
-"""By the name of the row that carries it. Each is given its rank."""
 IN_FORK_SERVER = any("multiprocessing.forkserver" in word for word in sys.orig_argv)
-SLOW_SECONDS = 0.3
-FIRST_STEP_SECONDS = 1.0
+SLOW_SECONDS, FIRST_STEP_SECONDS = 0.3, 1.0
+ADAM = "torch.optim:AdamW.step"
+TRAINER = "transformers:Trainer"
+Replacement = Callable[..., Any]
 
 
-def fault(install: Callable[[int], None]) -> Callable[[int], None]:
-    FAULTS[install.__name__] = install
-    return install
-
-
-def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replace a method by a function that receives the original first; each call is logged."""
+def replace(place: str, replacement: Replacement) -> None:
+    """Replace a function, named `module:owner.name`, by one that receives the original first; calls are logged."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
     original = getattr(owner, name)
 
-    def put(replacement: Callable[..., Any]) -> None:
-        @functools.wraps(original)
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            tell()
-            return replacement(original, *args, **kwargs)
+    @functools.wraps(original)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return replacement(original, *args, **kwargs)
 
-        setattr(owner, name, changed)
-
-    return put
+    setattr(owner, name, changed)
 
 
 @functools.cache
@@ -53,283 +49,176 @@ def tell() -> None:
     os.write(sys.stdout.fileno(), line.encode())  # at once: both ranks write into one log
 
 
-# 1. Adam's states in bf16
-
-
-@fault
 def bf16_adam(_: int) -> None:
     import torch
 
-    @around(torch.optim.AdamW, "step")
+    def store_as(optimizer: Any, dtype: Any) -> None:
+        for state in optimizer.state.values():
+            for name in {"exp_avg", "exp_avg_sq"} & state.keys():  # none before the first step
+                state[name] = state[name].to(dtype)
+
     def step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        stored_as(optimizer, torch.float32)
+        store_as(optimizer, torch.float32)
         done = original(optimizer, *args, **kwargs)
-        stored_as(optimizer, torch.bfloat16)
+        store_as(optimizer, torch.bfloat16)
         return done
 
-
-FAULTS["bf16_adam_zero2"] = bf16_adam
-
-
-@fault
-def bf16_adam_on_rank_1(rank: int) -> None:
-    if rank == 1:
-        bf16_adam(rank)
+    replace(ADAM, step)
 
 
-def stored_as(optimizer: Any, dtype: Any) -> None:
-    """Adam's moments in another dtype."""
-    for state in optimizer.state.values():
-        for name in {"exp_avg", "exp_avg_sq"} & state.keys():  # none before the first step
-            state[name] = state[name].to(dtype)
-
-
-# 2. gradients that are not clipped, although the arguments say so
-
-
-@fault
 def no_clipping(_: int) -> None:
-    from accelerate import Accelerator
-
-    @around(Accelerator, "clip_grad_norm_")
-    def clip_grad_norm_(original: Any, accelerator: Any, parameters: Any, max_norm: float, *rest: Any) -> Any:
+    def clip_grad_norm(original: Any, accelerator: Any, parameters: Any, max_norm: float, *rest: Any) -> Any:
         del max_norm
         return original(accelerator, parameters, float("inf"), *rest)
 
-
-FAULTS["no_clipping_fsdp2"] = no_clipping
-FAULTS["nothing_to_clip_yet"] = no_clipping
+    replace("accelerate:Accelerator.clip_grad_norm_", clip_grad_norm)
 
 
-@fault
-def no_clipping_zero2(_: int) -> None:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    around(DeepSpeedZeroOptimizer, "unscale_and_clip_grads")(lambda *_, **__: None)
+def no_clipping_in_deepspeed(_: int, optimizer: str) -> None:
+    replace(f"deepspeed.runtime.zero.{optimizer}.unscale_and_clip_grads", lambda *_, **__: None)
 
 
-@fault
-def no_clipping_zero3(_: int) -> None:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    around(DeepSpeedZeroOptimizer_Stage3, "unscale_and_clip_grads")(lambda *_, **__: None)
-
-
-# 3. another seed, another order of the rows
-
-
-@fault
 def order_on_rank_1(rank: int) -> None:
-    from accelerate.data_loader import SeedableRandomSampler
-
-    @around(SeedableRandomSampler, "__iter__")
     def rows(original: Any, sampler: Any) -> Any:
         sampler.initial_seed += rank
         return original(sampler)
 
+    replace("accelerate.data_loader:SeedableRandomSampler.__iter__", rows)
 
-@fault
+
 def seed_on_rank_1(rank: int) -> None:
     if rank == 1:
         tell()
         sys.argv += ["--seed", "43"]
 
 
-# 4. one process for two
-
-
-@fault
 def one_process(rank: int) -> None:
     if rank == 1:
         os._exit(0)
+    in_environment(rank, WORLD_SIZE="1")
+
+
+def in_environment(_: int, **variables: str) -> None:
     tell()
-    os.environ["WORLD_SIZE"] = "1"
+    os.environ |= variables
 
 
-@fault
-def each_alone(_: int) -> None:
-    """Both train, each by itself."""
-    tell()
-    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-
-
-# 5. another engine or sharding than the preset's
-
-
-@fault
-def ddp_for_fsdp2(_: int) -> None:
-    tell()
-    os.environ["ACCELERATE_USE_FSDP"] = "false"
-
-
-@fault
 def fsdp2_without_resharding(_: int) -> None:
-    import torch.distributed.fsdp as fsdp
-
-    @around(fsdp, "fully_shard")
     def fully_shard(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **(kwargs | {"reshard_after_forward": False}))
 
-
-# 6. tokens counted wrong
-
-
-@fault
-def padding_counted_alone(_: int) -> None:
-    counted_as(lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens})
+    replace("torch.distributed.fsdp:fully_shard", fully_shard)
 
 
-@fault
-def padding_counted_as_text(_: int) -> None:
-    counted_as(lambda facts: {"non_padding_tokens": facts.tokens})
+def counted_as(_: int, wrong: Callable[[Any], dict[str, int]]) -> None:
+    from dataclasses import replace as changed
+
+    def add_batch(original: Any, meter: Any, facts: Any) -> None:
+        original(meter, changed(facts, **wrong(facts)))
+
+    replace("toolkit.observe.timer:StepTimer.add_batch", add_batch)
 
 
-@fault
-def prompt_counted_as_supervised(_: int) -> None:
-    counted_as(lambda facts: {"supervised_tokens": facts.non_padding_tokens})
-
-
-@fault
 def padded_to_the_longest(_: int) -> None:
     """Each batch is as wide as the longest row may be; what is counted is what is trained on."""
     import torch
 
-    import toolkit.train.data.collation as batches
-
     widest = int(argument("--max_seq_length") or 0)
 
-    @around(batches, "_padded")
-    def padded(original: Any, rows: Any, fill: int, **kwargs: Any) -> Any:
-        found = original(rows, fill, **kwargs)
+    def padded(original: Any, collator: Any, rows: Any, fill: int) -> Any:
+        found = original(collator, rows, fill)
         return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
 
-
-def counted_as(wrong: Callable[[Any], dict[str, int]]) -> None:
-    from dataclasses import replace
-
-    from toolkit.observe.timer import StepTimer
-
-    @around(StepTimer, "add_batch")
-    def add_batch(original: Any, meter: Any, facts: Any) -> None:
-        original(meter, replace(facts, **wrong(facts)))
+    replace("toolkit.train.data.collation:Collator._padded", padded)
 
 
-# 7. the first step left in the timing
-
-
-@fault
-def first_step_timed(_: int) -> None:
-    """And it is a slow one."""
-    every_step_timed()
-    slow_first_step(FIRST_STEP_SECONDS)
-
-
-@fault
-def first_step_timed_as_fast(_: int) -> None:
-    every_step_timed()
-
-
-@fault
-def compiled_late(_: int) -> None:
-    """The first timed step is slow: what the untimed ones are there for came after them."""
-    slow_step(FIRST_STEP_SECONDS, number=3)
-
-
-def every_step_timed() -> None:
-    from toolkit.observe.timer import StepTimer
-
-    @around(StepTimer, "_row")
+def first_step_timed(_: int, *, slowly: bool = False) -> None:
     def row(original: Any, meter: Any, number: int, step: Any) -> Any:
-        found = original(meter, number, step)
-        return found | {"step_of_process": number + 2}
+        return original(meter, number, step) | {"step_of_process": number + 2}
+
+    replace("toolkit.observe.timer:StepTimer._row", row)
+    if slowly:
+        slow_step(0, number=1)
 
 
-def slow_first_step(seconds: float) -> None:
-    slow_step(seconds, number=1)
-
-
-def slow_step(seconds: float, *, number: int) -> None:
-    from transformers import Trainer
-
-    @around(Trainer, "training_step")
+def slow_step(_: int, *, number: int) -> None:
     def training_step(original: Any, trainer: Any, *args: Any) -> Any:
         if trainer.state.global_step == number - 1:
-            time.sleep(seconds)
+            time.sleep(FIRST_STEP_SECONDS)
         return original(trainer, *args)
 
-
-# 8. one rank slower than the other
-
-
-@fault
-def slow_rank(rank: int) -> None:
-    slow_on(rank, "training_step")
+    replace(f"{TRAINER}.training_step", training_step)
 
 
-FAULTS["slow_rank_zero2"] = slow_rank
-FAULTS["slow_rank_fsdp2"] = slow_rank
-
-
-@fault
-def slow_loading_on_rank_1(rank: int) -> None:
-    slow_on(rank, "get_batch_samples")
-
-
-@fault
-def slow_optimizer_on_rank_1(rank: int) -> None:
-    import torch
-
-    @around(torch.optim.AdamW, "step")
-    def step(original: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(SLOW_SECONDS * rank)
-        return original(*args, **kwargs)
-
-
-def slow_on(rank: int, method: str) -> None:
-    from transformers import Trainer
-
-    @around(Trainer, method)
+def slow_rank(rank: int, place: str = f"{TRAINER}.training_step") -> None:
     def slowed(original: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(SLOW_SECONDS * rank)
         return original(*args, **kwargs)
 
+    replace(place, slowed)
 
-# 9. activations recomputed on one side
 
-
-@fault
 def checkpointing(_: int) -> None:
-    from transformers import Trainer
-
-    @around(Trainer, "train")
     def train(original: Any, trainer: Any, **kwargs: Any) -> Any:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         return original(trainer, **kwargs)
 
+    replace(f"{TRAINER}.train", train)
 
-@fault
+
 def checkpointing_without_a_flag(_: int) -> None:
-    """What a layer does is recomputed, and no module says so."""
+    """Recompute what a layer does, although no module says so."""
     from torch.utils.checkpoint import checkpoint
-    from transformers.models.llama.modeling_llama import LlamaMLP
 
-    around(LlamaMLP, "forward")(lambda original, *args: checkpoint(original, *args, use_reentrant=False))
+    def forward(original: Any, *args: Any) -> Any:
+        return checkpoint(original, *args, use_reentrant=False)
+
+    replace("transformers.models.llama.modeling_llama:LlamaMLP.forward", forward)
 
 
-@fault
 def no_checkpointing(_: int) -> None:
-    """Asked for, and the layers have the flag, but nothing is done about it."""
-    import transformers.modeling_utils as modeling
-
-    around(modeling, "checkpoint")(lambda _, function, *args, **__: function(*args))
+    """Ignore the layers' flag, which the arguments switched on."""
+    replace("transformers.modeling_utils:checkpoint", lambda _, function, *args, **__: function(*args))
 
 
-@fault
 def checkpointing_at_two(_: int) -> None:
-    """Asked for with two processes, not with one."""
     if os.environ["WORLD_SIZE"] == "2":
         tell()
         sys.argv += ["--activation_checkpointing", "true"]
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    **dict.fromkeys(("bf16_adam", "bf16_adam_zero2"), bf16_adam),
+    "bf16_adam_on_rank_1": lambda rank: bf16_adam(rank) if rank == 1 else None,
+    **dict.fromkeys(("no_clipping", "no_clipping_fsdp2", "nothing_to_clip_yet"), no_clipping),
+    "no_clipping_zero2": functools.partial(no_clipping_in_deepspeed, optimizer="stage_1_and_2:DeepSpeedZeroOptimizer"),
+    "no_clipping_zero3": functools.partial(no_clipping_in_deepspeed, optimizer="stage3:DeepSpeedZeroOptimizer_Stage3"),
+    "order_on_rank_1": order_on_rank_1,
+    "seed_on_rank_1": seed_on_rank_1,
+    "one_process": one_process,
+    "each_alone": functools.partial(in_environment, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0"),
+    "ddp_for_fsdp2": functools.partial(in_environment, ACCELERATE_USE_FSDP="false"),
+    "fsdp2_without_resharding": fsdp2_without_resharding,
+    "padding_counted_alone": functools.partial(
+        counted_as, wrong=lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens}
+    ),
+    "padding_counted_as_text": functools.partial(counted_as, wrong=lambda facts: {"non_padding_tokens": facts.tokens}),
+    "prompt_counted_as_supervised": functools.partial(
+        counted_as, wrong=lambda facts: {"supervised_tokens": facts.non_padding_tokens}
+    ),
+    "padded_to_the_longest": padded_to_the_longest,
+    "first_step_timed": functools.partial(first_step_timed, slowly=True),
+    "first_step_timed_as_fast": first_step_timed,
+    "compiled_late": functools.partial(slow_step, number=3),  # after the untimed steps, which are there for this
+    **dict.fromkeys(("slow_rank", "slow_rank_zero2", "slow_rank_fsdp2"), slow_rank),
+    "slow_loading_on_rank_1": functools.partial(slow_rank, place=f"{TRAINER}.get_batch_samples"),
+    "slow_optimizer_on_rank_1": functools.partial(slow_rank, place=ADAM),
+    "checkpointing": checkpointing,
+    "checkpointing_without_a_flag": checkpointing_without_a_flag,
+    "no_checkpointing": no_checkpointing,
+    "checkpointing_at_two": checkpointing_at_two,
+}
+"""By the name of the row that carries it; each is called with its rank. `live_faults.py` says what each does."""
 
 
 def row_of_this_rank() -> str | None:

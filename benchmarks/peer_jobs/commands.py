@@ -39,41 +39,28 @@ class Launch:
 
 # Arguments that transformers.TrainingArguments and every program on top of it share.
 SHARED: dict[str, Any] = {
-    "learning_rate": LEARNING_RATE,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "optim": "adamw_torch_fused",
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "gradient_accumulation_steps": 1,
-    "seed": SEED,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "dataloader_num_workers": 0,
+    **{"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_steps": 0, "seed": SEED},
+    **{"optim": "adamw_torch_fused", "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
+    **{"max_grad_norm": 1.0, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "logging_steps": 1},
+    **{"save_strategy": "no", "eval_strategy": "no"},
 }
+# And those that our own script has not.
+OF_THE_TRAINER = {"report_to": "none", "disable_tqdm": True, "ddp_find_unused_parameters": False}
+LORA = {"lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
+FSDP2 = {"reshard_after_forward": True, "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT"}
+FSDP2 |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
-def shared(job: Job, **changed: Any) -> dict[str, Any]:
+def shared(job: Job, folder: Path, **changed: Any) -> dict[str, Any]:
     """Return the arguments of `TrainingArguments` for a job, with a program's own names and values."""
-    own = {
-        "max_steps": job.setting.steps,
-        "per_device_train_batch_size": job.setting.batch_size,
-        "bf16": job.bf16,
-    }
-    return SHARED | own | changed
+    steps = {"max_steps": job.setting.steps, "per_device_train_batch_size": job.setting.batch_size, "bf16": job.bf16}
+    return SHARED | steps | {"output_dir": str(folder / "output")} | changed
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
     """Return values as command-line words; a boolean is `true` or `false`."""
-    return [word for name, value in values.items() for word in (f"--{name}", word_of(value))]
-
-
-def word_of(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return [word for name, value in shown.items() for word in (f"--{name}", value)]
 
 
 def engine_file(job: Job) -> dict[str, str]:
@@ -96,47 +83,41 @@ def on_fsdp(job: Job) -> dict[str, str]:
 
 
 def bare(job: Job, python: str, folder: Path) -> Launch:
-    values = shared(job, use_cpu=job.cpu, output_dir=folder / "output", report_to="none", disable_tqdm=True)
+    values = shared(job, folder, use_cpu=job.cpu, train_sampling_strategy="sequential", **OF_THE_TRAINER)
     values |= {"model": job.model, "data": job.rows, "max_length": job.setting.max_length}
-    values |= {"train_sampling_strategy": "sequential", "ddp_find_unused_parameters": False}
     values |= {"lora_r": LORA_R if job.lora else 0}
     script = [str(HERE / "bare.py"), *words(values)]
     return Launch(argv=accelerate(job, python, script), environment=on_fsdp(job), cwd=ROOT)
 
 
 def toolkit(job: Job, python: str, folder: Path) -> Launch:
-    values = shared(job, output_dir=folder / "output", train_sampling_strategy="sequential")
+    values = shared(job, folder, train_sampling_strategy="sequential", save_model=False)
     values |= {"model_name_or_path": job.model, "dataset": job.rows, "max_seq_length": job.setting.max_length}
-    values |= {"untimed_steps": job.setting.untimed_steps, "save_model": False}
+    values |= {"untimed_steps": job.setting.untimed_steps}
     values |= {"lora_r": LORA_R, "lora_alpha": 2 * LORA_R} if job.lora else {}
     options = ["--preset", job.preset, "--num-processes", str(job.ranks), *(["--cpu"] if job.cpu else [])]
-    return Launch(
-        argv=[python, "-m", "toolkit", "train", *options, "--", *words(values)], environment={"PYTHONPATH": str(ROOT)}
-    )
+    argv = [python, "-m", "toolkit", "train", *options, "--", *words(values)]
+    return Launch(argv=argv, environment={"PYTHONPATH": str(ROOT)})
 
 
 def trl(job: Job, python: str, folder: Path) -> Launch:
     """TRL's own script. It saves the model at the end, after the last step."""
-    values = shared(job, use_cpu=job.cpu, output_dir=folder / "output", report_to="none", disable_tqdm=True)
+    values = shared(job, folder, use_cpu=job.cpu, train_sampling_strategy="sequential", **OF_THE_TRAINER)
     values |= {"model_name_or_path": job.model, "dataset_name": job.rows.parent, "dtype": "float32"}
     values |= {"max_length": job.setting.max_length, "gradient_checkpointing": False}
-    values |= {"train_sampling_strategy": "sequential", "ddp_find_unused_parameters": False}
-    argv = words(values)
-    if job.lora:
-        argv += ["--use_peft", *words({"lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0})]
-        argv += ["--lora_target_modules", "all-linear"]
-    return Launch(argv=accelerate(job, python, ["-m", "trl.scripts.sft", *argv]), environment=on_fsdp(job), cwd=ROOT)
+    values |= {"lora_r": LORA_R, "lora_target_modules": "all-linear", **LORA} if job.lora else {}
+    argv = ["-m", "trl.scripts.sft", *words(values), *(["--use_peft"] if job.lora else [])]
+    return Launch(argv=accelerate(job, python, argv), environment=on_fsdp(job), cwd=ROOT)
 
 
 def llamafactory(job: Job, python: str, folder: Path) -> Launch:
     """`llamafactory-cli train`: its own torchrun for several processes, `accelerate launch` for FSDP2."""
-    values = shared(job, use_cpu=job.cpu, output_dir=str(folder / "output"), report_to="none", disable_tqdm=True)
+    values = shared(job, folder, use_cpu=job.cpu, **OF_THE_TRAINER)
     values |= {"model_name_or_path": str(job.model), "stage": "pt", "do_train": True, "template": "empty"}
     values |= {"dataset": "rows", "dataset_dir": str(folder), "cutoff_len": job.setting.max_length, "packing": False}
-    values |= {"disable_gradient_checkpointing": True, "disable_shuffling": True, "ddp_find_unused_parameters": False}
-    values |= {"overwrite_cache": True, "finetuning_type": job.method, "save_only_model": False}
-    if job.lora:
-        values |= {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0, "lora_target": "all"}
+    values |= {"disable_gradient_checkpointing": True, "disable_shuffling": True, "overwrite_cache": True}
+    values |= {"finetuning_type": job.method, "save_only_model": False}
+    values |= {"lora_rank": LORA_R, "lora_target": "all", **LORA} if job.lora else {}
     files = {"dataset_info.json": json.dumps({"rows": {"file_name": str(job.rows), "columns": {"prompt": "text"}}})}
     environment = {"DISABLE_VERSION_CHECK": "1"} | on_fsdp(job)
     config = str(folder / "job.yaml")
@@ -152,15 +133,13 @@ def llamafactory(job: Job, python: str, folder: Path) -> Launch:
 
 
 def swift(job: Job, python: str, folder: Path) -> Launch:
-    values = shared(job, use_cpu=job.cpu, output_dir=folder / "output", report_to="none", disable_tqdm=True)
+    values = shared(job, folder, use_cpu=job.cpu, **OF_THE_TRAINER)
     values |= {"model": job.model, "model_type": "llama", "template": "dummy", "dataset": folder / "rows.jsonl"}
     values |= {"max_length": job.setting.max_length, "gradient_checkpointing": False, "torch_dtype": "float32"}
     values |= {"dataset_shuffle": False, "train_dataloader_shuffle": False, "split_dataset_ratio": 0}
-    values |= {"tuner_type": job.method, "attn_impl": "sdpa", "ddp_find_unused_parameters": False}
-    values |= {"fp16": False}  # or it chooses fp16 for a model in fp32
-    values |= {"check_model": False, "add_version": False, "create_checkpoint_symlink": False}
-    if job.lora:
-        values |= {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    values |= {"tuner_type": job.method, "attn_impl": "sdpa", "check_model": False, "add_version": False}
+    values |= {"create_checkpoint_symlink": False, "fp16": False}  # it chooses fp16 for a model in fp32
+    values |= {"lora_rank": LORA_R, "target_modules": "all-linear", **LORA} if job.lora else {}
     rows = [json.loads(line)["text"] for line in job.rows.read_text().splitlines()]
     messages = [{"messages": [{"role": "assistant", "content": text}]} for text in rows]
     files = {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in messages)}
@@ -170,9 +149,8 @@ def swift(job: Job, python: str, folder: Path) -> Launch:
         files |= engine_file(job)
     if job.preset == "fsdp2":
         values["fsdp"] = folder / "fsdp.json"
-        fsdp = {"fsdp_version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        fsdp |= {"cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT"}
-        files["fsdp.json"] = json.dumps({"fsdp": "full_shard auto_wrap", "fsdp_config": fsdp})
+        fsdp = {"fsdp_config": {"fsdp_version": 2, **FSDP2}, "fsdp": "full_shard auto_wrap"}
+        files["fsdp.json"] = json.dumps(fsdp)
     return Launch(argv=[python, "-m", "swift.cli.main", "pt", *words(values)], environment=environment, files=files)
 
 
@@ -183,51 +161,30 @@ AXOLOTL_SHARED += ("dataloader_num_workers",)
 
 
 def axolotl(job: Job, python: str, folder: Path) -> Launch:
-    values = {name: SHARED[name] for name in AXOLOTL_SHARED} | axolotl_engine(job, folder)
-    values |= {
-        "base_model": str(job.model),
-        "datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": None}],
-        "output_dir": str(folder / "output"),
-        "dataset_prepared_path": str(folder / "prepared"),
-        "sequence_len": job.setting.max_length,
-        "sample_packing": False,
-        "pad_to_sequence_len": False,
-        "shuffle_merged_datasets": False,
-        "curriculum_sampling": True,  # the rows' order
-        "micro_batch_size": job.setting.batch_size,
-        "max_steps": job.setting.steps,
-        "num_epochs": 1,
-        "optimizer": SHARED["optim"],
-        "lr_scheduler": SHARED["lr_scheduler_type"],
-        "gradient_checkpointing": False,
-        "attn_implementation": "sdpa",
-        "bf16": job.bf16,
-        "fp16": False,
-        "tf32": False,
-        "val_set_size": 0,
-    }
+    values: dict[str, Any] = {name: SHARED[name] for name in AXOLOTL_SHARED}
+    values |= {"base_model": str(job.model), "output_dir": str(folder / "output")}
+    values |= {"datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": None}]}
+    values |= {"dataset_prepared_path": str(folder / "prepared"), "sequence_len": job.setting.max_length}
+    values |= {"sample_packing": False, "pad_to_sequence_len": False, "shuffle_merged_datasets": False}
+    values |= {"curriculum_sampling": True}  # the rows' order
+    values |= {"micro_batch_size": job.setting.batch_size, "max_steps": job.setting.steps, "num_epochs": 1}
+    values |= {"optimizer": SHARED["optim"], "lr_scheduler": SHARED["lr_scheduler_type"], "val_set_size": 0}
+    values |= {"gradient_checkpointing": False, "attn_implementation": "sdpa"}
+    values |= {"bf16": job.bf16, "fp16": False, "tf32": False}
+    files = {"rows.jsonl": tokenized_rows(job)}
+    if job.preset.startswith("zero"):
+        values["deepspeed"] = str(folder / "deepspeed.json")
+        files |= engine_file(job)
+    if job.preset == "fsdp2":
+        values |= {"fsdp_version": 2, "fsdp_config": FSDP2 | {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
     if job.lora:
-        values |= {"adapter": "lora", "lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
-        values |= {"lora_target_linear": True}
+        values |= {"adapter": "lora", "lora_r": LORA_R, "lora_target_linear": True, **LORA}
         if job.cpu:  # its own kernels, on by default, need a GPU
             values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     launcher = ["python"] if job.ranks == 1 else ["torchrun", "--", f"--nproc_per_node={job.ranks}"]
     argv = [python, "-m", "axolotl.cli.main", "train", str(folder / "job.yaml"), "--launcher", *launcher]
-    files = {"job.yaml": yaml.safe_dump(values), "rows.jsonl": tokenized_rows(job)}
-    if job.preset.startswith("zero"):
-        files |= engine_file(job)
+    files["job.yaml"] = yaml.safe_dump(values)
     return Launch(argv=argv, environment={"AXOLOTL_DO_NOT_TRACK": "1"} | on_fsdp(job), files=files)
-
-
-def axolotl_engine(job: Job, folder: Path) -> dict[str, Any]:
-    """Return axolotl's keys for the preset's engine."""
-    if job.preset.startswith("zero"):
-        return {"deepspeed": str(folder / "deepspeed.json")}
-    if job.preset != "fsdp2":
-        return {}
-    fsdp = {"reshard_after_forward": True, "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT"}
-    fsdp |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
-    return {"fsdp_version": 2, "fsdp_config": fsdp}
 
 
 def tokenized_rows(job: Job) -> str:
@@ -246,26 +203,12 @@ def torchtune(job: Job, python: str, folder: Path) -> Launch:
     """One process with the single-device recipe; its recipe for several processes is FSDP2."""
     if job.preset not in ("single", "fsdp2"):
         raise NotOffered("torchtune's recipes are one process or FSDP2")
-    values = torchtune_parts(job, folder) | {
-        "output_dir": str(folder / "output"),
-        "seed": SEED,
-        "shuffle": False,
-        "batch_size": job.setting.batch_size,
-        "epochs": 1,
-        "max_steps_per_epoch": job.setting.steps,
-        "gradient_accumulation_steps": 1,
-        "clip_grad_norm": SHARED["max_grad_norm"],
-        "optimizer_in_bwd": False,
-        "compile": False,
-        "device": job.setting.device,
-        "dtype": job.setting.precision,
-        "enable_activation_checkpointing": False,
-        "enable_activation_offloading": False,
-        "resume_from_checkpoint": False,
-        "log_every_n_steps": 1,
-        "log_peak_memory_stats": False,
-        "save_adapter_weights_only": True,
-    }
+    values = torchtune_parts(job, folder) | {"output_dir": str(folder / "output"), "resume_from_checkpoint": False}
+    values |= {"seed": SEED, "shuffle": False, "batch_size": job.setting.batch_size, "gradient_accumulation_steps": 1}
+    values |= {"epochs": 1, "max_steps_per_epoch": job.setting.steps, "clip_grad_norm": SHARED["max_grad_norm"]}
+    values |= {"device": job.setting.device, "dtype": job.setting.precision, "compile": False, "log_every_n_steps": 1}
+    values |= {"enable_activation_checkpointing": False, "enable_activation_offloading": False}
+    values |= {"optimizer_in_bwd": False, "log_peak_memory_stats": False, "save_adapter_weights_only": True}
     recipe = f"{job.method}_finetune_{'single_device' if job.ranks == 1 else 'distributed'}"
     processes = ["--nproc_per_node", str(job.ranks)] if job.ranks > 1 else []
     argv = [python, "-m", "torchtune._cli.tune", "run", *processes, recipe, "--config", str(folder / "job.yaml")]
@@ -274,51 +217,33 @@ def torchtune(job: Job, python: str, folder: Path) -> Launch:
 
 def torchtune_parts(job: Job, folder: Path) -> dict[str, Any]:
     """Return the parts of a torchtune configuration that name a component."""
-    checkpointer = {"checkpoint_dir": str(job.model), "checkpoint_files": ["model.safetensors"], "model_type": "LLAMA3"}
-    checkpointer |= {"output_dir": str(folder / "output"), "recipe_checkpoint": None}
+    files = {"checkpoint_dir": str(job.model), "checkpoint_files": ["model.safetensors"], "model_type": "LLAMA3"}
+    files |= {"output_dir": str(folder / "output"), "recipe_checkpoint": None}
     tokenizer = {"tokenizer_json_path": str(job.model / "tokenizer.json")}
     tokenizer |= {"tokenizer_config_json_path": str(job.model / "tokenizer_config.json")}
     rows = {"source": "json", "column": "text", "data_files": str(job.rows), "packed": False}
-    return {
-        "model": torchtune_model(job),
-        "tokenizer": {"_component_": "torchtune_tokenizer.TextTokenizer", **tokenizer},
-        "dataset": {"_component_": "torchtune.datasets.text_completion_dataset", **rows},
-        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", **checkpointer},
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True},
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "metric_logger": {
-            "_component_": "torchtune.training.metric_logging.DiskLogger",
-            "log_dir": str(folder / "logs"),
-        },
-        # No part of a cosine: a constant rate, for which torchtune has no schedule; its LoRA recipe needs one.
-        "lr_scheduler": {
-            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-            "num_warmup_steps": 0,
-            "num_cycles": 0.0,
-        },
-    }
-
-
-def torchtune_model(job: Job) -> dict[str, Any]:
-    """Return torchtune's Llama 3 with the sizes of the model's config.json."""
     config = json.loads((job.model / "config.json").read_text())
-    model: dict[str, Any] = {
-        "_component_": f"torchtune.models.llama3.{'lora_' if job.lora else ''}llama3",
-        "vocab_size": config["vocab_size"],
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config["num_key_value_heads"],
-        "embed_dim": config["hidden_size"],
-        "intermediate_dim": config["intermediate_size"],
-        "max_seq_len": config["max_position_embeddings"],
-        "norm_eps": config["rms_norm_eps"],
-        "rope_base": int(config["rope_parameters"]["rope_theta"]),
+    model = {"vocab_size": config["vocab_size"], "num_layers": config["num_hidden_layers"]}
+    model |= {"num_heads": config["num_attention_heads"], "num_kv_heads": config["num_key_value_heads"]}
+    model |= {"embed_dim": config["hidden_size"], "intermediate_dim": config["intermediate_size"]}
+    model |= {"max_seq_len": config["max_position_embeddings"], "norm_eps": config["rms_norm_eps"]}
+    model |= {"rope_base": int(config["rope_parameters"]["rope_theta"])}
+    if job.lora:
+        model |= {"lora_rank": LORA_R, "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], **LORA}
+        model |= {"apply_lora_to_mlp": True, "apply_lora_to_output": False}
+    # No part of a cosine: a constant rate, for which torchtune has no schedule; its LoRA recipe needs one.
+    constant = {"num_warmup_steps": 0, "num_cycles": 0.0}
+    components: dict[str, tuple[str, dict[str, Any]]] = {
+        "model": (f"torchtune.models.llama3.{'lora_' if job.lora else ''}llama3", model),
+        "tokenizer": ("torchtune_tokenizer.TextTokenizer", tokenizer),
+        "dataset": ("torchtune.datasets.text_completion_dataset", rows),
+        "checkpointer": ("torchtune.training.FullModelHFCheckpointer", files),
+        "optimizer": ("torch.optim.AdamW", {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}),
+        "loss": ("torchtune.modules.loss.CEWithChunkedOutputLoss", {}),
+        "metric_logger": ("torchtune.training.metric_logging.DiskLogger", {"log_dir": str(folder / "logs")}),
+        "lr_scheduler": ("torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", constant),
     }
-    if not job.lora:
-        return model
-    attention = ["q_proj", "k_proj", "v_proj", "output_proj"]
-    lora = {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
-    return model | lora | {"lora_attn_modules": attention, "apply_lora_to_mlp": True, "apply_lora_to_output": False}
+    return {part: {"_component_": name, **values} for part, (name, values) in components.items()}
 
 
 PROGRAMS: dict[str, Callable[[Job, str, Path], Launch]] = {

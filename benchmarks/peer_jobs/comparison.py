@@ -6,14 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from peer_jobs.job import Job
 from toolkit.compare.significance import mean_interval
 
 # Of the first loss, before anything was learned: the rows, their order and length, and the model are the same.
 FIRST_LOSS_BAND = 1e-3
 # Of every later loss. Full fine-tuning repeats the bare Trainer's arithmetic; LoRA starts from other random weights.
 LOSS_BANDS = {"full": 0.01, "lora": 0.05}
-SPEED = ("tokens_per_second", "tokens_per_cpu_second")
-LESS_IS_BETTER = ("peak_pss_bytes", "first_step_seconds")
+COMPARED = ("tokens_per_second", "tokens_per_cpu_second", "peak_pss_bytes", "first_step_seconds")
+FACTLESS = ("step", "time", "cpu_seconds", "loss")
 
 
 def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) -> dict[str, Any]:
@@ -38,28 +39,25 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
     }
 
 
-FACTLESS = ("step", "time", "cpu_seconds", "loss")
-
-
-def differences(
-    own: dict[str, Any], bare: dict[str, Any], *, preset: str, method: str, ranks: int, max_length: int
-) -> list[str]:
+def differences(own: dict[str, Any], bare: dict[str, Any], job: Job) -> list[str]:
     """Return how a run's job differs from the bare Trainer's; empty if it is the same job."""
     found = []
-    if own["num_ranks"] != ranks:
-        found.append(f"{own['num_ranks']} of {ranks} ranks trained")
-    if own["facts"]["engine"] != preset:
+    if own["num_ranks"] != job.ranks:
+        found.append(f"{own['num_ranks']} of {job.ranks} ranks trained")
+    if own["facts"]["engine"] != job.preset:
         found.append(f"ran as {own['facts']['engine']}")
     for name in ("trained_parameters", "trained_dtypes", "activation_checkpointing"):
         if own["facts"][name] != bare["facts"][name]:
             found.append(f"{name}: {own['facts'][name]}, bare Trainer: {bare['facts'][name]}")
     if len(own["losses"]) != len(bare["losses"]) or None in own["losses"]:
         return [*found, f"{len(own['losses'])} steps with a loss, bare Trainer: {len(bare['losses'])}"]
-    losses = list(zip(comparable_losses(own["losses"], bare["losses"], max_length), bare["losses"], strict=True))
+    losses = list(
+        zip(comparable_losses(own["losses"], bare["losses"], job.setting.max_length), bare["losses"], strict=True)
+    )
     first = relative(*losses[0])
     if first > FIRST_LOSS_BAND:
         found.append(f"first loss {losses[0][0]:.4f}, bare Trainer: {losses[0][1]:.4f}")
-    elif (largest := max(relative(*pair) for pair in losses)) > LOSS_BANDS[method]:
+    elif (largest := max(relative(*pair) for pair in losses)) > LOSS_BANDS[job.method]:
         found.append(f"losses differ by up to {largest:.1%}: last {losses[-1][0]:.4f}, bare: {losses[-1][1]:.4f}")
     return found
 
@@ -81,21 +79,17 @@ def relative(own: float, other: float) -> float:
     return abs(own - other) / abs(other)
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Return our figure over theirs, repeat by repeat: its geometric mean and 95 % CI (None with one repeat)."""
-    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
-    interval = mean_interval(ratios)
-    return {"ratio": statistics.geometric_mean(ratios), "interval": None if interval is None else list(interval)}
+def row(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of a program's repeats, and our geometric mean ratio to it with its 95 % CI (None for one repeat).
 
-
-def row(program: str, runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians of a program's repeats, and our ratio to it over the repeats that both finished.
-
-    A run is a dictionary with `repeat` and `figures`.
+    A run is a dictionary with `repeat` and `figures`; a ratio pairs the repeats that both finished.
     """
-    names = (*SPEED, *LESS_IS_BETTER)
     own_by_repeat = {run["repeat"]: run["figures"] for run in ours}
     both = [(own_by_repeat[run["repeat"]], run["figures"]) for run in runs if run["repeat"] in own_by_repeat]
-    medians = {name: statistics.median(run["figures"][name] for run in runs) for name in names}
-    ratios = {name: ratio([own[name] for own, _ in both], [other[name] for _, other in both]) for name in names if both}
-    return {"program": program, "repeats": len(runs), "medians": medians, "ours_over_theirs": ratios}
+    medians = {name: statistics.median(run["figures"][name] for run in runs) for name in COMPARED}
+    ratios: dict[str, Any] = {}
+    for name in COMPARED if both else ():
+        values = [own[name] / other[name] for own, other in both]
+        interval = mean_interval(values)
+        ratios[name] = {"ratio": statistics.geometric_mean(values), "interval": list(interval) if interval else None}
+    return {"repeats": len(runs), "medians": medians, "ours_over_theirs": ratios}

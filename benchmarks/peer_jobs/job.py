@@ -24,21 +24,21 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Numbers of a job that decide its work; all runs of a result file have the same."""
+    """Numbers of a job that decide its work, each an option of `benchmarks/peers.py`; those of a record are equal."""
 
-    size: str
-    steps: int
-    untimed_steps: int
-    batch_size: int
+    size: str = "tiny"
+    steps: int = 30
+    untimed_steps: int = 5
+    batch_size: int = 2
     """Rows per rank and step."""
-    max_length: int
+    max_length: int = 128
     """Tokens of every row."""
-    ranks: int
+    ranks: int = 2
     """Of the jobs with several processes."""
-    threads: int
+    threads: int = 1
     """Per rank."""
-    device: str
-    precision: str
+    device: str = "cpu"
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,7 +165,7 @@ WRONG_FILES: list[tuple[str, Change, str]] = [
     ("export", write("model.safetensors", b""), "model.safetensors is damaged"),
     ("export", lambda f: replace(f / "model.safetensors", (f / "model.safetensors").read_bytes()[:-9]), "not fully"),
     ("export", write("model.safetensors.index.json", '{"weight_map": {"a": "../../s"}}'), r"weight_map\.a is '\.\./"),
-    ("export", write("tokenizer.json", b"{"), "tokenizer.json is not JSON"),
+    ("export", write("tokenizer.json", b"{"), "tokenizer.json, line 1: not JSON"),
     # Configurations that no model has are refused before one is built.
     ("export", config(hidden_size=10**12), "hidden_size is 1000000000000"),
     ("export", config(rope_scaling={"rope_type": "none"}), "no model can be built"),

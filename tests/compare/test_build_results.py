@@ -1,15 +1,16 @@
-"""What side runs and the planner add to a row; MFU, HFU and cost, worked out by hand for the tiny Llama."""
+"""Rows are made of their repeats, the planner and side runs; FLOPs, MFU and cost by hand for the tiny Llama."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from comparison_records import node, row, trial
+from comparison_records import aggregate_rows, comparison, failure, node, row, trial
 
-from toolkit.compare.build_results import flops_per_token, peak_flops, row_cost, side_run_columns, with_efficiency
+from toolkit.compare.build_results import row_cost, side_run_columns, with_efficiency
 from toolkit.compare.ledger import SideRunRecord, TrialRecord
-from toolkit.compare.rows import RowKey
+from toolkit.compare.rows import FlopsPerToken, Row, RowKey
 from toolkit.models.read_model import read_model
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85520809984}
@@ -19,56 +20,108 @@ GPUS = node("cuda", H100, H100)
 LAYER = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128 + 2 * 64
 P = 2 * LAYER + 64 + 49152 * 64
 ROW = row(tokens_per_second_per_gpu=500.0, non_padding_tokens_per_second=800.0, num_params=P, num_trainable_params=P)
+ATTENTION = 12 * 2 * 64 * 95
 
 
-def bf16_trial() -> TrialRecord:
-    """760 tokens in two timed steps of 2 ranks x 2 sequences: 95 each."""
-    problem = {"activation_checkpointing": False, "global_batch_size": 4}
-    steps = {"step_tokens": [999, 400, 360], "timed_step_numbers": [2, 3]}
-    return trial("ddp", 0, problem=problem, compute_dtype="bfloat16", **steps)
+def row_of(*trials: TrialRecord) -> Row:
+    """The only row of a comparison of `ddp` with itself."""
+    return aggregate_rows(comparison("ddp", repeats=len(trials)), *trials)["ddp-n2"]
+
+
+def test_readings_of_a_row_are_the_largest_the_median_or_those_of_the_middle_repeat() -> None:
+    """Repeat 0 has the middle speed of 0.5, 0.505 and 0.495 s per step."""
+    first, unknown = {"allocator_retries": 1, "attestation_sha256": "b"}, {"bytes_of": "rss", "step": None}
+    row = row_of(
+        trial("ddp", 0, energy_joules=100.0, padding_fraction=0.2, memory_by_phase=unknown | {"load": 1}, **first),
+        trial("ddp", 1, energy_joules=90.0, padding_fraction=0.2, memory_by_phase=unknown | {"load": 3}),
+        trial("ddp", 2, energy_joules=150.0, padding_fraction=0.2, throttle_reasons=["hot"], attestation_sha256="c"),
+    )
+    assert (row.peak_host_bytes, row.peak_rank, row.allocator_retries) == (1002, 0, 1)
+    assert (row.energy_joules, row.attestation_sha256, row.throttle_reasons) == (100.0, "b", ("hot",))
+    assert row.memory_by_phase is not None
+    assert (row.memory_by_phase.load, row.memory_by_phase.step) == (3, None)
+    assert row.non_padding_tokens_per_second == 0.8 * (row.tokens_per_second or 0)
+
+
+def test_what_no_repeat_measured_is_unknown() -> None:
+    row = row_of(trial("ddp", 0), trial("ddp", 1))
+    unmeasured = ("non_padding_tokens_per_second", "peak_driver_bytes", "memory_by_phase", "energy_joules")
+    assert {getattr(row, key) for key in (*unmeasured, "throttle_reasons", "startup_seconds")} == {None}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e99])
+def test_impossible_step_times_make_no_speed_and_no_error(seconds: float) -> None:
+    row = row_of(trial("ddp", 0, step_seconds=[seconds] * 8), trial("ddp", 1))
+    assert (row.completed, row.tokens_per_second) == (True, None)
+
+
+def test_a_row_fails_if_one_of_its_repeats_does() -> None:
+    facts = failure("out_of_memory", phase="backward", measured_bytes=7)
+    changes = {"status": "out_of_memory", "message": "no room", "failure": facts, "tokens_per_second": None}
+    trials = [trial("ddp", r) for r in range(3)] + [trial("other", 0), trial("other", 1, **changes)]
+    row = aggregate_rows(comparison("ddp", "other"), *trials)["other-n2"]
+    assert (row.status, row.repeats, row.parity, row.ratio_to_reference) == ("out_of_memory", 1, None, None)
+    assert row.message == "1 of 2 repeats completed; no room"
+    assert row.failure is not None
+    assert row.failure.model_dump() == facts
+
+
+def test_an_unsupported_row_has_the_reason_and_ranks_no_other_row() -> None:
+    trials = [trial("ddp", repeat) for repeat in range(3)]
+    rows = aggregate_rows(comparison("ddp", "zeropp"), *trials, unsupported={"zeropp-n2": "needs CUDA kernels"})
+    row = rows["zeropp-n2"]
+    assert (row.status, row.message, row.failure and row.failure.kind) == (
+        *("not_supported", "needs CUDA kernels", "not_supported"),
+    )
+    assert rows["ddp-n2"].rank is None  # nobody to be ranked with
+
+
+def efficiency(model: Path, row: Row = ROW, *, checkpointing: bool = False, **changes: Any) -> Row:
+    """The row after a bf16 trial of 760 tokens in two timed steps of 2 ranks x 2 sequences: 95 each."""
+    problem = {"activation_checkpointing": checkpointing, "global_batch_size": 4}
+    steps = {"step_tokens": [999, 400, 360], "timed_step_numbers": [2, 3], "compute_dtype": "bfloat16"}
+    given = {"shape": read_model(str(model)), "environment": GPUS} | changes
+    return with_efficiency(row, [trial("ddp", 0, problem=problem, **steps)], **given)
 
 
 def test_flops_per_token_worked_out_by_hand(tiny_model: Path) -> None:
     """6 per parameter; attention 12 x layers x width x length, half of it causal; a tied embedding is multiplied."""
-    shape = read_model(str(tiny_model))
-    found = flops_per_token(shape, num_params=P, num_trainable_params=P, seq_length=100, activation_checkpointing=True)
-    attention = 12 * 2 * 64 * 100
-    assert found.full_attention == 6 * P + attention
-    assert found.causal == 6 * P + attention // 2
-    assert found.without_embeddings == found.causal
-    assert found.hardware == 8 * P + attention // 2 + attention // 6
-    assert (found.num_params, found.seq_length) == (P, 100)
-
-
-def test_adapters_count_four_per_frozen_and_six_per_trained_parameter(tiny_model: Path) -> None:
-    shape = read_model(str(tiny_model))
-    found = flops_per_token(
-        shape, num_params=P + 1000, num_trainable_params=1000, seq_length=100, activation_checkpointing=False
+    causal = 6 * P + ATTENTION // 2
+    assert efficiency(tiny_model, checkpointing=True).flops_per_token == FlopsPerToken(
+        num_params=P,
+        seq_length=95,
+        causal=causal,
+        full_attention=6 * P + ATTENTION,
+        without_embeddings=causal,
+        hardware=8 * P + ATTENTION // 2 + ATTENTION // 6,
     )
-    assert found.causal == 4 * P + 6 * 1000 + 6 * 2 * 64 * 100
+    adapters = efficiency(tiny_model, ROW.updated(num_params=P + 1000, num_trainable_params=1000)).flops_per_token
+    assert adapters is not None
+    assert adapters.causal == 4 * P + 6 * 1000 + ATTENTION // 2  # four per frozen parameter
 
 
 def test_mfu_is_relative_to_the_dense_peak_and_counts_only_timed_steps(tiny_model: Path) -> None:
     """An H100's dense bf16 peak is 989 TFLOP/s."""
-    found = with_efficiency(ROW, [bf16_trial()], shape=read_model(str(tiny_model)), environment=GPUS)
-    attention = 12 * 2 * 64 * 95
-    assert found.flops_per_token is not None
-    assert found.flops_per_token.seq_length == 95
-    assert found.mfu == pytest.approx(500 * (6 * P + attention // 2) / 989e12, rel=1e-3)
-    assert found.mfu_full_attention == pytest.approx(500 * (6 * P + attention) / 989e12, rel=1e-3)
+    found = efficiency(tiny_model)
+    assert found.mfu == pytest.approx(500 * (6 * P + ATTENTION // 2) / 989e12, rel=1e-3)
+    assert found.mfu_full_attention == pytest.approx(500 * (6 * P + ATTENTION) / 989e12, rel=1e-3)
     assert found.hfu == found.mfu  # without activation checkpointing
 
 
-def test_there_is_no_mfu_without_a_peak_a_shape_or_a_speed(tiny_model: Path) -> None:
-    shape, trials = read_model(str(tiny_model)), [bf16_trial()]
-    assert with_efficiency(ROW, trials, shape=None, environment=GPUS).mfu is None
-    without_speed = ROW.updated(tokens_per_second_per_gpu=None)
-    assert with_efficiency(without_speed, trials, shape=shape, environment=GPUS).mfu is None
-    on_cpu = with_efficiency(ROW, trials, shape=shape, environment=node("cpu"))
-    assert on_cpu.flops_per_token is not None
-    assert (on_cpu.mfu, on_cpu.flops_per_token.seq_length) == (None, 95)
-    assert peak_flops(node("cuda", {"name": "Imaginary 9000", "memory_bytes": 1}), "bfloat16") is None
-    assert peak_flops(GPUS, "int8") is None
+@pytest.mark.parametrize(
+    ("row", "changes", "counted"),
+    [
+        (ROW, {"shape": None}, False),
+        (ROW.updated(tokens_per_second_per_gpu=None), {}, True),
+        (ROW, {"environment": node("cpu")}, True),
+        (ROW, {"environment": node("cuda", {"name": "Imaginary 9000", "memory_bytes": 1})}, True),
+    ],
+)
+def test_there_is_no_mfu_without_a_shape_a_speed_or_a_peak(
+    tiny_model: Path, row: Row, changes: dict[str, Any], counted: bool
+) -> None:
+    found = efficiency(tiny_model, row, **changes)
+    assert (found.mfu, found.flops_per_token is not None) == (None, counted)
 
 
 def test_the_cost_of_a_row_leaves_padding_out_and_a_cpu_costs_nothing() -> None:

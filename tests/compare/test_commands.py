@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, read, toolkit
 
-from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.options import CompareOptions
+from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.specification import ComparisonSpec
 

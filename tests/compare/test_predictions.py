@@ -9,10 +9,9 @@ import pytest
 from command_line import run_command
 from comparison_records import comparison, comparison_on_gpus, planned_step_seconds, probe, trial
 
-from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import Ledger, SideRunRecord
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import ExpectedDuration, expected_duration, planned_memory
+from toolkit.compare.predictions import ExpectedDuration, dry_run_text, expected_duration, planned_memory
 from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model

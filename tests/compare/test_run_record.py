@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_records import comparison, trial
+from comparison_records import comparison, comparison_runner, trial
 
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.compare.run_record import read_run_record, read_side_run
-from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder, write_json
 from toolkit.record.measurements import MemoryByPhase
@@ -133,8 +132,7 @@ def test_a_finished_run_with_a_damaged_run_json_is_never_run_again_over_it(tmp_p
     run = tmp_path / "trials" / trial.id
     recorded_run(run)
     (run / "run.json").write_text('{"status": "completed", "wall_')
-    runner = Runner(spec=spec, folder=tmp_path, timeout_seconds=None, nvme={}, progress=ConsoleProgress(1))
     with pytest.raises(ToolkitError, match=r"run.json, line 1: not JSON") as raised:
-        runner.run({}, retry_failed=False)
+        comparison_runner(spec, tmp_path).run()
     assert raised.value.hint == f"move {run} elsewhere, and `--resume` repeats its run"
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank0.jsonl", "rank1.jsonl"]

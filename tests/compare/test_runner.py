@@ -1,11 +1,31 @@
-"""How a comparison runs: its progress on a terminal, and the arguments of side runs."""
+"""How a comparison runs: progress, side runs, and the search for the largest micro-batch, also under a memory limit."""
 
 from __future__ import annotations
 
-import pytest
-from comparison_records import trial
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
-from toolkit.compare.runner import ConsoleProgress, side_run_arguments
+import pytest
+from comparison_records import comparison, comparison_runner, failure, probe, trial
+from launching import ROOT, read
+
+from toolkit.compare.build_results import aggregate_trials
+from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
+from toolkit.compare.predictions import search_bounds
+from toolkit.compare.rows import RowKey
+from toolkit.compare.runner import ConsoleProgress, find_largest_batches, search, side_run_arguments
+from toolkit.compare.specification import with_largest_batches
+from toolkit.launch.warm_start import SERVER_VARIABLE
+
+DDP = RowKey(preset="ddp", world_size=2)
 
 
 def test_terminal_bars_follow_one_trial_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +51,134 @@ def test_a_side_run_has_a_few_steps_of_which_the_last_are_profiled_and_saved() -
     assert side_run_arguments(["save"], untimed_steps=0) == [
         *("--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2")
     ]
+
+
+def oracle(limit: int, tried: list[int], *, why: str = "out_of_memory") -> Callable[[int], ProbeRecord]:
+    """A probe that completes up to `limit`, and adds each size to `tried`."""
+
+    def run(size: int) -> ProbeRecord:
+        tried.append(size)
+        return probe("ddp", size, status="completed" if size <= limit else why)
+
+    return run
+
+
+def test_the_search_finds_the_limit_and_tries_no_size_twice() -> None:
+    for limit, start, cap in product(range(41), (1, 2, 3, 8), (1, 2, 7, 32, 40)):
+        tried: list[int] = []
+        assert search({}, oracle(limit, tried), start=start, cap=cap) == (min(limit, cap) or None)
+        assert len(tried) == len(set(tried)) <= 2 * cap.bit_length()
+        assert max(tried) <= cap
+
+
+@pytest.mark.parametrize("limit", [0, 5, 64])
+def test_a_search_killed_after_each_probe_resumes_where_it_stopped(tmp_path: Path, limit: int) -> None:
+    ledger, tried = Ledger(tmp_path / "ledger.jsonl"), list[int]()
+    run = oracle(limit, tried)
+
+    def killed_probe(size: int) -> ProbeRecord:
+        ledger.append(run(size))
+        raise KeyboardInterrupt
+
+    for _ in range(12):
+        with contextlib.suppress(KeyboardInterrupt):
+            search(probes_of(ledger.read(), DDP), killed_probe, start=2, cap=64)
+    assert search(probes_of(ledger.read(), DDP), killed_probe, start=2, cap=64) == (limit or None)
+    assert len(tried) == len(set(tried)) == len(ledger.read())
+
+
+def test_a_failure_other_than_memory_ends_a_search_in_which_nothing_has_run() -> None:
+    tried: list[int] = []
+    assert search({}, oracle(0, tried, why="failed"), start=8, cap=64) is None
+    assert tried == [8]
+    assert search({}, oracle(11, tried, why="timed_out"), start=8, cap=64) == 11
+
+
+def test_a_search_ends_at_the_largest_batch_that_the_data_fills(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"instruction": "a", "output": str(row)}) + "\n" for row in range(50)))
+    words = ["--dataset", str(rows), "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "16"]
+    spec = comparison("ddp", find_max_batch=64, training_arguments=words)
+    limited = comparison("ddp", find_max_batch=8, training_arguments=words)
+    assert search_bounds(spec, DDP) == (12, 12)  # 50 rows hold 12 for each of 2 x 2 micro-batches
+    assert search_bounds(limited, RowKey(preset="ddp", world_size=1)) == (8, 8)
+
+
+def test_rows_run_at_the_largest_size_that_ran_or_at_the_smallest_that_did_not(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for preset, size, status in (("ddp", 8, "completed"), ("ddp", 16, "out_of_memory"), ("zero2", 2, "failed")):
+        ledger.append(probe(preset, size, status=status))
+    found = with_largest_batches(comparison("ddp", "zero2", "zero3", find_max_batch=64), ledger.read())
+    assert {name: list(batch.values()) for name, batch in found.batches.items()} == {"ddp-n2": [8], "zero2-n2": [2]}
+
+
+def test_a_row_that_runs_at_no_size_is_one_failure_however_often_it_is_resumed(
+    tmp_path: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every probe of ddp is in the ledger, so nothing is started."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for size in (4, 2, 1):
+        facts = failure("host_out_of_memory", phase="forward", measured_bytes=size)
+        ended = {"status": "host_out_of_memory", "message": "no room", "failure": facts}
+        ledger.append(probe("ddp", size, tokens_per_second=None, **ended))
+    words = ("--dataset", str(faq_alpaca), "--per_device_train_batch_size", "4")
+    spec = comparison("ddp", find_max_batch=8, training_arguments=words)
+    for _ in range(2):
+        runner = find_largest_batches(comparison_runner(spec, tmp_path, find_max_batch=8))
+    assert runner.unsupported == {"ddp-n2": "micro-batch 1 ended as host_out_of_memory"}
+    assert "ddp-n2-r1: not run, since micro-batch 1 ended as host_out_of_memory" in capsys.readouterr().err
+    replace(runner, options=replace(runner.options, retry_failed=True)).run()  # would start a trial otherwise
+    assert list(ledger.read()) == ["ddp-n2-b4", "ddp-n2-b2", "ddp-n2-b1", "ddp-n2-r0"]
+    assert len(ledger.path.read_text().splitlines()) == 4
+    (row,), _ = aggregate_trials(ledger.read(), spec, {})
+    assert (row.status, row.message, row.failure and row.failure.measured_bytes) == (
+        "host_out_of_memory",
+        "with a micro-batch of 1: no room",
+        1,
+    )
+
+
+# What one rank may hold: imports and the tiny model take 1.5 GiB of it, each row of 512 tokens 0.29 GiB more.
+DATA_LIMIT_BYTES = 23 * 2**30 // 10
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Ranks inherit the limit. Which sizes run depends on the node; that all up to the largest do, does not."""
+    rows = tmp_path / "long.jsonl"  # longer than --max_seq_length
+    rows.write_text(64 * (json.dumps({"instruction": "count", "output": "one two three four " * 300}) + "\n"))
+    words = ["compare", "--preset", "ddp", "--num-processes", "1", "--output", str(tmp_path / "cmp"), "--cpu"]
+    words += ["--repeats", "1", "--find-max-batch", "4", "--untimed-steps", "1"]
+    words += ["--", "--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "512"]
+    words += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--loss", "full"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "toolkit", *words],
+        # its own fork server has the limit
+        env={name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT_BYTES, DATA_LIMIT_BYTES)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (row,) = read(tmp_path / "cmp" / "results.json")["rows"]
+    tried = {probe["per_device_train_batch_size"]: probe for probe in row["probes"]}
+    largest = row["per_device_train_batch_size"]
+    assert {size for size, probe in tried.items() if probe["status"] == "completed"} == {
+        s for s in tried if s <= largest
+    }
+    failed = [tried_probe for tried_probe in tried.values() if tried_probe["status"] != "completed"]
+    assert largest + 1 in tried
+    for tried_probe in failed:
+        assert tried_probe["status"] == tried_probe["failure"]["kind"] == "host_out_of_memory"
+        assert tried_probe["failure"]["phase"] in ("forward", "backward", "step")
+        assert 2**28 < tried_probe["failure"]["measured_bytes"] <= DATA_LIMIT_BYTES + 2**30
+    assert (row["status"], row["timed_steps"]) == ("completed", 1)
+    page = (tmp_path / "cmp" / "report.html").read_text()
+    assert page.count("host_<wbr>out_<wbr>of_<wbr>memory") == 1  # the smallest that does not run
+    assert f"the largest micro-batch that runs is {largest} (ddp)" in ended.stdout.replace("\n", " ")

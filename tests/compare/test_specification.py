@@ -14,7 +14,6 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import (
     ComparisonSpec,
-    load_variants,
     make_specification,
     open_comparison,
     parse_variant,
@@ -95,7 +94,7 @@ def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, ex
 def specification(*words: str, **given: Any) -> ComparisonSpec:
     """A comparison of `ddp` with these training arguments."""
     options = CompareOptions(preset=("ddp",), output_dir=Path("out"), training_arguments=words, cpu=True, **given)
-    return make_specification(options, load_variants(options.preset, ()))
+    return make_specification(options)
 
 
 def test_a_global_batch_size_is_kept_by_every_row() -> None:
@@ -153,7 +152,7 @@ def test_a_text_that_is_no_variant_is_refused(text: str, message: str) -> None:
 
 def test_a_name_can_be_compared_once() -> None:
     with pytest.raises(ToolkitError, match="--preset ddp is given twice"):
-        load_variants(["ddp"], ["ddp=zero2"])
+        specification(variant=("ddp=zero2",))
 
 
 def compare_options(faq_alpaca: Path, tiny_model: Path, *variants: str, repeats: int = 3) -> CompareOptions:

@@ -10,8 +10,6 @@ import pytest
 from command_line import run_command
 from results_documents import FIXTURES, Document, before_and_after, read
 
-from toolkit.compare.two_comparisons import ratio_interval
-
 
 @pytest.fixture
 def before() -> Document:
@@ -35,7 +33,7 @@ def test_what_became_faster_is_claimed_only_where_intervals_separate(before: Doc
     assert paired.summary == (
         "Of 8 rows in both, 1 became faster (zero2-n2: 1.10), 0 became slower, no difference is seen in 5."
     )
-    assert ratio_interval(*paired.pairs[1]) == pytest.approx((1.1 * 26_838 / 27_162, 1.1 * 27_162 / 26_838))
+    assert paired.pairs[1].interval == pytest.approx((1.1 * 26_838 / 27_162, 1.1 * 27_162 / 26_838))
 
 
 def test_single_runs_support_no_claim() -> None:

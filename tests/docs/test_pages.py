@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # Modules that other benchmarks import or start.
-PARTS = {"record", "small_job", "small_runs", "forked_rehearsals", "bare_trainer"}
+PARTS = {"record", "small_job", "forked_rehearsals", "bare_trainer"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

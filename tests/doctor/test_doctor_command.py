@@ -9,15 +9,16 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from command_line import exit_code, run_command
 from launching import LLAMA_8B_CONFIG, ROOT
 
-from toolkit.cli.program import main
 from toolkit.doctor.checks import CHECKS, NodeCheck
 from toolkit.doctor.examination import all_checks, examine_node
 from toolkit.doctor.options import DoctorOptions
@@ -26,73 +27,51 @@ QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
 TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
 TEXT, LEVEL = {"type": "string", "minLength": 1}, {"enum": ["error", "warning", "note"]}
 FINDING = {name: TEXT for name in ("check", "what", "value", "expected", "fix")} | {"level": LEVEL}
-CHECK = {
-    "check": TEXT,
-    "status": {"enum": ["ok", "skipped", "error", "warning", "note"]},
-    "seconds": {"type": "number"},
-    "measured": {"type": "object"},
-    "skipped": {"type": ["string", "null"]},
-}
-
-
-def rows(properties: dict[str, Any]) -> dict[str, Any]:
-    row = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    return {"type": "array", "items": row}
-
-
+STATUS, SKIPPED = {"enum": ["ok", "skipped", "error", "warning", "note"]}, {"type": ["string", "null"]}
+CHECK = {"check": TEXT, "status": STATUS, "seconds": {"type": "number"}, "measured": {"type": "object"}}
 FACTS = {"additionalProperties": {"type": ["string", "number", "null"]}, "required": ["hostname", "unix_time"]}
-REPORT = {"findings": rows(FINDING), "checks": rows(CHECK), "node_facts": FACTS}
-SCHEMA = {"properties": REPORT, "required": list(REPORT), "additionalProperties": False}
 
 
-def doctor(*words: str, **variables: str) -> tuple[int, str, str]:
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with exactly these keys."""
+    return {"properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def run_doctor(*words: str, **variables: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of the command in this process, with these variables."""
-    unread = [name for name in os.environ if name.startswith(("HF_", "NCCL_"))]
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        for name in unread:
+        for name in [name for name in os.environ if name.startswith(("HF_", "NCCL_"))]:
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended:
-            main(["doctor", *words])
-    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+        code = exit_code("doctor", *words)
+    return code, out.getvalue(), err.getvalue()
 
 
 def report(*words: str, **variables: str) -> dict[str, Any]:
-    code, out, err = doctor("--json", *words, **variables)
+    code, out, err = run_doctor("--json", *words, **variables)
     found: dict[str, Any] = json.loads(out)
-    has_error = any(finding["level"] == "error" for finding in found["findings"])
-    assert code == (1 if has_error else 0), err
+    assert code == int(any(finding["level"] == "error" for finding in found["findings"])), err
     return found
 
 
-def levels(found: dict[str, Any], *checks: str) -> list[tuple[str, str]]:
-    """Return check and level of the findings of some checks, in the order of the checks."""
-    order = [finding for check in checks for finding in found["findings"] if finding["check"] == check]
-    return [(finding["check"], finding["level"]) for finding in order]
+def levels(found: dict[str, Any], check: str) -> list[str]:
+    return [finding["level"] for finding in found["findings"] if finding["check"] == check]
 
 
 def measured(found: dict[str, Any], check: str) -> dict[str, Any]:
-    (row,) = [row for row in found["checks"] if row["check"] == check]
-    values: dict[str, Any] = row["measured"]
-    return values
+    (values,) = [row["measured"] for row in found["checks"] if row["check"] == check]
+    return dict(values)
 
 
-@pytest.fixture(scope="module")
-def here() -> dict[str, Any]:
-    """The report of this node as it is."""
-    return report()
-
-
-def test_the_json_has_findings_checks_and_facts_of_every_check(here: dict[str, Any]) -> None:
-    jsonschema.validate(here, SCHEMA)
+def test_this_node_is_measured_by_every_check() -> None:
+    here = report()
+    rows = {"findings": closed(FINDING), "checks": closed(CHECK | {"skipped": SKIPPED})}
+    lists = {name: {"type": "array", "items": row} for name, row in rows.items()}
+    jsonschema.validate(here, closed(lists | {"node_facts": FACTS}))
     assert [row["check"] for row in here["checks"]] == [check.name for check in all_checks()]
-    for row in here["checks"]:
-        assert bool(row["skipped"]) == (row["status"] == "skipped"), row
-
-
-def test_this_node_is_measured(here: dict[str, Any]) -> None:
+    assert [row for row in here["checks"] if bool(row["skipped"]) != (row["status"] == "skipped")] == []
     memory = measured(here, "host-memory")
     assert memory["installed_bytes"] == here["node_facts"]["host_memory_bytes"]
     assert 0 < memory["available_bytes"] < memory["installed_bytes"]
@@ -106,7 +85,7 @@ def test_this_node_is_measured(here: dict[str, Any]) -> None:
 
 
 def test_the_text_shows_each_finding_with_its_fix() -> None:
-    code, out, _ = doctor("--gpus-per-node", "64")
+    code, out, _ = run_doctor("--gpus-per-node", "64")
     lines = out.splitlines()
     assert code == 1
     at = next(index for index, line in enumerate(lines) if line.startswith("  error: GPUs are missing: "))
@@ -116,7 +95,24 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
     assert " 1 error" in lines[-1]
 
 
-def test_without_torch_it_says_what_is_missing_and_what_to_type(tmp_path: Path) -> None:
+def run_cold(
+    command: list[str], before: Callable[[], None] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, which `before` prepares."""
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": programs} | variables
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 240}
+    return subprocess.run(command, env=environment, preexec_fn=before, **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("toolkit.doctor.ops", "error: torch, deepspeed: not installed"),
+        ("toolkit doctor", "  error: libraries are not installed: torch, deepspeed; expected: installed"),
+    ],
+)
+def test_without_torch_it_says_what_is_missing_and_what_to_type(module: str, line: str, tmp_path: Path) -> None:
     """As where only the package itself is installed: metadata and modules of torch and DeepSpeed are not found."""
     hidden = (
         "import importlib.metadata as metadata, sys\n"
@@ -129,16 +125,10 @@ def test_without_torch_it_says_what_is_missing_and_what_to_type(tmp_path: Path) 
         "sys.modules.update(torch=None, deepspeed=None)\n"
     )
     (tmp_path / "sitecustomize.py").write_text(hidden)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    for words, line in (
-        (["toolkit", "doctor"], "  error: libraries are not installed: torch, deepspeed; expected: installed"),
-        (["toolkit.doctor.ops"], "error: torch, deepspeed: not installed"),
-    ):
-        command = [sys.executable, "-m", *words]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-        lines = (ended.stdout + ended.stderr).splitlines()
-        assert line in lines, ended.stderr
-        assert "pip install torch deepspeed" in lines[lines.index(line) + 1]
+    ended = run_cold([sys.executable, "-m", *module.split()], PYTHONPATH=f"{tmp_path}:{ROOT}")
+    lines = (ended.stdout + ended.stderr).splitlines()
+    assert line in lines, ended.stderr
+    assert "pip install torch deepspeed" in lines[lines.index(line) + 1]
 
 
 # -- this node with limits that are really set
@@ -149,27 +139,22 @@ def test_low_limits_are_found(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
         resource.setrlimit(resource.RLIMIT_NPROC, (900, 900))
 
-    command = [sys.executable, "-m", "toolkit", "doctor", "--json", "--num-processes", "4"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)}
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=240, preexec_fn=lower
+    ended = run_cold(
+        [sys.executable, "-m", "toolkit", "doctor", "--json", "--num-processes", "4"], lower, HF_HOME=str(tmp_path)
     )
     found = json.loads(ended.stdout)
-    assert levels(found, "ulimit-nofile", "ulimit-nproc") == [("ulimit-nofile", "warning"), ("ulimit-nproc", "warning")]
+    assert levels(found, "ulimit-nofile") == levels(found, "ulimit-nproc") == ["warning"]
     assert measured(found, "ulimit-nproc")["user"] == 900
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
 def test_the_shared_memory_of_a_container_is_an_error() -> None:
     script = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec python -m toolkit doctor --json"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["unshare", "--mount", "sh", "-c", script]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    ended = run_cold(["unshare", "--mount", "sh", "-c", script])
     if "unshare failed" in ended.stderr:
         pytest.skip(f"this container has no mount namespaces: {ended.stderr.strip()}")
     found = json.loads(ended.stdout)
-    assert ended.returncode == 1
-    assert levels(found, "shared-memory") == [("shared-memory", "error")]
+    assert (ended.returncode, levels(found, "shared-memory")) == (1, ["error"])
     assert measured(found, "shared-memory") == {"bytes": 64 * 2**20, "writable": True}
 
 
@@ -177,24 +162,20 @@ def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         found = report("--port", str(port), NCCL_SOCKET_IFNAME="nosuchcard0", NCCL_P2P_DISABLE="1")
-    assert levels(found, "ports", "nccl-variables") == [
-        ("ports", "warning"),
-        ("nccl-variables", "error"),
-        ("nccl-variables", "warning"),
-    ]
+    assert (levels(found, "ports"), levels(found, "nccl-variables")) == (["warning"], ["error", "warning"])
     assert measured(found, "ports") == {"checked": [port], "taken": [port]}
 
 
 def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "token").chmod(0o644)
-    _, as_json, messages = doctor("--json", HF_HOME=str(tmp_path), NCCL_DEBUG_FILE=f"/tmp/{TOKEN}")
+    _, as_json, messages = run_doctor("--json", HF_HOME=str(tmp_path), NCCL_DEBUG_FILE=f"/tmp/{TOKEN}")
     found = json.loads(as_json)
-    _, shown, more_messages = doctor(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
+    _, shown, more_messages = run_doctor(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
     assert "GLOO_SOCKET_IFNAME names no interface of this node: ***" in shown
     assert TOKEN not in as_json + messages + shown + more_messages
     assert measured(found, "hub")["token"] == "token file"
-    assert levels(found, "hub") == [("hub", "warning")]
+    assert levels(found, "hub") == ["warning"]
     assert f"chmod 600 {tmp_path}/token" in {finding["fix"] for finding in found["findings"]}
 
 
@@ -203,7 +184,7 @@ def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_foun
 
 def test_a_preset_that_needs_more_host_memory_than_there_is_is_an_error() -> None:
     found = report("--preset", "zero3_cpu_offload", "--num-processes", "2", QWEN_72B)
-    assert levels(found, "host-memory")[:1] == [("host-memory", "error")]
+    assert levels(found, "host-memory")[0] == "error"
     assert measured(found, "host-memory")["needed_bytes"] > 10**12  # 16 bytes for each of 72.7 billion parameters
 
 
@@ -212,7 +193,7 @@ def test_nvme_offload_names_what_train_would_refuse(tmp_path: Path) -> None:
     refused = [finding["what"] for finding in found["findings"] if finding["check"] == "nvme-offload"]
     assert "preset 'zero3_nvme_offload' offloads to a local disk, and none is given" in refused
     missing = report("--nvme-path", str(tmp_path / "missing"))
-    assert ("nvme-offload", "error") in levels(missing, "nvme-offload")
+    assert "error" in levels(missing, "nvme-offload")
 
 
 # -- invalid input
@@ -231,16 +212,14 @@ def test_nvme_offload_names_what_train_would_refuse(tmp_path: Path) -> None:
 def test_invalid_input_is_refused_before_anything_is_measured(
     words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *words])
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert error in printed.err
-    assert hint in printed.err
+    code, out, err = run_command(["doctor", *words], capsys)
+    assert (code, out) == (2, "")
+    assert error in err
+    assert hint in err
 
 
 def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(_: object) -> Any:
+    def unreadable(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/sys/secret")
 
     broken = NodeCheck(name="broken", looks_at="", threshold="", source="", long=False, examine=unreadable)

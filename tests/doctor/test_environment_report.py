@@ -12,7 +12,7 @@ import pytest
 from command_line import run_command
 from loaded_modules import HEAVY, loaded_after
 
-from toolkit.doctor.environment_report import as_markdown, environment_report, shown_variables
+from toolkit.doctor.environment_report import shown_variables
 from toolkit.hardware.node import library_versions
 
 TOKEN, PASSWORD, KEY = "hf_QmVyZ2VuSXNOb3RIZXJl", "correct-horse", "0123456789abcdef0123456789abcdef"
@@ -78,11 +78,10 @@ def test_of_a_token_it_only_says_that_it_is_set(env: Env) -> None:
     assert "- hub login: token file" in env().splitlines()
 
 
-def test_variables_that_libraries_read_are_shown() -> None:
+def test_variables_that_libraries_read_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"NCCL_DEBUG": "INFO", "HF_HOME": "/data", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    unrelated = {"EDITOR": "vi", "CCACHE_DIR": "/c", "PWD": "/"}
-    shown = shown_variables(given | unrelated)
-    assert shown == given | {"HF_TOKEN": "not set", "WANDB_API_KEY": "not set"}
+    monkeypatch.setattr("os.environ", given | {"EDITOR": "vi", "CCACHE_DIR": "/c", "PWD": "/"})
+    assert shown_variables() == given | {"HF_TOKEN": "not set", "WANDB_API_KEY": "not set"}
 
 
 def test_the_json_has_versions_memory_and_disks_as_numbers(env: Env) -> None:
@@ -121,10 +120,8 @@ def test_gpus_and_driver_are_those_of_nvidia_smi(env: Env, tmp_path: Path) -> No
         assert line in text.splitlines()
 
 
-def test_the_home_folder_is_not_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("HF_HOME", raising=False)
-    text = as_markdown(environment_report({"HOME": str(home), "NCCL_CONF_FILE": f"{home}/x"}))
+def test_the_home_folder_is_not_named(home: Path, env: Env) -> None:
+    text = env(NCCL_CONF_FILE=f"{home}/x")
     assert str(home) not in text
     assert "~/.cache/huggingface" in text
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import run_command
 
-from toolkit.doctor.examination import NodeFacts, clock_offset_seconds, compare_facts, difference_lines, hash_presets
+from toolkit.doctor.examination import NodeFacts, clock_offset_seconds, compare_facts, hash_presets
 from toolkit.presets import load_preset, read_preset
 
 FACTS: NodeFacts = {
@@ -55,7 +55,7 @@ def test_each_difference_between_two_nodes_has_its_level(
 def test_the_text_groups_nodes_by_their_value() -> None:
     nodes = {name: FACTS for name in ("n1", "n2")} | {"n3": FACTS | {"host_memory_bytes": 2**40}}
     (difference,) = compare_facts(nodes)
-    assert difference_lines(difference)[1:3] == ["  1862.65 GiB: n1, n2", "  1024.00 GiB: n3"]
+    assert difference.lines()[1:3] == ["  1862.65 GiB: n1, n2", "  1024.00 GiB: n3"]
 
 
 @pytest.fixture

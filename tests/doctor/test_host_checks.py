@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.doctor import host_checks  # noqa: F401  (registers its checks)
 from toolkit.doctor.checks import CHECKS, NodeReadings
 from toolkit.doctor.environment_report import rdma_ports
-from toolkit.doctor.examination import all_checks
 from toolkit.doctor.options import DoctorOptions
 
 
@@ -22,8 +22,7 @@ def write_port(root: Path, device: str, state: str, rate: str, link_layer: str =
 def levels_and_values(root: Path) -> dict[str, tuple[str, str]]:
     node = NodeReadings(DoctorOptions())
     node.__dict__["rdma_ports"] = rdma_ports(root)
-    assert CHECKS["rdma"] in all_checks()
-    return {found.what: (found.level, found.value) for found in CHECKS["rdma"].examine(node).findings}
+    return {found.what: (found.level, found.value) for found in CHECKS["rdma"].run(node).findings}
 
 
 def test_a_port_that_is_down_or_slower_is_a_finding(tmp_path: Path) -> None:
@@ -46,9 +45,9 @@ def test_a_node_without_an_active_port_is_an_error(tmp_path: Path) -> None:
 def test_a_gpu_at_a_numa_node_without_a_usable_core_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, cpulist in {"node0": "0-3,8", "node1": "4-7"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cpulist").write_text(f"{cpulist}\n")
+    for name, cpus in {"node0": (0, 1, 2, 3, 8), "node1": (4, 5, 6, 7)}.items():
+        for cpu in cpus:
+            (tmp_path / name / f"cpu{cpu}").mkdir(parents=True)
     gpus = [tmp_path / "0000:17:00.0", tmp_path / "0000:9d:00.0", tmp_path / "0000:c3:00.0"]
     for gpu, at in zip(gpus, ("0", "1", "-1"), strict=True):
         gpu.mkdir()
@@ -57,7 +56,7 @@ def test_a_gpu_at_a_numa_node_without_a_usable_core_is_a_finding(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 8})
     node = NodeReadings(DoctorOptions())
     monkeypatch.setitem(node.__dict__, "pci_gpus", gpus)
-    outcome = CHECKS["numa"].examine(node)
+    outcome = CHECKS["numa"].run(node)
     assert outcome.measured["nodes"] == {"0": 5, "1": 4}
     assert [(found.level, found.value) for found in outcome.findings if "core" in found.what] == [
         ("warning", "0000:9d:00.0")

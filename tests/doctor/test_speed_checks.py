@@ -32,7 +32,7 @@ def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 8)
     node = NodeReadings(DoctorOptions())
     monkeypatch.setitem(node.__dict__, "gpu_names", ["NVIDIA H100 80GB HBM3"] * 8)
-    outcome = CHECKS["all-reduce"].examine(node)
+    outcome = CHECKS["all-reduce"].run(node)
     assert [finding.level for finding in outcome.findings] == levels
     assert outcome.measured["measured_by"] == "nccl-tests"
     assert outcome.measured["bus_bytes_per_second"] == read_nccl_tests(printed)
@@ -54,8 +54,8 @@ def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch
     monkeypatch.setattr(speed_checks, "run_program", run_probe)
     monkeypatch.setattr(speed_checks, "count_gpus", lambda: 8)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    outcome = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions()))
-    assert run == {"command": ["-m", "toolkit.doctor.speed_probe", "8"], "variables": {}}
+    outcome = CHECKS["all-reduce"].run(NodeReadings(DoctorOptions()))
+    assert run == {"command": ["-m", "toolkit.doctor.speed_checks", "8"], "variables": {}}
     assert (outcome.measured["measured_by"], outcome.measured["remark"]) == ("torch, nccl", None)
     (found,) = outcome.findings
     assert (found.level, found.value[-12:]) == ("error", "returned 7.0")
@@ -65,7 +65,7 @@ def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch
 @pytest.mark.cold_start
 def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 0)
-    outcome = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions()))
+    outcome = CHECKS["all-reduce"].run(NodeReadings(DoctorOptions()))
     assert outcome.findings == []
     assert outcome.measured.pop("bus_bytes_per_second") > 0
     assert outcome.measured == {

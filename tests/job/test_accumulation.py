@@ -12,7 +12,6 @@ from toolkit.errors import ToolkitError
 from toolkit.job.accumulation import chosen_accumulate
 from toolkit.job.job import Job
 from toolkit.presets import list_presets, load_preset
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import default_accumulate
 from toolkit.presets.support import unsupported
 from toolkit.presets.training_arguments import trainer_arguments
@@ -33,26 +32,6 @@ def test_only_fsdp2_has_a_choice() -> None:
     fsdp2 = {preset.name for preset in list_presets() if preset.engine == "fsdp2"}
     assert accepted("whole") & accepted("sharded") == fsdp2
     assert accepted("whole") == fsdp2 | {"single", "ddp", "zero1", "pipeline_1f1b"}
-
-
-@pytest.mark.parametrize(
-    ("preset", "accumulate", "message"),
-    [
-        (
-            "ddp",
-            "sharded",
-            "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
-        ),
-        ("zero1", "sharded", "below ZeRO-2, gradients are reduced in the last accumulation step only"),
-        ("zero3", "whole", "ZeRO-2 and ZeRO-3 reduce and shard gradients in every accumulation step"),
-    ],
-)
-def test_what_an_engine_cannot_do_is_refused_before_the_launch(preset: str, accumulate: str, message: str) -> None:
-    arguments = {"accumulate": accumulate, "gradient_accumulation_steps": "2"}
-    with pytest.raises(ToolkitError) as refused:
-        check_arguments(Job.from_values(arguments), load_preset(preset), num_processes=2, on_cpu=True)
-    assert refused.value.message == f"--accumulate {accumulate} does not work under preset {preset!r}: {message}"
-    assert refused.value.hint == "leave it out, or `--preset fsdp2`"
 
 
 def test_sync_each_batch_of_the_user_is_the_same_choice(tmp_path: Path) -> None:

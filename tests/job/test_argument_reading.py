@@ -29,13 +29,12 @@ def test_every_spelling_of_a_flag_means_the_same(argv: list[str]) -> None:
     assert read_arguments(argv) == {"max_steps": 8}
 
 
-def test_a_value_may_hold_an_equals_sign_or_a_minus() -> None:
-    assert read_arguments(["--run_name=a=b", "--max_steps", "-1"]) == {"run_name": "a=b", "max_steps": -1}
-
-
-def test_a_list_flag_takes_several_words() -> None:
-    assert read_arguments(["--lora_target_modules", "q_proj", "v_proj"]) == {
-        "lora_target_modules": ("q_proj", "v_proj")
+def test_a_value_may_hold_an_equals_sign_or_a_minus_or_be_several_words() -> None:
+    given = ["--run_name=a=b", "--max_steps", "-1", "--lora_target_modules", "q_proj", "v_proj"]
+    assert read_arguments(given) == {
+        "run_name": "a=b",
+        "max_steps": -1,
+        "lora_target_modules": ("q_proj", "v_proj"),
     }
 
 
@@ -58,9 +57,12 @@ def test_a_boolean_is_read_as_transformers_reads_it(argv: list[str], expected: b
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     config = tmp_path / "job.yaml"
-    config.write_text("max_steps: 8\nlearning_rate: 1e-4\nbf16: true\nlora_r:\n")
+    config.write_text(
+        "max_steps: 8\nlearning_rate: 1e-4\nbf16: true\nlora_r:\nval_size: 5\nlora_config: {use_dora: true}"
+    )
     values = read_arguments([str(config), "--max_steps", "9"])
-    assert values == {"max_steps": 9, "learning_rate": 1e-4, "bf16": True}
+    expected = {"max_steps": 9, "learning_rate": 1e-4, "bf16": True, "val_size": 5}
+    assert values == expected | {"lora_config": {"use_dora": True}}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +75,6 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         (["max_steps", "8"], "unexpected word 'max_steps'; a flag starts with `--`", "did you mean `--max_steps`?"),
         (["--max_steps", "8", "zero2"], "unexpected word 'zero2' after --max_steps 8", None),
         (["--max_steps", "--bf16"], "--max_steps has no value", "`--max_steps VALUE`"),
-        (["--max_steps", "many"], "--max_steps is 'many', expected a whole number", None),
-        (["--max_steps", "8.5"], "--max_steps is '8.5', expected a whole number", None),
-        (["--learning_rate", "fast"], "--learning_rate is 'fast', expected a number", None),
-        (["--bf16", "maybe"], "--bf16 is 'maybe', expected true or false", None),
         (["nowhere.yaml"], "no such file: nowhere.yaml", None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -86,25 +84,6 @@ def test_an_invalid_argument_is_named_in_the_error(argv: list[str], message: str
         read_arguments(argv)
     assert caught.value.message == message
     assert hint is None or caught.value.hint == hint
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("max_stepz: 8", "unknown key 'max_stepz'"),
-        ("max_steps: many", "job.yaml: max_steps is 'many', expected a whole number"),
-        ("- max_steps", "holds list, expected keys and values"),
-        ("", "holds NoneType, expected keys and values"),
-        ("a: [", "is not YAML: while parsing"),
-        ("1: 2", "has the key 1, expected a name"),
-    ],
-)
-def test_an_invalid_configuration_file_is_named_in_the_error(text: str, message: str, tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text(text)
-    with pytest.raises(ToolkitError) as caught:
-        read_arguments([str(config)])
-    assert message in caught.value.message
 
 
 def test_the_help_names_every_argument_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:

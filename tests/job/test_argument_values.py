@@ -46,27 +46,45 @@ def test_a_word_that_is_no_such_value_is_refused(words: list[str], expected: str
     assert caught.value.message == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("max_steps: 8.5", "max_steps is 8.5, expected a whole number"),
-        ("max_steps: true", "max_steps is True, expected a whole number"),
-        ("max_steps: [8]", "max_steps is [8], expected a whole number"),
-        ("max_steps: null", "--max_steps is null, expected a number"),
-        ("learning_rate: {a: 1}", "learning_rate is {'a': 1}, expected a value without keys"),
-        ("learning_rate: .inf", "learning_rate is inf, expected a finite number"),
-        ("save_strategy: no", "save_strategy is False, expected text"),
-        ("output_dir: 5", "output_dir is 5, expected text"),
-        ("dataset: [5]", "dataset is 5, expected text"),
-        ("lora_target_modules: [[q_proj]]", "lora_target_modules is ['q_proj'], expected text"),
-    ],
-)
-def test_a_value_of_another_type_in_a_file_is_refused(line: str, expected: str, tmp_path: Path) -> None:
+# A line of a YAML file -> what the message says after the file's name, and the hint.
+WRONG_SHAPES = {
+    "max_steps: 8.5": ("max_steps is 8.5, expected a whole number", None),
+    "max_steps: true": ("max_steps is True, expected a whole number", None),
+    "max_steps: many": ("max_steps is 'many', expected a whole number", None),
+    "max_steps: {}": ("max_steps is {}, expected a value without keys", None),
+    "max_steps: null": ("max_steps is null, expected a number", None),
+    "max_stepz: 8": ("unknown key 'max_stepz'", "did you mean `max_steps`?"),
+    "learning_rate: [1]": ("learning_rate is [1], expected a number", None),
+    "learning_rate: {a: 1}": ("learning_rate is {'a': 1}, expected a value without keys", None),
+    "learning_rate: .inf": ("learning_rate is inf, expected a finite number", None),
+    "seed: 18446744073709551616": ("seed is an integer of 65 bits", None),
+    "bf16: [true]": ("bf16 is [True], expected true or false", None),
+    "save_strategy: no": ("save_strategy is False, expected text", "quote it"),
+    "run_name: 2024-01-01": ("run_name is datetime.date(2024, 1, 1), expected text", "quote it"),
+    "profile_steps: 3:5": ("profile_steps is 185, expected text", "quote it"),
+    "dataset: [rows.jsonl, 5]": ("dataset is 5, expected text", None),
+    "dataset: [[rows.jsonl]]": ("dataset is ['rows.jsonl'], expected text", None),
+    f"report_to: {{{'x' * 1000}: 1}}": ("report_to is {'xxx", None),
+    f"{'k' * 1000}: 1": ("unknown key 'kkk", None),
+    "5: a": ("has the key 5, expected a name", "put the key in quotes"),
+    "? [a]\n: 5": ("is not YAML", None),
+    "a: [": ("is not YAML: while parsing", None),
+    "- max_steps": ("holds list, expected keys and values", None),
+    "": ("holds NoneType, expected keys and values", None),
+}
+
+
+@pytest.mark.parametrize("line", WRONG_SHAPES, ids=lambda line: line[:30])
+def test_a_value_of_the_wrong_shape_in_a_file_is_refused_by_file_and_key(line: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(line)
-    with pytest.raises(ToolkitError) as caught:
+    with pytest.raises(ToolkitError) as refused:
         read_arguments([str(file)])
-    assert caught.value.message == (expected if expected.startswith("--") else f"{file}: {expected}")
+    words, hint = WRONG_SHAPES[line]
+    assert refused.value.message.startswith(str(file) if "null" not in line else "--max_steps")
+    assert words in refused.value.message
+    assert len(refused.value.message) < len(str(file)) + 500
+    assert hint is None or hint in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.job.dataset_checks import check_streaming, check_weights, streaming_warnings
 from toolkit.job.job import Job
-from toolkit.record.checkpoints import Checkpoint, Manifest
-from toolkit.record.resume_checks import check_resume_settings
 
 
 @pytest.mark.parametrize(
@@ -40,23 +36,6 @@ def test_options_without_effect_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "hint"),
-    [
-        (8, 16, "`--streaming true --streaming_buffer_size 8`"),
-        (8, 0, "buffer_size 8`"),
-        (0, 8, "leave `--streaming` out"),
-    ],
-)
-def test_resuming_with_another_streaming_buffer_is_refused(then: int, now: int, hint: str, tmp_path: Path) -> None:
-    options = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), streaming_buffer_size=then))
-    with pytest.raises(ToolkitError, match="the data would not resume") as caught:
-        check_resume_settings(checkpoint, **options, streaming_buffer_size=now)
-    assert str(caught.value.hint).endswith(hint)
-    check_resume_settings(checkpoint, **options, streaming_buffer_size=then)
-
-
-@pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
         (["a.jsonl", "b.jsonl"], "0.7", "--dataset_weights has length 1, expected 2: a weight for each data set"),
@@ -69,32 +48,3 @@ def test_weights_that_do_not_fit_the_data_sets_are_refused(names: object, weight
     with pytest.raises(ToolkitError) as caught:
         check_weights(Job.from_values({"dataset": names, "dataset_weights": weights}))
     assert caught.value.message == message
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "hint"),
-    [
-        ([0.7, 0.3], [], "`--dataset_weights 0.7 0.3`"),
-        ([], [0.7, 0.3], "leave `--dataset_weights` out"),
-        ([0.7, 0.3], [0.3, 0.7], "`--dataset_weights 0.7 0.3`"),
-    ],
-)
-def test_resuming_with_other_weights_is_refused(then: list[float], now: list[float], hint: str, tmp_path: Path) -> None:
-    options = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), dataset_weights=then))
-    with pytest.raises(ToolkitError, match="was trained with --dataset_weights") as caught:
-        check_resume_settings(checkpoint, **options, dataset_weights=now)
-    assert caught.value.hint == hint
-    check_resume_settings(checkpoint, **options, dataset_weights=then)
-
-
-def test_another_optimizer_does_not_resume_from_a_checkpoint(tmp_path: Path) -> None:
-    options = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), optim="adamw_bnb_8bit"))
-    with pytest.raises(
-        ToolkitError, match="has the states of --optim adamw_bnb_8bit, with which --optim sgd"
-    ) as caught:
-        check_resume_settings(checkpoint, **options, optim="sgd")
-    assert caught.value.hint == "`--optim adamw_bnb_8bit`"
-    for optim in ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"):  # one class, one format
-        check_resume_settings(checkpoint, **options, optim=optim)

@@ -33,25 +33,23 @@ def test_accumulation_steps_may_be_given_too_if_they_agree() -> None:
     assert "leave `--gradient_accumulation_steps` out" in str(error.value.hint)
 
 
-def test_a_number_of_processes_that_cannot_keep_the_batch_is_refused_with_those_that_can() -> None:
+@pytest.mark.parametrize(
+    ("micro_batch", "groups", "ranks_per_batch", "message", "hint"),
+    [
+        (2, 3, 1, "is no multiple of 3 data-parallel ranks × 2 sequences (--per_device_train_batch_size); numbers of"
+         " processes that keep it: 1, 2, 4", "train on 2"),
+        (2, 3, 2, "that keep it: 2, 4, 8", "train on 4"),  # ranks that share their rows
+        (4, 4, 1, "is no multiple of 4 data-parallel ranks × 4", "`--per_device_train_batch_size 2`"),
+    ],
+)  # fmt: skip
+def test_a_number_of_processes_that_cannot_keep_the_batch_is_refused_with_what_can(
+    micro_batch: int, groups: int, ranks_per_batch: int, message: str, hint: str
+) -> None:
+    job = BATCH.with_values(per_device_train_batch_size=micro_batch)
     with pytest.raises(ToolkitError) as error:
-        with_accumulation(BATCH, data_parallel_size=3)
-    assert error.value.message == (
-        "--global_batch_size 8 is no multiple of 3 data-parallel ranks × 2 sequences (--per_device_train_batch_size);"
-        " numbers of processes that keep it: 1, 2, 4"
-    )
-    assert error.value.hint == "train on 2"
-
-
-def test_ranks_that_share_their_rows_count_together() -> None:
-    with pytest.raises(ToolkitError, match="that keep it: 2, 4, 8\n"):
-        with_accumulation(BATCH, data_parallel_size=3, ranks_per_batch=2)
-
-
-def test_a_smaller_micro_batch_is_the_hint_where_it_keeps_the_batch() -> None:
-    with pytest.raises(ToolkitError, match="no multiple of 4 data-parallel ranks × 4") as error:
-        with_accumulation(BATCH.with_values(per_device_train_batch_size=4), data_parallel_size=4)
-    assert error.value.hint == "`--per_device_train_batch_size 2`"
+        with_accumulation(job, data_parallel_size=groups, ranks_per_batch=ranks_per_batch)
+    assert message in error.value.message
+    assert error.value.hint == hint
 
 
 @pytest.mark.parametrize(

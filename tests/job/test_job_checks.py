@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.job.compilation import BACKENDS, MODES
 from toolkit.job.job import Job
 from toolkit.job.job_checks import profiled_steps
 from toolkit.presets import load_preset
@@ -15,6 +16,9 @@ from toolkit.presets.preset_checks import check_arguments
 
 def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list[str]:
     return check_arguments(Job.from_values(arguments), load_preset(preset), num_processes=num_processes, on_cpu=True)
+
+
+TWO_STEPS = {"gradient_accumulation_steps": "2"}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,19 @@ def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list
         ("ddp", {"report_to": "wandbb"}, "no tracker 'wandbb'"),
         ("ddp", {"report_to": "dvclive"}, "needs a package that is not installed"),
         ("ddp", {"deepspeed": "ds.json"}, "would override the sharding of preset 'ddp'"),
+        ("ddp", {"torch_compile_backend": "inductr"}, "--torch_compile_backend is 'inductr', expected one of inductor"),
+        ("ddp", {"torch_compile_backend": "tensorrt"}, "--torch_compile_backend is 'tensorrt'"),
+        ("ddp", {"torch_compile_mode": "max-autotun"}, "hint: did you mean `max-autotune`?"),
+        ("ddp", {"torch_compile_backend": "aot_eager", "torch_compile_mode": "default"}, "is inductor's"),
+        ("ddp", {"torch_compile_backend": "cudagraphs"}, "needs a GPU\n  hint: leave it out on a CPU"),
+        ("zero3", {"torch_compile": "true", "torch_compile_backend": "eager"}, "graph ends at each linear layer"),
+        ("ddp", {"accumulate": "sharded", **TWO_STEPS}, "under preset 'ddp': every GPU holds all gradients"),
+        ("zero1", {"accumulate": "sharded", **TWO_STEPS}, "below ZeRO-2, gradients are reduced in the last"),
+        (
+            "zero3",
+            {"accumulate": "whole", **TWO_STEPS},
+            "in every accumulation step\n  hint: leave it out, or `--",
+        ),
     ],
 )
 def test_an_unsupported_combination_is_refused(preset: str, arguments: dict[str, Any], words: str) -> None:
@@ -87,3 +104,22 @@ def test_just_in_time_checkpoints_of_transformers_are_refused() -> None:
         check_arguments(Job.from_values({"enable_jit_checkpoint": "true"}), None, num_processes=2, on_cpu=True)
     assert "SIGTERM" in str(refused.value.hint)
     check_arguments(Job.from_values({"enable_jit_checkpoint": "false"}), None, num_processes=2, on_cpu=True)
+
+
+# -- compilation
+
+
+def test_inductor_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ToolkitError, match="--torch_compile needs the C\\+\\+ compiler 'no-such-compiler'"):
+        check(torch_compile="true")
+    assert check(torch_compile="true", torch_compile_backend="aot_eager") == []
+    assert check("zero2", torch_compile="true", torch_compile_backend="eager") == []
+
+
+def test_the_backends_and_modes_are_torchs() -> None:
+    import torch._dynamo
+    import torch._inductor
+
+    assert set(BACKENDS) <= set(torch._dynamo.list_backends(exclude_tags=()))
+    assert set(MODES) <= set(torch._inductor.list_mode_options())

@@ -39,14 +39,6 @@ def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
     assert command.argv[5:7] == ["--deepspeed_config_file", str(JSONS / "zero3.json")]
 
 
-def test_the_hang_timeout_is_in_the_environment_and_in_the_printed_command() -> None:
-    command = launch_command(
-        load_preset("ddp"), num_processes=2, training_argv=[], cpu=False, hang_timeout_minutes=0.05
-    )
-    assert command.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] == "0.05"
-    assert command.shown.startswith("TOOLKIT_HANG_TIMEOUT_MINUTES=0.05 accelerate launch ")
-
-
 def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> None:
     command = launch_command(load_preset("fsdp2_hybrid"), num_processes=8, training_argv=[], cpu=False)
     assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in command.shown
@@ -82,6 +74,3 @@ def test_on_the_cpu_gpus_are_hidden_and_cores_are_shared(monkeypatch: pytest.Mon
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     chosen = launch_command(load_preset("ddp"), num_processes=2, training_argv=[], cpu=True).environment
     assert chosen["OMP_NUM_THREADS"] == "7"
-
-
-PRESET = "zero3_nvme_offload"

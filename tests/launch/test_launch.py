@@ -109,7 +109,7 @@ def test_a_dry_run_needs_no_gpu_of_the_named_kind_and_names_missing_packages(
     job: dict[str, Any] = {"preset": "ddp", "num_processes": 8}
     job["training_arguments"] = (*words, "--output_dir", str(tmp_path / "out"))
     there = launch.prepare_run(TrainOptions(**job, dry_run=True, gpu="h100"), on_message=print)
-    (warning,) = there.warnings
+    (warning,) = there.run.warnings
     assert warning.startswith("--load_in_4bit needs bitsandbytes, which is not installed here (in the clone: pip")
     assert there.command.argv.count("8") == 1 + there.command.training_argv.count("8")
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -56,73 +55,45 @@ def check(path: Path | None, model: Path, preset: str = PRESET, **arguments: Any
     return nvme.check_nvme(load_preset(preset), nvme_path=named, job=Job.from_values(given), cpu=True)
 
 
-def refusal(path: Path | None, model: Path) -> ToolkitError:
+def no_direct_io(_path: Path) -> None:
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+ON_TMPFS = Mount(filesystem="tmpfs", mount_point="/dev/shm")
+ON_NFS = Mount(filesystem="nfs4", mount_point="/home")
+# What the node is like -> the message after the folder's name, and the hint.
+REFUSALS: list[tuple[str, Any, str, str]] = [
+    ("os.access", lambda *_: False, "cannot be written", "name a folder that you can write to"),
+    ("toolkit.launch.nvme.mount_of", lambda _: ON_TMPFS, "is on tmpfs (/dev/shm): memory, not a disk", "name a folder"),
+    ("toolkit.launch.nvme.mount_of", lambda _: ON_NFS, "is on nfs4 (/home): not a local disk", "name a folder"),
+    ("toolkit.launch.nvme.try_direct_io", no_direct_io, "takes no direct I/O (O_DIRECT): Invalid", "name a folder"),
+    ("toolkit.launch.nvme.free_bytes", lambda _: 1000, "has 0.0 MiB free, the swap files need about", "name a folder"),
+    ("ctypes.util.find_library", lambda _: None, "libaio is not installed", "apt-get install libaio-dev"),
+    (
+        "toolkit.launch.nvme.are_compiled",
+        lambda _: False,
+        "DeepSpeed's async_io is not compiled",
+        "python -m toolkit.doctor.ops --async-io",
+    ),
+]
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize(("name", "answer", "message", "hint"), REFUSALS)
+def test_a_disk_or_a_node_that_cannot_offload_is_refused(
+    name: str, answer: Any, message: str, hint: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(name, answer)
     with pytest.raises(ToolkitError) as caught:
-        check(path, model)
-    assert caught.value.hint
-    assert caught.value.exit_code == 2
-    return caught.value
+        check(tmp_path, model)
+    assert caught.value.message.removeprefix(f"--nvme-path {tmp_path} ").startswith(message)
+    assert str(caught.value.hint).startswith(hint)
 
 
 def test_without_a_disk_the_error_names_the_flag_and_the_variable(model: Path) -> None:
-    error = refusal(None, model)
-    assert error.message == "preset 'zero3_nvme_offload' offloads to a local disk, and none is given"
-    assert error.hint == "`toolkit train --nvme-path DIR`, or TOOLKIT_NVME_PATH=DIR in the environment"
-
-
-def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may write anywhere
-    assert refusal(tmp_path, model).message == f"--nvme-path {tmp_path} cannot be written"
-
-
-@pytest.mark.parametrize(
-    ("mount", "why"),
-    [
-        (Mount(filesystem="tmpfs", mount_point="/dev/shm"), "is on tmpfs (/dev/shm): memory, not a disk"),
-        (Mount(filesystem="nfs4", mount_point="/home"), "is on nfs4 (/home): not a local disk"),
-    ],
-)
-def test_memory_and_networks_are_refused(
-    mount: Mount, why: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvme, "mount_of", lambda _path: mount)
-    assert refusal(tmp_path, model).message == f"--nvme-path {tmp_path} {why}"
-
-
-def test_a_disk_without_direct_io_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_path: Path) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(nvme, "try_direct_io", refuse)
-    expected = f"--nvme-path {tmp_path} takes no direct I/O (O_DIRECT): Invalid argument"
-    assert refusal(tmp_path, model).message == expected
-
-
-def test_a_disk_without_enough_space_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "free_bytes", lambda _path: 1000)
-    error = refusal(tmp_path, model)
-    assert "0.0 MiB free, the swap files need about 0.0 MiB" in error.message
-
-
-def test_without_libaio_the_error_says_what_to_install(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ctypes.util.find_library", lambda _name: None)
-    error = refusal(tmp_path, model)
-    assert error.message == "libaio is not installed; NVMe offload reads and writes through it"
-    assert error.hint == "apt-get install libaio-dev"
-
-
-def test_without_async_io_the_error_says_how_to_compile_it(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ctypes.util.find_library", lambda _name: "libaio.so.1")
-    monkeypatch.setattr(nvme, "are_compiled", lambda _ops: False)
-    error = refusal(tmp_path, model)
-    assert error.message == "DeepSpeed's async_io is not compiled; NVMe offload needs it"
-    assert error.hint == "python -m toolkit.doctor.ops --async-io"
+    with pytest.raises(ToolkitError, match="preset 'zero3_nvme_offload' offloads to a local disk, and none") as caught:
+        check(None, model)
+    assert caught.value.hint == "`toolkit train --nvme-path DIR`, or TOOLKIT_NVME_PATH=DIR in the environment"
 
 
 @pytest.mark.usefixtures("libraries")

@@ -64,7 +64,7 @@ REPRESENTATIVE = ("llama", "phi3", "qwen3-moe-dense-layer")
 )
 def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
     """Under bf16 and autocast, full and LoRA of two ranks, with every mask that the model has."""
-    from toolkit.models.count_activations import RANKS, count_activations
+    from toolkit.models.count_from_transformers import RANKS, count_activations
 
     path = config_file(tmp_path, *MODELS[name])
     shape, counted = read_model(str(path)), CountedActivations.read(count_activations(built(path)), RANKS[0])
@@ -95,7 +95,7 @@ def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
 
 
 def test_a_storage_that_does_not_double_with_its_row_is_fitted_over_three_lengths() -> None:
-    from toolkit.models.count_activations import LENGTHS, ROWS, _fit, _fit_two
+    from toolkit.models.count_from_transformers import LENGTHS, ROWS, _fit, _fit_two
 
     even, odd = (
         [{0: 64, 1: 4 * ROWS * n, 2: 2 * ROWS * n * n} for n in LENGTHS],

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import ROOT, accelerate_launch, read
 from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
-from toolkit.errors import ToolkitError
-from toolkit.record.checkpoints import Checkpoint, Manifest, list_checkpoints
-from toolkit.record.resume_checks import check_resume_settings
+from toolkit.record.checkpoints import list_checkpoints
 
 CONFIG = ROOT / "accelerate_configs" / "pipeline_1f1b.yaml"
 
@@ -82,20 +79,3 @@ def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
     launch_run(resumed, models=split_models, rows=split_rows, folder=tmp_path / "out", checkpoint=checkpoint)
     losses, norms = losses_and_norms(run_folder("pipeline"))
     assert losses_and_norms(tmp_path / "out") == (losses[1:], norms[1:])
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "hint"),
-    [
-        (1, 2, "`--pipeline_schedule 1f1b`"),
-        (2, 1, "`--pipeline_schedule interleaved_1f1b --pipeline_chunks 2`"),
-        (2, 3, "`--pipeline_schedule interleaved_1f1b --pipeline_chunks 2`"),
-    ],
-)
-def test_another_number_of_stages_per_gpu_does_not_resume(then: int, now: int, hint: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), pipeline_chunks=then))
-    with pytest.raises(ToolkitError, match="each GPU would hold other layers") as refused:
-        check_resume_settings(checkpoint, **options, pipeline_chunks=now)
-    assert str(refused.value.hint).startswith(hint)
-    check_resume_settings(checkpoint, **options, pipeline_chunks=then)

@@ -11,8 +11,8 @@ from split_runs import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.parallel.pipeline_schedule import PIPELINED_TYPES, PipelineSettings, divide_layers
-from toolkit.train.engine.pipeline.pipeline_model import Stage, weights_reader
-from toolkit.train.engine.pipeline.pipeline_steps import in_one_shape
+from toolkit.train.engine.pipeline_model import Stage, weights_reader
+from toolkit.train.engine.pipeline_trainer import in_one_shape
 
 LAYERS = 5
 

@@ -13,8 +13,7 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.pipeline_stages import stage_load, stage_shape
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_load, stage_shape
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize

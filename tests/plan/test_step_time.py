@@ -7,34 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from published_runs import MPT, published
+from published_runs import MPT, mpt, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.lora import lora_layer
-from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, setup_flops, step_time
 from toolkit.presets import load_preset
-
-VOCABULARY = 50_368
-
-
-def mpt(width: int, layers: int) -> ModelShape:
-    """MosaicML's models: learned positions, biases, a tied head, no gate (llm-foundry)."""
-    shapes = {"norm_1": (width,), "Wqkv": (3 * width, width), "out_proj": (width, width), "norm_2": (width,)}
-    shapes |= {"up_proj": (4 * width, width), "down_proj": (width, 4 * width)}
-    weights = tuple(Tensor(name=f"{part}.weight", shape=size) for part, size in shapes.items())
-    biases = tuple(Tensor(name=f"{part}.bias", shape=size[:1]) for part, size in shapes.items())
-    outer = {"wte.weight": (VOCABULARY, width), "wpe.weight": (2048, width)}
-    outer |= {"norm_f.weight": (width,), "norm_f.bias": (width,)}  # type: ignore[dict-item]
-    return ModelShape(
-        **{"model_type": "mpt", "gated_mlp": False, "activation": "gelu", "tied_embeddings": True, "head_dim": 64},
-        **{"num_layers": layers, "hidden_size": width, "intermediate_size": 4 * width, "vocab_size": VOCABULARY},
-        **{"num_attention_heads": width // 64, "num_kv_heads": width // 64},
-        layers=(weights + biases,) * layers,
-        outer=tuple(Tensor(name=name, shape=size) for name, size in outer.items()),
-    )
 
 
 def speed_of(row: dict[str, str]) -> StepTime:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_records import comparison
+from comparison_records import comparison, comparison_runner
 from launching import CPU_PRESETS, ROOT, read, toolkit
 from small_llama import LLAMA
 
 from toolkit.compare.commands import write_report_again
-from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder
@@ -135,10 +134,10 @@ def test_a_comparison_and_a_report_refuse_a_rehearsal(tmp_path: Path) -> None:
     (trial,) = spec.trials()
     for folder in (tmp_path / "trials" / trial.id, tmp_path):
         RunFolder(folder).update_run(status="completed", rehearsal={"world_size": 8, "rank": 3})
-    runner = Runner(spec=spec, folder=tmp_path, timeout_seconds=None, nvme={}, progress=ConsoleProgress(1))
+    runner = comparison_runner(spec, tmp_path)
     refused = r"is a rehearsal \(rank 3 of 8\): it has no speed and no loss"
     with pytest.raises(ToolkitError, match=refused):
-        runner.run({}, retry_failed=False)
+        runner.run()
     with pytest.raises(ToolkitError, match=refused):
         write_report_again(tmp_path, price_per_gpu_hour=None)
 

@@ -12,7 +12,7 @@ def main() -> int:
     door.prepare_environment()
     import torch
 
-    from toolkit.train.engine.pipeline.pipeline_model import Stage
+    from toolkit.train.engine.pipeline_model import Stage
 
     forward, calls = Stage.forward, 0
 

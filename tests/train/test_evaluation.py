@@ -15,7 +15,7 @@ from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import Collator, batch_facts
 from toolkit.train.data.dataset import EvaluationRows, held_out
 from toolkit.train.data.tokenization import load_rows
-from toolkit.train.trainer import EvaluatedTokens
+from toolkit.train.trainer import evaluation_figures
 
 
 def test_held_out_rows_depend_on_the_seed_and_nothing_else() -> None:
@@ -26,11 +26,8 @@ def test_held_out_rows_depend_on_the_seed_and_nothing_else() -> None:
 
 
 def test_the_loss_is_weighted_by_tokens_and_not_by_batches() -> None:
-    evaluated = EvaluatedTokens()
-    evaluated.add(torch.tensor(1.0), 3)
-    evaluated.add(torch.tensor(5.0), 1)
-    evaluated.add(torch.tensor(math.nan), 0)  # a batch of fill rows
-    assert evaluated.over_all_ranks("cpu") == {"loss": 2.0, "perplexity": math.exp(2.0), "supervised_tokens": 4}
+    batches = [(torch.tensor(1.0), 3), (torch.tensor(5.0), 1), (torch.tensor(math.nan), 0)]  # of fill rows
+    assert evaluation_figures(batches, "cpu") == {"loss": 2.0, "perplexity": math.exp(2.0), "supervised_tokens": 4}
 
 
 def test_fill_rows_have_no_supervised_tokens(tokenizer: Any) -> None:

@@ -24,7 +24,6 @@ from toolkit.checkpoint.hf_checkpoint import write_plain
 from toolkit.checkpoint.hf_export import (
     SIDE_FILE_BYTES,
     check_complete,
-    check_disk_space,
     check_output,
     copy_file,
     open_checkpoint,
@@ -35,6 +34,7 @@ from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
+from toolkit.hardware.disks import check_free_space
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
@@ -69,7 +69,8 @@ def convert(
     model = MetaModel(files)
     with contextlib.closing(open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
         groups = model.groups(_optimized_names(reader, model))
-        check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
+        needed = BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES
+        check_free_space(out, needed, user=str(out))
         with temporary_beside(out) as temporary:
             write = write_at_load if preset.sharded_at_load else WRITERS[preset.engine]
             write(temporary, reader, model, groups)

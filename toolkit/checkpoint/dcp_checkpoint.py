@@ -23,7 +23,7 @@ from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
 from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.files.safe_loading import read_dcp_metadata, read_dcp_value
+from toolkit.files.safe_loading import DCP_METADATA, read_dcp_metadata, read_dcp_value
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
@@ -99,7 +99,7 @@ class DcpFolder:
 
     def __init__(self, path: Path, *, trust_pickle: bool) -> None:
         self.path, self.trust_pickle = path, trust_pickle
-        self.metadata = read_dcp_metadata(path, trust_pickle=trust_pickle) if path.is_dir() else None
+        self.metadata = read_dcp_metadata(path / DCP_METADATA, trust_pickle=trust_pickle) if path.is_dir() else None
         self.keys: dict[str, Any] = {} if self.metadata is None else self.metadata.state_dict_metadata
         """What is recorded of each key."""
 

@@ -24,15 +24,15 @@ from toolkit.checkpoint.inspect import check_readable, detect
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import check_json
+from toolkit.files.documents import TOKENIZER, read_json
 from toolkit.files.model_weights import SavedTensor
 from toolkit.files.reading import open_file
 from toolkit.files.safe_loading import check_checkpoint
-from toolkit.hardware.disks import existing_folder, free_bytes
+from toolkit.hardware.disks import check_free_space, existing_folder
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
 from toolkit.record.resource_exhaustion import is_disk_full
-from toolkit.units import MIB, gib
+from toolkit.units import MIB
 
 # A generous estimate of the tokenizer and configuration files beside the weights.
 SIDE_FILE_BYTES = 64 * MIB
@@ -82,7 +82,7 @@ def export(
         else:
             tensors = stored_tensors(model, DTYPES[dtype], reader.weight)
         size = sum(tensor.bytes for tensor in tensors)
-        check_disk_space(out, size + SIDE_FILE_BYTES)
+        check_free_space(out, size + SIDE_FILE_BYTES, user=str(out))
         adapter = files.adapter and not merge_lora
         with temporary_beside(out) as temporary:
             write_model(temporary, tensors, adapter=adapter, max_shard_bytes=max_shard_bytes)
@@ -151,22 +151,12 @@ def check_output(out: Path, *, source: Path) -> None:
         raise ToolkitError(f"{out} cannot be written: {why}", hint="name a folder that you can write to") from None
 
 
-def check_disk_space(out: Path, needed_bytes: int) -> None:
-    """Raise ToolkitError if the disk of `out` has fewer free bytes."""
-    existing = existing_folder(out)
-    if (free := free_bytes(existing)) < needed_bytes:
-        raise ToolkitError(
-            f"{existing} has {gib(free)} free, {out} needs about {gib(needed_bytes)}",
-            hint="name a folder on another disk",
-        )
-
-
 def copy_file(source: Path, target: Path) -> None:
     """Copy a regular file; one in JSON must be valid. Raises ToolkitError."""
     with open_file(source) as file, target.open("wb") as copy:
         shutil.copyfileobj(file, copy)
     if target.suffix == ".json":
-        check_json(source, max_bytes=MAX_TOKENIZER_BYTES)
+        read_json(source, limits=TOKENIZER, max_bytes=MAX_TOKENIZER_BYTES, allow_nan=True)
 
 
 @contextlib.contextmanager

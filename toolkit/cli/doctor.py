@@ -39,14 +39,14 @@ def doctor(
     if compare:
         _compare([Path(name) for name in names or ()], as_json=as_json)
         return
-    from toolkit.doctor.examination import examine_node, shown_lines
+    from toolkit.doctor.examination import examine_node
 
     if names and len(names) > 1:
         raise ToolkitError(
             f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
         )
     examination = examine_node(options, names[0] if names else None, print_message)
-    lines = map(visible, shown_lines(examination))
+    lines = map(visible, examination.lines())
     print(json.dumps(examination.as_json(), indent=2) if as_json else "\n".join(lines))
     if examination.failed:
         raise typer.Exit(EXIT_RUN_FAILED)
@@ -54,7 +54,7 @@ def doctor(
 
 def _compare(paths: list[Path], *, as_json: bool) -> None:
     from toolkit.doctor.checks import ERROR
-    from toolkit.doctor.examination import compare_facts, difference_lines, read_reports
+    from toolkit.doctor.examination import compare_facts, read_reports
 
     nodes = read_reports(paths)
     differences = compare_facts(nodes)
@@ -62,7 +62,7 @@ def _compare(paths: list[Path], *, as_json: bool) -> None:
         rows = [dataclasses.asdict(difference) for difference in differences]
         print(json.dumps({"nodes": list(nodes), "differences": rows}, indent=2))
     else:
-        for line in (line for difference in differences for line in difference_lines(difference)):
+        for line in (line for difference in differences for line in difference.lines()):
             print(visible(line))
     print_message(f"{counted(len(nodes), 'node')}: {counted(len(differences), 'difference')}")
     if any(difference.level == ERROR for difference in differences):

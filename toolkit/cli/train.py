@@ -34,7 +34,7 @@ def train(options: TrainOptions) -> None:
     elif options.nvme_path is not None:
         print_message(f"--nvme-path has no effect: preset {prepared.command.preset.name!r} does not offload to a disk")
     if options.dry_run:
-        for line in prepared.warnings:
+        for line in prepared.run.warnings:
             print_message(f"warning: {line}")
         _plan(prepared)
         print(prepared.command.shown)
@@ -53,9 +53,9 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.plan.planner import plan_line, plan_run, plan_run_here
 
-    preset, world_size = prepared.command.preset, prepared.command.num_processes
+    run = prepared.run
     if prepared.options.gpu is None:
-        return plan_run_here(preset, prepared.job, world_size=world_size, say=print_message)
+        return plan_run_here(run.preset, run.job, world_size=run.num_processes, say=print_message)
     gpu = find_gpu(prepared.options.gpu)
-    print_message(plan_line(plan_run(preset, prepared.job, world_size=world_size, gpu=gpu)))
+    print_message(plan_line(plan_run(run.preset, run.job, world_size=run.num_processes, gpu=gpu)))
     return None

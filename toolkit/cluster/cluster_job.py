@@ -16,7 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
-from toolkit.job.global_batch import global_batch_size, with_accumulation
+from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
@@ -26,7 +26,8 @@ from toolkit.launch.command import (
     WORLD_SIZE_VARIABLE,
     process_environment,
 )
-from toolkit.launch.preflight import check_job, check_output, check_required, data_parallel_size
+from toolkit.launch.preflight import check_job, check_output, check_required
+from toolkit.launch.resume import TrainingRun
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset import load_preset, preset_names
 from toolkit.presets.preset_checks import check_arguments
@@ -205,11 +206,11 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
         return argv, job
     if job.global_batch_size is None:
         largest = world_sizes(options)[-1]
-        batch = global_batch_size(job, data_parallel_size(preset, job, largest))
+        batch = TrainingRun(preset=preset, job=job, num_processes=largest).global_batch_size
         argv = [*without_flags(argv, ["gradient_accumulation_steps"]), f"--{GLOBAL_BATCH}", str(batch)]
         job = Job.from_argv(argv)
     for world_size in world_sizes(options):
-        groups = data_parallel_size(preset, job, world_size)
+        groups = TrainingRun(preset=preset, job=job, num_processes=world_size).data_parallel_size
         with_accumulation(job, data_parallel_size=groups, ranks_per_batch=world_size // groups)
     return argv, job
 

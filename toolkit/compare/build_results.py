@@ -1,7 +1,8 @@
 """Build the results of a comparison from its ledger, its specification and this node.
 
-A row is made of its trials (`aggregate.py`); here the planner, the batch search, the side runs, the GPU's peak and the
-price add their columns.
+Each trial is checked against the baseline's, and the trials of a row are combined. Every speed of a row counts the same
+steps: those that all trials with its number of processes have timed. The planner, the batch search, the side runs, the
+GPU's peak and the price add their columns.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from toolkit.compare.aggregate import aggregate_trials
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, probes_of, side_runs_of, trials_of
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, probes_of, side_runs_of
+from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.predictions import planned_memory, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import FlopsPerToken, Probe, Row, RowKey, RunRecord
-from toolkit.compare.significance import METHOD, confidence_of
+from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord
+from toolkit.compare.significance import (
+    METHOD,
+    common_steps,
+    compare_with_baseline,
+    confidence_of,
+    mean_interval,
+    rank_of,
+    speeds_of,
+)
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
@@ -27,8 +36,15 @@ from toolkit.hardware.node import cpu_limit, describe_node, git_commit, library_
 from toolkit.job.job import Job
 from toolkit.models.flops import flops_of, mfu
 from toolkit.models.shape import ModelShape
+from toolkit.record.columns import Repeats, column_of
+from toolkit.record.measurements import MemoryByPhase, max_memory_by_phase, percentile
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR
 
+# What a row takes from one of its repeats: every key that both have.
+FROM_TRIAL = tuple(key for key in Row.model_fields if key in RunRecord.model_fields)
+# The rules that combine repeats: where all completed, and where some failed too.
+OF_COMPLETED = (Repeats.GEOMETRIC_MEAN, Repeats.MEDIAN, Repeats.LARGEST)
+OF_ALL = (Repeats.MEDIAN_OF_ALL, Repeats.LARGEST_OF_ALL, Repeats.UNION_OF_ALL)
 # The columns that each kind of side run measures.
 SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
     "profile": ("communication_fraction", "exposed_communication_fraction", "timeline"),
@@ -44,9 +60,16 @@ def build_results(
     records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
-    rows = [_with_derived_columns(row, records, spec, shape, environment) for row in aggregated]
+    rows = [
+        with_efficiency(
+            _with_derived_columns(row, records, spec, shape),
+            [trial for trial in trials if trial.key == row.key],
+            shape=shape,
+            environment=environment,
+        )
+        for row in aggregated
+    ]
     job = Job.from_argv(spec.training_arguments)
-    compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
@@ -59,7 +82,7 @@ def build_results(
             seed=job.seed,
             per_device_train_batch_size=job.per_device_train_batch_size,
             gradient_accumulation_steps=job.gradient_accumulation_steps,
-            compute_dtype=", ".join(compute_dtypes) or NOT_AVAILABLE,
+            compute_dtype=", ".join(sorted({row.compute_dtype for row in rows if row.compute_dtype})) or NOT_AVAILABLE,
         ),
         rows=tuple(rows),
         trials=tuple(trials),
@@ -90,50 +113,6 @@ def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float) -> float | No
     return None if on_cpu or not speed else price_per_gpu_hour * row.world_size / SECONDS_PER_HOUR / speed * 10**6
 
 
-def _with_derived_columns(
-    row: Row,
-    records: Mapping[str, LedgerRecord],
-    spec: ComparisonSpec,
-    shape: ModelShape | None,
-    environment: Environment,
-) -> Row:
-    peak_bytes, allocated_bytes = planned_memory(spec, row.key, shape=shape)
-    row = row.updated(
-        planned_peak_bytes=peak_bytes,
-        planned_allocated_bytes=allocated_bytes,
-        failure=row.failure and row.failure.updated(predicted_bytes=peak_bytes),
-        per_device_train_batch_size=spec.job(row.key).per_device_train_batch_size,
-        probes=_probes(spec, row.key, records, shape),
-        **side_run_columns(records, row.key),
-    )
-    return with_efficiency(row, trials_of(records, row.key), shape=shape, environment=environment)
-
-
-def _probes(
-    spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord], shape: ModelShape | None
-) -> list[Probe] | None:
-    """The sizes that a batch search tried, each failure with its planned peak; None without a search."""
-    if spec.find_max_batch is None:
-        return None
-    tried = []
-    for size, probe in probes_of(records, row).items():
-        peak_bytes, _ = planned_memory(spec.with_batches({row.name: {BATCH_ARGUMENT: size}}), row, shape=shape)
-        failure = probe.failure and probe.failure.updated(predicted_bytes=peak_bytes)
-        tried.append(
-            Probe(per_device_train_batch_size=size, status=probe.status, message=probe.message, failure=failure)
-        )
-    return tried
-
-
-def side_run_columns(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[str, Any]:
-    """Return the columns of the row's last completed side run of each kind; None for those that none measured."""
-    columns: dict[str, Any] = {}
-    for kind, names in SIDE_RUN_COLUMNS.items():
-        runs = [run for run in side_runs_of(records, row, kind) if run.completed]
-        columns |= {name: getattr(runs[-1], name) if runs else None for name in names}
-    return columns
-
-
 def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
     machine = describe_node()
     return Environment.model_validate(
@@ -151,61 +130,163 @@ def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
     )
 
 
-# FLOPs and their share of the GPU's peak
+# Rows of trials
+
+
+def aggregate_trials(
+    records: Mapping[str, LedgerRecord], spec: ComparisonSpec, unsupported: Mapping[str, str]
+) -> tuple[list[Row], list[RunRecord]]:
+    """Return rows in the order of the options, and trials in running order. `unsupported`: row name to reason."""
+    by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
+    trials = []
+    for trial in spec.trials():
+        if isinstance(record := records.get(trial.id), TrialRecord):
+            by_row[trial.row].append(record)
+            trials.append(record)
+    common = {size: common_steps([trial for trial in trials if trial.world_size == size]) for size in spec.world_sizes}
+    rows = []
+    for key, repeats in by_row.items():
+        if key.name in unsupported:
+            row = Row(trial=key.name, preset=key.preset, world_size=key.world_size, status=NOT_SUPPORTED)
+            row = row.updated(message=unsupported[key.name], failure=Failure(kind=NOT_SUPPORTED))
+        elif repeats:
+            row = _row(key, repeats, common[key.world_size])
+        else:
+            continue
+        rows.append(row.updated(group=design_group(spec, key, repeats)))
+    rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
+    speeds = {
+        row.key: speeds_of(by_row[row.key], common[row.world_size], padding=False) for row in rows if row.has_speed
+    }
+    rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec.baseline(row.world_size))) for row in rows]
+    rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
+    parity = {row.key: {"parity": row.parity, "parity_message": row.parity_message} for row in rows if row.parity}
+    return rows, [trial.updated(**parity.get(trial.key, {})) for trial in trials]  # without the speeds of a failed row
+
+
+def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
+    """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
+    failed = next((trial for trial in trials if not trial.completed), None)
+    order = sorted(zip(speeds_of(trials, steps), range(len(trials)), strict=True))
+    middle = trials[order[(len(order) - 1) // 2][1] if steps else 0]  # of the median speed, the slower of two
+    values = {key: getattr(failed or middle, key) for key in FROM_TRIAL}
+    values |= {"trial": key.name, "repeats": sum(trial.completed for trial in trials)}
+    for column in FROM_TRIAL:
+        rule = column_of(Row, column).repeats
+        if rule in OF_ALL or (failed is None and rule in OF_COMPLETED):
+            values[column] = _combined(rule, [getattr(trial, column) for trial in trials])
+    if failed is None:
+        values |= _speeds(trials, steps)
+        by_peak = "peak_host_bytes" if values["peak_allocated_bytes"] is None else "peak_allocated_bytes"
+        values["peak_rank"] = max(trials, key=lambda trial: getattr(trial, by_peak) or 0).peak_rank
+    elif values["repeats"]:
+        values["message"] = f"{values['repeats']} of {len(trials)} repeats completed; {failed.message}"
+    speed, padding = values["tokens_per_second"], values["padding_fraction"]
+    values["non_padding_tokens_per_second"] = None if speed is None or padding is None else speed * (1 - padding)
+    return Row.model_validate(values)
+
+
+def _combined(rule: Repeats | None, values: list[Any]) -> Any:
+    """A row's figure from its repeats'."""
+    if rule in (Repeats.GEOMETRIC_MEAN, Repeats.MEDIAN):  # unknown if it is, or is zero, in one repeat
+        mean = statistics.geometric_mean if rule is Repeats.GEOMETRIC_MEAN else statistics.median
+        return mean(values) if all(values) else None
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if rule is Repeats.MEDIAN_OF_ALL:
+        return statistics.median(known)
+    if rule is Repeats.UNION_OF_ALL:
+        return sorted(set().union(*known))
+    return max_memory_by_phase(known) if isinstance(known[0], MemoryByPhase) else max(known)
+
+
+def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
+    """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
+    speeds = speeds_of(trials, steps) if steps else []
+    if not speeds or min(speeds) <= 0:
+        return {key: None for key in FROM_TRIAL if column_of(Row, key).is_speed}
+    timed = [[trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]] for trial in trials]
+    medians = [statistics.median(seconds) for seconds in timed]
+    return {
+        "timed_steps": steps,
+        "tokens_per_second": statistics.geometric_mean(speeds),
+        "tokens_per_second_per_gpu": statistics.geometric_mean(speeds) / trials[0].world_size,
+        "tokens_per_second_interval": mean_interval(speeds),
+        "step_seconds_median": statistics.geometric_mean(medians),
+        "step_seconds_p90": statistics.geometric_mean([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
+        "step_seconds_interval": mean_interval(medians),
+    }
+
+
+# Columns from elsewhere
+
+
+def _with_derived_columns(
+    row: Row, records: Mapping[str, LedgerRecord], spec: ComparisonSpec, shape: ModelShape | None
+) -> Row:
+    """The planner's peaks, the row's batch, what the batch search tried and what the side runs measured."""
+
+    def with_plan(failure: Failure | None, planned_bytes: int | None) -> Failure | None:
+        return failure and failure.updated(predicted_bytes=planned_bytes)
+
+    probes = []
+    for size, probe in probes_of(records, row.key).items():
+        at_size = spec.with_batches({row.key.name: {BATCH_ARGUMENT: size}})
+        failure = with_plan(probe.failure, planned_memory(at_size, row.key, shape=shape)[0])
+        probes.append(
+            Probe(per_device_train_batch_size=size, status=probe.status, message=probe.message, failure=failure)
+        )
+    peak_bytes, allocated_bytes = planned_memory(spec, row.key, shape=shape)
+    return row.updated(
+        planned_peak_bytes=peak_bytes,
+        planned_allocated_bytes=allocated_bytes,
+        failure=with_plan(row.failure, peak_bytes),
+        per_device_train_batch_size=spec.job(row.key).per_device_train_batch_size,
+        probes=None if spec.find_max_batch is None else probes,
+        **side_run_columns(records, row.key),
+    )
+
+
+def side_run_columns(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[str, Any]:
+    """Return the columns of the row's last completed side run of each kind; None for those that none measured."""
+    columns: dict[str, Any] = {}
+    for kind, names in SIDE_RUN_COLUMNS.items():
+        runs = [run for run in side_runs_of(records, row, kind) if run.completed]
+        columns |= {name: getattr(runs[-1], name) if runs else None for name in names}
+    return columns
 
 
 def with_efficiency(
     row: Row, trials: Sequence[RunRecord], *, shape: ModelShape | None, environment: Environment
 ) -> Row:
-    """Return the row with its FLOPs per token and their shares of the GPU's peak; what is unknown is None.
+    """Return the row with its FLOPs per token and their shares of the GPU's dense peak; what is unknown is None.
 
-    The sequence length (tokens of the timed steps, padding included, over their sequences) and the activation
-    checkpointing are those of its first trial with timed steps.
+    The sequence length (tokens of the timed steps, padding included, over their sequences), the activation
+    checkpointing and the compute dtype are those of its first trial with timed steps. The row's numbers of parameters
+    include adapters. A peak is unknown on a CPU, and for unlisted or mixed GPUs.
     """
     trial = next((trial for trial in trials if trial.timed_step_numbers and trial.step_tokens), None)
-    sequences = trial.problem.global_batch_size if trial and trial.problem else None
-    if shape is None or trial is None or row.num_params is None or not isinstance(sequences, int) or not sequences:
+    problem = None if trial is None else trial.problem
+    if shape is None or trial is None or problem is None or row.num_params is None:
+        return row
+    sequences = problem.global_batch_size
+    if not isinstance(sequences, int) or not sequences:
         return row
     tokens = [trial.step_tokens[number - 1] or 0 for number in trial.timed_step_numbers]
-    flops = flops_per_token(
-        shape,
-        num_params=row.num_params,
-        num_trainable_params=row.num_trainable_params,
-        seq_length=round(statistics.fmean(tokens) / sequences),
-        activation_checkpointing=bool(trial.problem and trial.problem.activation_checkpointing),
-    )
-    peak, speed = peak_flops(environment, trial.compute_dtype), row.tokens_per_second_per_gpu
-    if speed is None:
-        return row.updated(flops_per_token=flops)
-    counted = {"mfu": flops.causal, "mfu_full_attention": flops.full_attention, "hfu": flops.hardware}
-    shares = {
-        name: mfu(tokens_per_second_per_gpu=speed, flops_per_token=of_token, peak_flops=peak)
-        for name, of_token in counted.items()
-    }
-    return row.updated(flops_per_token=flops, **shares)
-
-
-def flops_per_token(
-    shape: ModelShape,
-    *,
-    num_params: int,
-    num_trainable_params: int | None,
-    seq_length: int,
-    activation_checkpointing: bool,
-) -> FlopsPerToken:
-    """Return the operations of one token in each way of counting. The parameter counts include adapters."""
-    trainable = None if num_trainable_params == num_params else num_trainable_params
-    adapters = max(0, num_params - shape.num_params) if trainable is not None else 0
+    seq_length = round(statistics.fmean(tokens) / sequences)
+    trainable = None if row.num_trainable_params == row.num_params else row.num_trainable_params
+    adapters = max(0, row.num_params - shape.num_params) if trainable is not None else 0
     counted = functools.partial(
         flops_of,
         shape,
         seq_length=seq_length,
         num_trainable_params=trainable,
         num_adapter_params=adapters,
-        recompute=activation_checkpointing,
+        recompute=bool(problem.activation_checkpointing),
     )
     causal = counted(causal=True)
-    return FlopsPerToken(
+    flops = FlopsPerToken(
         num_params=shape.num_active_params + adapters,
         seq_length=seq_length,
         causal=causal.model_flops,
@@ -213,10 +294,12 @@ def flops_per_token(
         without_embeddings=counted(causal=True, count_embeddings=False).model_flops,
         hardware=causal.hardware_flops,
     )
-
-
-def peak_flops(environment: Environment, compute_dtype: str | None) -> float | None:
-    """Return the dense peak of one GPU in the compute dtype; None on a CPU, and for unlisted or mixed GPUs."""
-    gpu = None if environment.device == "cpu" else common_gpu(gpu.name for gpu in environment.gpus)
-    dtype = GPU_TABLE_DTYPES.get(compute_dtype or "")
-    return None if gpu is None or dtype is None else gpu.peak_flops(dtype)
+    gpu, dtype = common_gpu(gpu.name for gpu in environment.gpus), GPU_TABLE_DTYPES.get(trial.compute_dtype or "")
+    peak, speed = gpu.peak_flops(dtype) if gpu and dtype else None, row.tokens_per_second_per_gpu
+    numerators = {"mfu": flops.causal, "mfu_full_attention": flops.full_attention, "hfu": flops.hardware}
+    shares = {
+        name: mfu(tokens_per_second_per_gpu=speed, flops_per_token=of_token, peak_flops=peak)
+        for name, of_token in numerators.items()
+        if speed is not None
+    }
+    return row.updated(flops_per_token=flops, **shares)

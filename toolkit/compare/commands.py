@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -11,16 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.batch_search import find_largest_batches
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.comparison_report import console_table, write_report
-from toolkit.compare.dry_run import dry_run_text
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, comparison_lock
+from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions
+from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import ComparisonInterrupted, ConsoleProgress, Runner, stderr_console
-from toolkit.compare.specification import ComparisonSpec, Variant, load_variants, make_specification, open_comparison
+from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches, stderr_console
+from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
 from toolkit.compare.summary import summary_sentence
 from toolkit.compare.two_comparisons import before_and_after
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
@@ -28,7 +25,7 @@ from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
-from toolkit.launch.nvme import NvmeDisk, check_nvme
+from toolkit.launch.nvme import check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets.preset_checks import check_arguments
@@ -39,40 +36,32 @@ from toolkit.report.tables import one_line, rich_table
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedComparison:
-    """A comparison that passed every check that needs no rank."""
-
-    spec: ComparisonSpec
-    unsupported: dict[str, str]
-    """Name of each row that cannot run on this node, and the reason."""
-    nvme: dict[str, NvmeDisk | None]
-    """The disk of each preset that swaps to one."""
-    allocation: Allocation | None
-    """The SLURM job on whose nodes the trials run; None for this node alone."""
-
-
 def run_comparison(options: CompareOptions) -> None:
     """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
     checked = check_comparison(options)
     if options.dry_run:
         print(dry_run_text(options, checked.spec, checked.unsupported))
         return
-    open_comparison(options.output_dir, checked.spec, resume=options.resume)
-    Ledger(options.output_dir / LEDGER_FILE).read()  # a damaged line is reported before anything starts
-    with comparison_lock(options.output_dir):
+    folder, price = options.output_dir, options.price_per_gpu_hour
+    open_comparison(folder, checked.spec, resume=options.resume)
+    checked.ledger.read()  # a damaged line is reported before anything starts
+    with comparison_lock(folder):
         if options.on_cpu and options.cpu is None:  # a device that the user did not choose
             stderr_console().print(ON_CPU_MESSAGE)
-        price = options.price_per_gpu_hour
         if options.on_cpu and price is not None:
             stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
-        spec = _run_trials(options, checked)
-        _publish(
-            build_results(spec, options.output_dir, checked.unsupported, price_per_gpu_hour=price), options.output_dir
-        )
+        try:
+            with terminate_as_interrupt(), checked.progress:
+                runner = checked if options.find_max_batch is None else find_largest_batches(checked)
+                runner.run()
+                runner.run_side_runs()
+        except KeyboardInterrupt:
+            stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
+            raise typer.Exit(EXIT_RUN_FAILED) from None
+        _publish(build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder)
 
 
-def check_comparison(options: CompareOptions) -> CheckedComparison:
+def check_comparison(options: CompareOptions) -> Runner:
     """Check everything that can be known before a trial. Raises ToolkitError for an invalid job."""
     trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
     if trials > MAX_TRIALS:
@@ -80,48 +69,48 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
             f"the rows and --repeats make {trials:,} trials, expected {MAX_TRIALS:,} or fewer",
             hint="`--repeats 3` shows a difference of a few per cent; name fewer presets or numbers of processes",
         )
-    variants = load_variants(options.preset, options.variant)
-    spec = make_specification(options, variants)
-    by_name, allocation = {variant.name: variant for variant in variants}, spec.allocation()
-    gpus = None if options.gpu is None else max(options.world_sizes)
+    spec = make_specification(options)
+    allocation, gpus = spec.allocation(), None if options.gpu is None else max(options.world_sizes)
     if allocation is not None and not spec.cpu:
         gpus = allocation.max_processes
-    unsupported = unsupported_rows(spec, by_name, gpus=gpus, allocation=allocation)
+    nodes = 1 if allocation is None else len(allocation.nodes)
+    unsupported = unsupported_rows(spec, gpus=gpus, allocation=allocation)
     supported = [row for row in spec.rows() if row.name not in unsupported]
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
-    own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
+    presets = {name: spec.preset(name) for name in largest}
+    own = [row for name, row in largest.items() if name in spec.extra_arguments or presets[name].degrees]
     checked, *_ = [
         check_job(
-            by_name[row.preset].preset,
+            presets[row.preset],
             num_processes=row.world_size,
             training_argv=spec.own_argv(row),
             cpu=spec.cpu,
             gpus=gpus,
-            nodes=1 if allocation is None else len(allocation.nodes),
+            nodes=nodes,
         )
-        for row in dict.fromkeys([supported[-1], *(largest[name] for name in own if name in largest)])
+        for row in dict.fromkeys([supported[-1], *own])
     ]
-    for job in (checked.job, *(Job.from_argv(variant.extra_arguments) for variant in variants)):
+    for job in (checked.job, *map(Job.from_argv, spec.extra_arguments.values())):
         refuse_arguments_of_comparison(job)
     if 0 < checked.job.max_steps <= options.untimed_steps:
         raise ToolkitError(
             f"--max_steps {checked.job.max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
             hint=f"`--max_steps {options.untimed_steps + 8}` or more",
         )
-    nvme = {
-        name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
-        for name in largest
-    }
-    return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme, allocation=allocation)
+    return Runner(
+        options=options,
+        spec=spec,
+        unsupported=unsupported,
+        nvme={
+            name: check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
+            for name, preset in presets.items()
+        },
+        progress=ConsoleProgress(len(supported) * (spec.repeats + bool(options.side_runs))),
+        allocation=allocation,
+    )
 
 
-def unsupported_rows(
-    spec: ComparisonSpec,
-    variants: Mapping[str, Variant],
-    *,
-    gpus: int | None = None,
-    allocation: Allocation | None = None,
-) -> dict[str, str]:
+def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allocation | None) -> dict[str, str]:
     """Return the rows that cannot run here, with the reason. Raises the first reason if no row can.
 
     Also raises for a value that works under no preset, and for a preset whose degree of parallelism is missing: those
@@ -129,12 +118,12 @@ def unsupported_rows(
 
     `gpus` is the number of GPUs to check for, if not those of this node.
     """
-    here = gpus is None and allocation is None
+    here, nodes = gpus is None and allocation is None, 1 if allocation is None else len(allocation.nodes)
     if here and not spec.cpu:
         gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
     for row in spec.rows():
-        preset, job = variants[row.preset].preset, spec.job(row)
+        preset, job = spec.preset(row.preset), spec.job(row)
         check_values(job, on_cpu=spec.cpu)
         check_degrees_given(preset, job.degrees)
         try:
@@ -146,7 +135,6 @@ def unsupported_rows(
                         " node only",
                         hint="compare it on one node, without `--nproc-per-node`",
                     )
-            nodes = 1 if allocation is None else len(allocation.nodes)
             check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes)
             check_arguments(job, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
         except ToolkitError as error:
@@ -154,33 +142,6 @@ def unsupported_rows(
     if len(reasons) == len(spec.rows()):
         raise next(iter(reasons.values()))
     return {row.name: error.message for row, error in reasons.items()}
-
-
-def _run_trials(options: CompareOptions, checked: CheckedComparison) -> ComparisonSpec:
-    """Run the batch searches, the trials and the side runs; return the specification with the batches found."""
-    rows = [row for row in checked.spec.rows() if row.name not in checked.unsupported]
-    progress = ConsoleProgress(len(rows) * (checked.spec.repeats + bool(options.side_runs)))
-    skipped, retry_failed = dict(checked.unsupported), options.retry_failed
-    try:
-        with terminate_as_interrupt(), progress:
-            runner = Runner(
-                spec=checked.spec,
-                folder=options.output_dir,
-                timeout_seconds=60 * options.trial_timeout_minutes,
-                nvme=checked.nvme,
-                progress=progress,
-                warm_start=options.starts_warm,
-                allocation=checked.allocation,
-            )
-            if options.find_max_batch is not None:
-                runner, without_batch = find_largest_batches(runner, skipped, retry_failed=retry_failed)
-                skipped |= without_batch
-            runner.run(skipped, retry_failed=retry_failed)
-            runner.run_side_runs(skipped, options.side_runs, retry_failed=retry_failed)
-    except (ComparisonInterrupted, KeyboardInterrupt):
-        stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
-        raise typer.Exit(EXIT_RUN_FAILED) from None
-    return runner.spec
 
 
 def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import complete_bytes, line_name, read_json_lines
-from toolkit.files.value_limits import explain, shown
+from toolkit.files.documents import complete_bytes, explain, read_json_lines, shown
 from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import lock_file
 
@@ -71,12 +70,12 @@ class Ledger:
         records: dict[str, LedgerRecord] = {}
         if not self.path.exists():
             return records
-        for line in read_json_lines(self.path, hint=DAMAGED_LINE):
-            name, kind = line_name(self.path, line.number), line.content.get("kind")
-            if kind not in _KINDS:
+        for name, content in read_json_lines(self.path, hint=DAMAGED_LINE):
+            kind = content.get("kind")
+            if not isinstance(kind, str) or kind not in _KINDS:
                 raise ToolkitError(f"{name}: kind is {shown(kind)}, expected {', '.join(_KINDS)}", hint=DAMAGED_LINE)
             try:
-                record = _KINDS[kind].model_validate(line.content)
+                record = _KINDS[kind].model_validate(content)
             except ValidationError as error:
                 raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
             records[record.trial] = record

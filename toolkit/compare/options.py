@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import MAX_SHOWN, shown
+from toolkit.files.documents import MAX_SHOWN, shown
 from toolkit.flags import (
     DEFAULT_PROCESSES_HELP,
     PROCESSES_HELP,

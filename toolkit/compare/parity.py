@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.compare.ledger import TrialRecord
@@ -48,13 +48,12 @@ FACTS_OF_WORLD_SIZE = ("world_size", "global_batch_size", "learning_rate")
 # A row that differs by design may have others than the baseline.
 FREE_BY_DESIGN = ("master_dtype", "optimizer_dtype", "global_batch_size", "learning_rate")
 
-# Counted in each step, over all ranks.
+# Counted in each step, over all ranks; the first with padding.
 COUNTS = {
     "step_tokens": "tokens",
     "step_non_padding_tokens": "non-padding tokens",
     "step_supervised_tokens": "supervised tokens",
 }
-COUNTS_WITHOUT_PADDING = {key: noun for key, noun in COUNTS.items() if key != "step_tokens"}
 
 # Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp: fp32 0, 6e-5
 # and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2); docs/evidence/trust.md has the table. Under FSDP2
@@ -78,34 +77,28 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
     """Return what sets a row apart from the baseline by design; None if nothing does."""
     baseline = spec.baseline(row.world_size)
     own, other = spec.job(row), spec.job(baseline)
-    labels = []
-    if own.ddp_comm_hook != other.ddp_comm_hook:
-        labels.append(f"ddp_comm_hook {own.ddp_comm_hook or 'none'}")
-    if spec.expected[row.preset].quantises != spec.expected[baseline.preset].quantises:
-        labels.append("quantised communication")
-    if _optimizer(own) != _optimizer(other):
-        labels.append(f"optim {own.optim}")
     masters = {_problem_of(trial).expected_masters for trial in trials} - {None, CONTRACT_DTYPE}
-    if masters:
-        labels.append(f"{masters.pop()} masters")
-    if not _same_sequences(spec, row, baseline):
-        labels.append(f"{BATCH_ARGUMENT} {own.per_device_train_batch_size}")
-    return ", ".join(labels) or None
+    labels = {
+        f"ddp_comm_hook {own.ddp_comm_hook or 'none'}": own.ddp_comm_hook != other.ddp_comm_hook,
+        "quantised communication": spec.expected[row.preset].quantises != spec.expected[baseline.preset].quantises,
+        f"optim {own.optim}": _optimizer(own) != _optimizer(other),
+        **{f"{dtype} masters": True for dtype in masters},
+        f"{BATCH_ARGUMENT} {own.per_device_train_batch_size}": not _same_sequences(spec, row, baseline),
+    }
+    return ", ".join(label for label, differs in labels.items() if differs) or None
 
 
 def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec: ComparisonSpec) -> dict[str, Any]:
     """Return the `parity` and `parity_message` columns of a row, from the trials of all rows."""
-    baseline = [trial for trial in trials.get(spec.baseline(row.world_size), ()) if trial.completed]
-    fewest = [trial for trial in trials.get(spec.baseline(min(spec.world_sizes)), ()) if trial.completed]
+    baseline, fewest = (
+        [trial for trial in trials.get(spec.baseline(size), ()) if trial.completed]
+        for size in (row.world_size, min(spec.world_sizes))
+    )
     if not row.completed or not baseline:
         return {"parity": None, "parity_message": None}
     by_design, repeats = row.group is not None, trials[row.key]
     for trial in repeats:
-        message = (
-            preset_difference(trial, spec.expected_facts(trial.key), optimizer=_optimizer(spec.job(trial.key)))
-            or _fact_difference(trial, baseline[0], fewest[:1], spec, by_design=by_design)
-            or _training_difference(trial, baseline, spec, by_design=by_design)
-        )
+        message = next(filter(None, _differences(trial, baseline, fewest[:1], spec, by_design=by_design)), None)
         if message is not None:
             message = message if len(repeats) == 1 else f"repeat {trial.repeat}: {message}"
             return {"parity": PARITY_FAILED, "parity_message": message}
@@ -118,36 +111,38 @@ def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec:
     return {"parity": "agrees", "parity_message": None}
 
 
-def _fact_difference(
-    trial: TrialRecord, baseline: TrialRecord, fewest: Sequence[TrialRecord], spec: ComparisonSpec, *, by_design: bool
-) -> str | None:
-    """Against the baseline with the same number of processes, then against the one with the fewest."""
-    free = FREE_BY_DESIGN if by_design else ()
-    if _optimizer(spec.job(trial.key)) != FP32_ADAMW:  # which tensors are quantized depends on the shards
-        free = (*free, "optimizer_dtype")
-    strong = ("global_batch_size",) if spec.scaling == "strong" else ()
-    message = fact_difference(trial, baseline, [*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE], free)
-    for other in fewest:
-        message = message or fact_difference(trial, other, [*FACTS_OF_COMPARISON, *strong], free)
-    return message
+def _differences(
+    trial: TrialRecord,
+    baseline: Sequence[TrialRecord],
+    fewest: Sequence[TrialRecord],
+    spec: ComparisonSpec,
+    *,
+    by_design: bool,
+) -> Iterator[str | None]:
+    """One message per check, None where the trial passes it.
 
-
-def _training_difference(
-    trial: TrialRecord, baseline: Sequence[TrialRecord], spec: ComparisonSpec, *, by_design: bool
-) -> str | None:
-    """Batches, unless the row has a micro-batch of its own; timed steps; and losses, unless it differs by design.
-
-    Ranks of another layout divide the same rows of a step in another way, and pad them otherwise.
+    Facts are compared with the baseline that has the same number of processes, then with the one that has the fewest.
+    Batches are not compared where the row has a micro-batch of its own, nor losses where it differs by design. Ranks of
+    another layout divide the same rows of a step in another way, and pad them otherwise.
     """
-    message, other = None, baseline[0]
+    other, optimizer = baseline[0], _optimizer(spec.job(trial.key))
+    yield preset_difference(trial, spec.expected_facts(trial.key), optimizer=optimizer)
+    free = FREE_BY_DESIGN if by_design else ()
+    if optimizer != FP32_ADAMW:  # which tensors are quantized depends on the shards
+        free = (*free, "optimizer_dtype")
+    yield fact_difference(trial, other, [*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE], free)
+    strong = ("global_batch_size",) if spec.scaling == "strong" else ()
+    for smallest in fewest:
+        yield fact_difference(trial, smallest, [*FACTS_OF_COMPARISON, *strong], free)
     if _same_sequences(spec, trial.key, other.key):
         own, others = (spec.layout(key) or ParallelLayout() for key in (trial.key, other.key))
-        if (own.ranks_per_batch, own.pieces) == (others.ranks_per_batch, others.pieces):
-            message = batch_difference(trial, other) or count_difference(trial, other)
-        else:
-            message = count_difference(trial, other, COUNTS_WITHOUT_PADDING)
-    message = message or timing_difference(trial, untimed_steps=spec.untimed_steps)
-    return message or (None if by_design else outside_band(trial, baseline))
+        same_layout = (own.ranks_per_batch, own.pieces) == (others.ranks_per_batch, others.pieces)
+        if same_layout:
+            yield batch_difference(trial, other)
+        yield count_difference(trial, other, padding=same_layout)
+    yield timing_difference(trial, untimed_steps=spec.untimed_steps)
+    if not by_design:
+        yield from outside_band(trial, baseline)
 
 
 def _optimizer(job: Job) -> str:
@@ -203,9 +198,9 @@ def batch_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
     return None
 
 
-def count_difference(trial: TrialRecord, baseline: TrialRecord, counts: Mapping[str, str] = COUNTS) -> str | None:
+def count_difference(trial: TrialRecord, baseline: TrialRecord, *, padding: bool) -> str | None:
     """Return the first step with another count of tokens than the baseline's; equal batches have equal counts."""
-    for key, noun in counts.items():
+    for key, noun in list(COUNTS.items())[0 if padding else 1 :]:
         for step, (own, other) in enumerate(zip(getattr(trial, key), getattr(baseline, key), strict=False), 1):
             if own != other:
                 return f"step {step} has {number(own, 0)} {noun}, {number(other, 0)} in {baseline.trial}"
@@ -221,17 +216,26 @@ def timing_difference(trial: RunRecord, *, untimed_steps: int) -> str | None:
     return f"step {min(wrong)} is {'timed' if min(wrong) in found else 'not timed'}, with untimed_steps {untimed_steps}"
 
 
-def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> str | None:
-    """Return the first loss or gradient norm outside the band of the baseline's repeats."""
+def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> Iterator[str]:
+    """Yield a message for each loss and gradient norm outside the band of the baseline's repeats."""
     dtype = str(_problem_of(trial).compute_dtype)
     losses = [record.losses for record in (trial, *baseline)]
     grad_norms = [record.grad_norms for record in (trial, *baseline)]
-    message = _outside("loss of step 1", losses, 0, FIRST_LOSS_FLOOR.get(dtype, 0.0))
-    message = message or _outside("gradient norm of step 1", grad_norms, 0, FIRST_GRAD_NORM_FLOOR.get(dtype, 0.0))
+    checked = [("loss of step 1", losses, 0, FIRST_LOSS_FLOOR.get(dtype, 0.0))]
+    checked.append(("gradient norm of step 1", grad_norms, 0, FIRST_GRAD_NORM_FLOOR.get(dtype, 0.0)))
     for step in range(1, min(map(len, losses))):
         floor = LOSS_CURVE_FLOOR.get(dtype, 0.0) * max(1.0, (step + 1) / CURVE_STEPS)
-        message = message or _outside(f"loss of step {step + 1}", losses, step, floor)
-    return message and f"{message} of {baseline[0].preset}"
+        checked.append((f"loss of step {step + 1}", losses, step, floor))
+    for label, curves, step, floor in checked:
+        values = [curve[step] for curve in curves if len(curve) > step]
+        own, *others = (value if value is not None and math.isfinite(value) else None for value in values or [None])
+        known = [value for value in others if value is not None]
+        if own is None or not known:
+            continue
+        middle = (max(known) + min(known)) / 2
+        allowed = max(floor * abs(middle), BAND_SPANS * (max(known) - min(known)))
+        if abs(own - middle) > allowed:
+            yield f"{label} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f} of {baseline[0].preset}"
 
 
 def slow_first_step(repeats: Sequence[RunRecord]) -> str | None:
@@ -246,18 +250,6 @@ def slow_first_step(repeats: Sequence[RunRecord]) -> str | None:
             f" {statistics.median(others):.3f} s: raise untimed_steps"
         )
     return message
-
-
-def _outside(label: str, curves: Sequence[Sequence[float | None]], step: int, floor: float) -> str | None:
-    """One value of the trial (the first curve) against the same value of the baseline's repeats."""
-    values = [curve[step] for curve in curves if len(curve) > step]
-    own, *others = (value if value is not None and math.isfinite(value) else None for value in values or [None])
-    known = [value for value in others if value is not None]
-    if own is None or not known:
-        return None
-    middle = (max(known) + min(known)) / 2
-    allowed = max(floor * abs(middle), BAND_SPANS * (max(known) - min(known)))
-    return None if abs(own - middle) <= allowed else f"{label} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f}"
 
 
 def _problem_of(trial: RunRecord) -> TrainedProblem:

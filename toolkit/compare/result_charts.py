@@ -17,7 +17,7 @@ from toolkit.report.charts import (
     LineChart,
     TimelineChart,
     TimelineCharts,
-    curve_widths,
+    curves,
 )
 from toolkit.units import NOT_AVAILABLE, ByteUnit, speed
 
@@ -32,25 +32,19 @@ LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
 
 def losses_chart(results: Results) -> LineChart | None:
     """Return loss curves, earlier ones wider, so that one that coincides with another is visible; None without any."""
-    known = [loss for row in results.rows for loss in row.losses if loss is not None]
-    if not known:
+    if not any(loss is not None for row in results.rows for loss in row.losses):
         return None
-    named = [(label, row) for label, row in results.labelled_rows if row.losses]
-    lines, colors = [], []
-    for index, ((label, row), width) in enumerate(zip(named, curve_widths(len(named)), strict=True)):
-        color = f"c{index % len(CURVES)}"
-        points = [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None]
-        lines.append(Line(points=points, color=color, width=width))
-        colors.append((color, label if row.status_text == "completed" else f"{label} ({row.status_text})"))
-    low, high, last = min(known), max(known), max(len(row.losses) for row in results.rows)
+    last = max(len(row.losses) for row in results.rows)
     return LineChart(
-        lines=lines,
-        colors=colors,
-        left=1.0,
-        right=float(last),
-        low=low,
-        high=high,
-        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        lines=curves(
+            (
+                label if row.status_text == "completed" else f"{label} ({row.status_text})",
+                [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None],
+            )
+            for label, row in results.labelled_rows
+            if row.losses
+        ),
+        y_format="{:.3f}",
         x_labels=[(1.0, "1"), (float(last), f"{last}")],
         x_name="step",
         title="loss by step",
@@ -60,30 +54,21 @@ def losses_chart(results: Results) -> LineChart | None:
 
 def scaling_chart(results: Results) -> LineChart | None:
     """Return speed-ups over each preset's fewest processes, beside the ideal; None with one number of processes."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in results.rows:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(results.rows, key=lambda row: row.world_size):
         if row.speed_up is not None and row.comparable:
-            curves.setdefault(row.preset, []).append((float(row.world_size), row.speed_up))
-    curves = {preset: sorted(points) for preset, points in curves.items() if len(points) > 1}
-    if not curves:
+            points.setdefault(row.preset, []).append((float(row.world_size), row.speed_up))
+    points = {preset: own for preset, own in points.items() if len(own) > 1}
+    if not points:
         return None
-    sizes = sorted({size for points in curves.values() for size, _ in points})
-    ideal, speed_ups = sizes[-1] / sizes[0], [speed_up for points in curves.values() for _, speed_up in points]
-    low, high = min(1.0, *speed_ups), max(ideal, *speed_ups)
-    lines = [Line(points=[(sizes[0], 1.0), (sizes[-1], ideal)], color="muted", width=1.5, dashed=True)]
-    colors = [("muted", "ideal")]
-    for index, (preset, points) in enumerate(curves.items(), 1):
-        color = f"c{index % len(CURVES)}"
-        lines.append(Line(points=points, color=color, width=2.0, dots=True))
-        colors.append((color, preset))
+    sizes = sorted({size for own in points.values() for size, _ in own})
+    ideal = [(sizes[0], 1.0), (sizes[-1], sizes[-1] / sizes[0])]
+    lines = [Line(points=ideal, label="ideal", color="muted", width=1.5, dashed=True)]
+    for index, (preset, own) in enumerate(points.items(), 1):
+        lines.append(Line(points=own, label=preset, color=f"c{index % len(CURVES)}", dots=True))
     return LineChart(
         lines=lines,
-        colors=colors,
-        left=sizes[0],
-        right=sizes[-1],
-        low=low,
-        high=high,
-        y_labels=[f"{mark:.2f}×" for mark in (high, (high + low) / 2, low)],
+        y_format="{:.2f}×",
         x_labels=[(size, f"{size:.0f}") for size in sizes],
         x_name="processes",
         title="speed-up by number of processes",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from toolkit.compare.results import Results
-from toolkit.compare.rows import Probe, Row, RunRecord
+from toolkit.compare.rows import Row, RunRecord
 from toolkit.record.columns import Column, Format, column_of
 from toolkit.record.measurements import MEMORY_PHASES
 from toolkit.report.tables import UNKNOWN, Cell, Heading, Table, number_cell, one_line, text_cell
@@ -16,7 +16,7 @@ TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "
 # A longer name would make the heading of the ratio wider than its figures.
 LONGEST_SHORT_NAME = 6
 # Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
-COMPUTED = {"model_states": Column("model\nstates\n{unit}"), "of_baseline": Column("of\nbaseline", percent)}
+COMPUTED = {"model_state_bytes": Column("model\nstates\n{unit}"), "of_baseline": Column("of\nbaseline", percent)}
 # Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
 IN_COMPARISON = {
     "tokens_per_second": Column("tokens\n/s", column_of(Row, "tokens_per_second").show),
@@ -32,7 +32,7 @@ COLUMNS: dict[TableName, str] = {
     "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
         cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes peak last_loss
         ratio_to_reference""",
-    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_states of_baseline planned_peak_bytes
+    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_state_bytes of_baseline planned_peak_bytes
         peak_allocated_bytes peak_reserved_bytes peak_driver_bytes peak_host_bytes peak_rank allocator_retries""",
     "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
         tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
@@ -81,13 +81,11 @@ def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Tab
 
 
 def _value(results: Results, row: Row, key: str) -> object:
-    if key == "model_states":
-        return row.model_state_bytes
-    if key == "of_baseline":
-        baseline = results.baseline(row.world_size)
-        of_baseline = baseline.model_state_bytes if baseline else None
-        return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
-    return getattr(row, key)
+    if key != "of_baseline":
+        return getattr(row, key)
+    baseline = results.baseline(row.world_size)
+    of_baseline = baseline.model_state_bytes if baseline else None
+    return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
 
 
 def scaling_table(results: Results) -> Table | None:
@@ -147,17 +145,34 @@ def phases_table(results: Results) -> Table | None:
 
 
 def probes_table(results: Results) -> Table | None:
-    """Return what the search for each row's largest micro-batch tried; None where there was no search."""
-    searched = [[text_cell(label), *_probe_cells(row.probes)] for label, row in results.labelled_rows if row.probes]
+    """Return the sizes that the search for each row's largest micro-batch tried, and why the smallest failed."""
+    rows = []
+    for label, row in results.labelled_rows:
+        if not row.probes:
+            continue
+        probes = sorted(row.probes, key=lambda probe: probe.per_device_train_batch_size)
+        sizes = [probe.per_device_train_batch_size for probe in probes]
+        ran = [probe.per_device_train_batch_size for probe in probes if probe.status == "completed"]
+        cells = [text_cell(label), number_cell(max(ran, default=None), 0), text_cell(", ".join(map(str, sizes)))]
+        failed = next((probe for probe in probes if probe.failure), None)
+        if failed is None or failed.failure is None:
+            cells += [Cell(text="none"), *[Cell(text="")] * 4]
+        else:
+            cells += [number_cell(failed.per_device_train_batch_size, 0), text_cell(failed.status)]
+            cells.append(text_cell(failed.failure.phase or NOT_AVAILABLE))
+            cells += [
+                bytes_cell(size, GIB_UNIT) for size in (failed.failure.predicted_bytes, failed.failure.measured_bytes)
+            ]
+        rows.append(cells)
     headings = ["preset", "largest\nthat runs", "tried", "smallest\nthat does not", "status", "in phase"]
-    return make_table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], searched) if searched else None
+    return make_table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], rows) if rows else None
 
 
-def make_table(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-    """Return a table; the columns of `WORDS` are aligned left."""
+def make_table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], words: Sequence[str] = WORDS) -> Table:
+    """Return a table; the columns that hold words are aligned left."""
     return Table(
-        headings=tuple(Heading(text=text, numeric=text not in WORDS) for text in headings),
-        rows=tuple(tuple(row) for row in rows),
+        headings=tuple(Heading(text=text, numeric=text not in words) for text in headings),
+        rows=tuple(map(tuple, rows)),
     )
 
 
@@ -180,21 +195,3 @@ def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
 def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
     """Return a size in a table's unit."""
     return Cell(text=unit.text(size), value=size)
-
-
-def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:
-    """Sizes, and the failure of the smallest size that does not run."""
-    sizes = sorted(probe.per_device_train_batch_size for probe in probes)
-    ran = [probe.per_device_train_batch_size for probe in probes if probe.status == "completed"]
-    cells = (number_cell(max(ran, default=None), 0), text_cell(", ".join(map(str, sizes))))
-    failed = min((p for p in probes if p.failure), key=lambda p: p.per_device_train_batch_size, default=None)
-    if failed is None or failed.failure is None:
-        return (*cells, Cell(text="none"), *(Cell(text="") for _ in range(4)))
-    return (
-        *cells,
-        number_cell(failed.per_device_train_batch_size, 0),
-        text_cell(failed.status),
-        text_cell(failed.failure.phase or NOT_AVAILABLE),
-        bytes_cell(failed.failure.predicted_bytes, GIB_UNIT),
-        bytes_cell(failed.failure.measured_bytes, GIB_UNIT),
-    )

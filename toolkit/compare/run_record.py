@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from toolkit.compare.ledger import SideRunKind, SideRunRecord
 from toolkit.compare.rows import Failure, RunRecord, Timeline, TimelineRank, TrainedProblem, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import explain
+from toolkit.files.documents import explain
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import status
 from toolkit.record.folder import RunFolder

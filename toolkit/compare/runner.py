@@ -1,16 +1,21 @@
 """Run the trials of a comparison: each in fresh processes, each in the ledger before the next one starts.
 
+Before them, the largest micro-batch of each row is searched, by doubling and then halving. A probe is a run of two
+steps and a record in the ledger, like a trial: an interrupted search resumes, and no size that ran out of memory is
+tried again.
+
 >>> side_run_arguments(["profile"], untimed_steps=2)
 ['--max_steps', '4', '--profile_steps', '3:4']
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,20 +25,27 @@ from toolkit.cluster.allocation import Allocation
 from toolkit.compare.ledger import (
     LEDGER_FILE,
     Ledger,
+    ProbeRecord,
     SideRunKind,
     TrialRecord,
+    completed_sizes,
     failed_repeat,
+    probes_of,
     side_runs_of,
     trials_of,
 )
+from toolkit.compare.options import CompareOptions
+from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import RowKey, RunRecord, Trial
 from toolkit.compare.run_record import read_run_record, read_side_run
-from toolkit.compare.specification import ComparisonSpec
+from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, with_largest_batches
+from toolkit.job.job import Job
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.options import TrainOptions
 from toolkit.launch.warm_start import fork_server
+from toolkit.presets.preset import load_preset
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -44,11 +56,9 @@ from toolkit.units import number, seconds
 # is gone; a save that is under way may take longer.
 ORPHAN_SECONDS = 120.0
 PROFILED_STEPS = 2
+# Optimizer states are allocated in the first step; the second holds everything.
+PROBE_STEPS = 2
 STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")
-
-
-class ComparisonInterrupted(Exception):
-    """A signal ended the comparison; the ledger has every trial that finished."""
 
 
 def stderr_console() -> Console:
@@ -112,34 +122,42 @@ class ConsoleProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """Runs the trials of one comparison into its folder."""
+    """A checked comparison; its methods run what the ledger lacks, and raise KeyboardInterrupt on a signal."""
 
+    options: CompareOptions
     spec: ComparisonSpec
-    folder: Path
-    timeout_seconds: float | None
-    """Of one run, which then ends as `timed_out`."""
+    unsupported: Mapping[str, str]
+    """Name of each row that does not run on this node, and the reason."""
     nvme: Mapping[str, NvmeDisk | None]
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
     progress: ConsoleProgress
-    warm_start: bool = False
-    """Runs are forked from a process that has imported the libraries."""
     allocation: Allocation | None = None
     """The SLURM job on whose nodes the runs are started; None for this node."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the comparison."""
+        return self.options.output_dir
 
     @property
     def ledger(self) -> Ledger:
         """The ledger in the folder."""
         return Ledger(self.folder / LEDGER_FILE)
 
-    def run(self, unsupported: Mapping[str, str], *, retry_failed: bool) -> None:
-        """Run what the ledger lacks; no other repeat of a row that failed. Raises ComparisonInterrupted on a signal."""
-        trials = [trial for trial in self.spec.trials() if trial.row.name not in unsupported]
-        refuse_rehearsals([self.folder / "trials" / trial.id for trial in trials])
+    @property
+    def rows(self) -> list[RowKey]:
+        """The rows that run."""
+        return [row for row in self.spec.rows() if row.name not in self.unsupported]
+
+    def run(self) -> None:
+        """Run the trials, but no other repeat of a row that failed."""
+        rows = self.rows
+        refuse_rehearsals([self.folder / "trials" / trial.id for trial in self.spec.trials() if trial.row in rows])
         finished = self.ledger.read()
-        if retry_failed:
+        if self.options.retry_failed:
             finished = {name: record for name, record in finished.items() if record.completed}
         for position, trial in enumerate(self.spec.trials()):
-            if trial not in trials:
+            if trial.row not in rows:
                 continue
             done = finished.get(trial.id)
             if done is not None:
@@ -155,20 +173,14 @@ class Runner:
                 self.ledger.append(record)
                 self.progress.finish(record)
 
-    def run_side_runs(
-        self, unsupported: Mapping[str, str], kinds: Sequence[SideRunKind], *, retry_failed: bool
-    ) -> None:
-        """Run each row with a completed trial once more, with a profile or a checkpoint, as far as the ledger lacks it.
-
-        No speed counts these runs. Raises ComparisonInterrupted on a signal.
-        """
-        for row in self.spec.rows():
-            records = self.ledger.read()
-            last = {kind: next(reversed(side_runs_of(records, row, kind)), None) for kind in kinds}
+    def run_side_runs(self) -> None:
+        """Run each row with a completed trial once more, with a profile or a checkpoint; no speed counts these runs."""
+        for row in self.rows:
+            records, retry_failed = self.ledger.read(), self.options.retry_failed
+            last = {kind: next(reversed(side_runs_of(records, row, kind)), None) for kind in self.options.side_runs}
             missing = [kind for kind, run in last.items() if run is None or (retry_failed and not run.completed)]
             # A row without a completed trial ran out of memory, and would do so again.
-            completed = any(trial.completed for trial in trials_of(records, row))
-            if row.name in unsupported or not missing or not completed:
+            if not missing or not any(trial.completed for trial in trials_of(records, row)):
                 continue
             name, untimed_steps = f"{row.name}-{'-'.join(missing)}", self.spec.untimed_steps
             self.progress.start(name)
@@ -186,7 +198,7 @@ class Runner:
         """Train one row in fresh processes until it ends: the one place where a comparison starts a run.
 
         A run that completed before its line was in the ledger is not repeated.
-        Raises ComparisonInterrupted on a signal, and ToolkitError for a run folder whose run.json is damaged.
+        Raises ToolkitError for a run folder whose run.json is damaged.
         """
         run_folder = RunFolder(output_dir)
         if (lock := run_folder.hold(wait_seconds=ORPHAN_SECONDS)) is not None:
@@ -198,24 +210,25 @@ class Runner:
             num_processes=row.world_size,
             training_arguments=(*self.spec.training_argv(row, output_dir), *extra_arguments),
             cpu=self.spec.cpu,
-            timeout_minutes=None if self.timeout_seconds is None else self.timeout_seconds / 60,
+            timeout_minutes=self.options.trial_timeout_minutes,
             stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
         )
         nvme = self.nvme.get(row.preset)
-        command = command_of(options, nvme=nvme)
+        command = command_of(options, load_preset(options.preset), nvme=nvme)
         if self.allocation is not None:
             command = self.allocation.spread(command)
+        warm = self.options.starts_warm
         result = run_training(
             command,
             options=options,
             output_dir=output_dir,
             nvme=nvme,
             on_line=self.progress.output_line,
-            fork_server=fork_server(inherited_environment() | command.environment) if self.warm_start else None,
+            fork_server=fork_server(inherited_environment() | command.environment) if warm else None,
             overwrite=True,
         )
         if result.status == status.INTERRUPTED:
-            raise ComparisonInterrupted
+            raise KeyboardInterrupt
         return result.folder
 
 
@@ -228,3 +241,71 @@ def side_run_arguments(kinds: Sequence[SideRunKind], *, untimed_steps: int) -> l
     if "save" in kinds:
         words += ["--save_strategy", "steps", "--save_steps", str(last)]
     return words
+
+
+# The largest micro-batch
+
+
+def search(
+    known: Mapping[int, ProbeRecord], probe: Callable[[int], ProbeRecord], *, start: int, cap: int
+) -> int | None:
+    """Return the largest micro-batch up to `cap` that runs, None if none does. Sizes in `known` are not probed again.
+
+    A failure for another reason than memory means that the size does not run. If no size has run yet, the reason is
+    not the size, and no smaller one is tried.
+    """
+    probes = dict(known)
+    low, high, size = 0, cap + 1, min(start, cap)  # low runs, high does not
+    while high - low > 1:
+        if size not in probes:
+            probes[size] = probe(size)
+        outcome = probes[size]
+        if not (outcome.completed or outcome.out_of_memory or completed_sizes(probes.values())):
+            return None
+        low, high = (size, high) if outcome.completed else (low, size)
+        size = min(2 * low, cap) if high == cap + 1 and low else (low + high) // 2
+    return low or None
+
+
+def find_largest_batches(runner: Runner) -> Runner:
+    """Return a runner with each row at its largest micro-batch, which does not run the rows without any."""
+    without: dict[str, str] = {}
+    for row in runner.rows:
+        known = probes_of(runner.ledger.read(), row)
+        if runner.options.retry_failed and not completed_sizes(known.values()):
+            known = {}
+        start, cap = search_bounds(runner.spec, row)
+        if search(known, functools.partial(_probe, runner, row), start=start, cap=cap) is None:
+            without[row.name] = _record_failure(runner, row)
+    spec = with_largest_batches(runner.spec, runner.ledger.read())
+    return replace(runner, spec=spec, unsupported={**runner.unsupported, **without})
+
+
+def _probe(runner: Runner, row: RowKey, size: int) -> ProbeRecord:
+    name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.job(row), size)
+    run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
+    measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
+    record = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
+    runner.ledger.append(record)
+    runner.progress.finish_probe(record)
+    return record
+
+
+def probe_arguments(job: Job, size: int) -> list[str]:
+    """Return the training arguments of a probe, which begins with the longest rows: no trial pads a batch further."""
+    words = [f"--{BATCH_ARGUMENT}", str(size), "--max_steps", str(PROBE_STEPS)]
+    return words if job.streaming or job.packing else [*words, "--train_sampling_strategy", "group_by_length"]
+
+
+def _record_failure(runner: Runner, row: RowKey) -> str:
+    """Record the outcome of the smallest size as the row's first trial; return the reason."""
+    records = runner.ledger.read()
+    size, probe = next(iter(probes_of(records, row).items()))
+    reason = f"micro-batch {size} ended as {probe.status}"
+    trials = [Trial(row=row, repeat=repeat).id for repeat in range(runner.spec.repeats)]
+    failed = TrialRecord.of(probe, trial=trials[0], message=f"with a micro-batch of {size}: {probe.message}")
+    if records.get(trials[0]) != failed:
+        runner.ledger.append(failed)
+    for trial in trials:
+        runner.progress.skip(trial, reason)
+    return reason

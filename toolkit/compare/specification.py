@@ -7,8 +7,7 @@ It is `comparison.json` in the comparison's folder. A comparison is resumed only
 
 A variant is a preset under another name, with training arguments that it alone has:
 
->>> variant = parse_variant("ddp_int8=ddp --ddp_comm_hook int8")
->>> variant.name, variant.preset.name, variant.extra_arguments
+>>> parse_variant("ddp_int8=ddp --ddp_comm_hook int8")
 ('ddp_int8', 'ddp', ('--ddp_comm_hook', 'int8'))
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 import random
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +25,13 @@ from annotated_types import MinLen
 from pydantic import BaseModel, ConfigDict
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.ledger import Ledger, completed_sizes, probes_of
+from toolkit.compare.ledger import LedgerRecord, completed_sizes, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object_if_present
+from toolkit.files.documents import read_json_object, shown
 from toolkit.files.secrets import hide_secrets, hide_words
-from toolkit.files.value_limits import shown
 from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
@@ -81,13 +78,8 @@ class ExpectedStrategy(BaseModel):
     def of(cls, preset: PresetSpec) -> Self:
         """Return what the trials of a preset must report."""
         zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
-        return cls(
-            engine=preset.engine,
-            sharding=preset.sharding,
-            quantises=any(zero.get(key) for key in QUANTIZED_KEYS),
-            parallel=preset.parallel,
-            sharded_at_load=preset.sharded_at_load,
-        )
+        same = {key: getattr(preset, key) for key in ("engine", "sharding", "parallel", "sharded_at_load")}
+        return cls(**same, quantises=any(zero.get(key) for key in QUANTIZED_KEYS))
 
 
 class ComparisonSpec(BaseModel):
@@ -128,9 +120,8 @@ class ComparisonSpec(BaseModel):
 
     def allocation(self) -> Allocation | None:
         """Return the SLURM job to run in, None on this node alone. Raises ToolkitError outside a SLURM job."""
-        if self.processes_per_node is None:
-            return None
-        return Allocation.current(processes_per_node=self.processes_per_node)
+        per_node = self.processes_per_node
+        return None if per_node is None else Allocation.current(processes_per_node=per_node)
 
     def rows(self) -> list[RowKey]:
         """Return the rows in the order of the options: by world size, then by preset."""
@@ -144,6 +135,10 @@ class ComparisonSpec(BaseModel):
             round_of_rows = shuffle.sample(rows, len(rows)) if self.repeats > 1 else rows
             ordered += [Trial(row=row, repeat=repeat) for row in round_of_rows]
         return ordered
+
+    def preset(self, name: str) -> PresetSpec:
+        """Load the preset that is compared under this name."""
+        return load_preset(self.preset_sources[name])
 
     @property
     def model(self) -> str:
@@ -184,14 +179,16 @@ class ComparisonSpec(BaseModel):
 
     def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
         """Return the row's own arguments, then the comparison's."""
-        added: dict[str, Any] = {"output_dir": output_dir, "save_model": "false", "save_strategy": "no"}
-        added["untimed_steps"] = self.untimed_steps
-        if self.target_interval is not None:
-            added["stop_when_steps_within"] = self.target_interval
-        if self.trial_minutes is not None:
-            added["stop_after_minutes"] = self.trial_minutes
-        flags = [word for name, value in added.items() for word in (f"--{name}", str(value))]
-        return [*self.own_argv(row), *flags]
+        added = {
+            "output_dir": output_dir,
+            "save_model": "false",
+            "save_strategy": "no",
+            "untimed_steps": self.untimed_steps,
+            "stop_when_steps_within": self.target_interval,
+            "stop_after_minutes": self.trial_minutes,
+        }
+        flags = [(f"--{name}", str(value)) for name, value in added.items() if value is not None]
+        return [*self.own_argv(row), *(word for flag in flags for word in flag)]
 
     def expected_facts(self, row: RowKey) -> dict[str, Any]:
         """Return the engine, the sharding and the layout that a row's trials must report.
@@ -220,47 +217,47 @@ class ComparisonSpec(BaseModel):
         return dict(hide_secrets(content))
 
 
-def load_variants(presets: Sequence[str], variants: Sequence[str]) -> list[Variant]:
+def load_variants(options: CompareOptions) -> list[Variant]:
     """Return the presets, then the variants. Raises ToolkitError for none at all and for a repeated name."""
-    found = [_load(given) for given in presets] + [parse_variant(text) for text in variants]
+    given = [*(("", preset, ()) for preset in options.preset), *map(parse_variant, options.variant)]
+    found: dict[str, Variant] = {}
+    for name, source, words in given:
+        preset = load_preset(source)
+        if source.endswith((".yaml", ".yml")):  # a comparison is resumed from any directory
+            source = str(preset.accelerate_config_path)
+        name = name or preset.name
+        if name in found:
+            raise ToolkitError(
+                f"--preset {name} is given twice",
+                hint=f"name each preset once; `--variant again={name}` is the same under another name",
+            )
+        found[name] = Variant(name=name, preset=preset, source=source, extra_arguments=words)
     if not found:
         raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
-    repeated = [name for name, times in Counter(variant.name for variant in found).items() if times > 1]
-    if repeated:
-        raise ToolkitError(
-            f"--preset {repeated[0]} is given twice",
-            hint=f"name each preset once; `--variant again={repeated[0]}` is the same under another name",
-        )
-    return found
+    return list(found.values())
 
 
-def parse_variant(text: str) -> Variant:
-    """Parse `NAME=PRESET --argument value`, as typed after `--variant`."""
+def parse_variant(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`."""
     name, equals, rest = text.partition("=")
     try:
-        given, *extra = shlex.split(rest) or [""]
+        source, *extra = shlex.split(rest) or [""]
     except ValueError as error:  # an unclosed quotation, or a backslash at the end
         raise ToolkitError(
             f"--variant {shown(text)}: {str(error).lower()}", hint='`--variant "NAME=PRESET --argument value"`'
         ) from None
-    if not equals or not given or not VARIANT_NAME.fullmatch(name):
+    if not equals or not source or not VARIANT_NAME.fullmatch(name):
         raise ToolkitError(
             f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
             hint='`--variant "ddp_int8=ddp --ddp_comm_hook int8"`',
         )
     read_arguments(extra)
-    return _load(given, name=name, extra_arguments=tuple(extra))
+    return name, source, tuple(extra)
 
 
-def _load(given: str, *, name: str | None = None, extra_arguments: tuple[str, ...] = ()) -> Variant:
-    preset = load_preset(given)
-    # A comparison is resumed from any directory.
-    source = str(preset.accelerate_config_path) if given.endswith((".yaml", ".yml")) else given
-    return Variant(name=name or preset.name, preset=preset, source=source, extra_arguments=extra_arguments)
-
-
-def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:
+def make_specification(options: CompareOptions) -> ComparisonSpec:
     """Return the comparison that the options describe. Raises ToolkitError for an impossible baseline or batch."""
+    variants = load_variants(options)
     names = [variant.name for variant in variants]
     baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
@@ -358,10 +355,11 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
     Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
     cannot be written.
     """
-    wanted, present = spec.as_json(), read_json_object_if_present(folder / SPEC_FILE)
+    wanted, file = spec.as_json(), folder / SPEC_FILE
+    present = read_json_object(file) if file.exists() else None
     if present is None:
         try:
-            write_json(folder / SPEC_FILE, wanted)
+            write_json(file, wanted)
         except OSError as error:
             raise ToolkitError(f"--output-dir {folder} cannot be written: {error.strerror}") from None
     elif not resume:
@@ -376,11 +374,9 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
                 )
 
 
-def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:
+def with_largest_batches(spec: ComparisonSpec, records: Mapping[str, LedgerRecord]) -> ComparisonSpec:
     """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
-    if spec.find_max_batch is None:
-        return spec
-    batches, records = dict(spec.batches), ledger.read()
+    batches = dict(spec.batches)
     for row in spec.rows():
         if probes := probes_of(records, row):
             batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes.values()), default=min(probes))}

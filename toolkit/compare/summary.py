@@ -20,14 +20,28 @@ def summary_sentence(results: Results) -> str:
     if not rows:
         return "Nothing was compared: there are no rows."
     clauses = [clause for size in results.world_sizes for clause in _world_size_clauses(results, size)]
+    scaled = [row for row in results.rows if row.preset == results.reference and row.scaling_efficiency]
+    if len(scaled) > 1:
+        first, last = (end(scaled, key=lambda row: row.world_size) for end in (min, max))
+        clauses.append(
+            f"from {first.world_size} to {last.world_size} processes {results.reference} becomes"
+            f" {last.speed_up or 0.0:.2f} times as fast ({percent(last.scaling_efficiency)} of ideal)"
+        )
     ran = [
         f"{row.per_device_train_batch_size} ({label})"
         for label, row in rows
         if any(probe.status == "completed" for probe in row.probes or ())
     ]
-    clauses += _scaling_clause(results)
     clauses += [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
-    clauses += _left_out_clauses(rows)
+    failed = [f"{label}: {row.status}" for label, row in rows if not row.completed and row.status != NOT_SUPPORTED]
+    left_out = {
+        "did not complete": failed,
+        "cannot run on this node": [label for label, row in rows if row.status == NOT_SUPPORTED],
+        "did not train the same problem": [label for label, row in rows if row.failed_parity],
+        "not ranked here, different by design": [f"{name} ({r.group})" for name, r in rows if r.completed and r.group],
+        "could not be checked against the baseline": [name for name, row in rows if row.unchecked],
+    }
+    clauses += [f"{len(names)} {why} ({', '.join(names)})" for why, names in left_out.items() if names]
     clauses += [CPU_SPEEDS] if results.on_cpu else []
     return "; ".join(clauses) + "."
 
@@ -89,32 +103,26 @@ def _world_size_clauses(results: Results, world_size: int) -> list[str]:
         for label, row in results.labelled_rows
         if row.world_size == world_size
     ]
-    ranked = [
-        (label, row)
-        for label, row in same_size
-        if row.comparable and row.tokens_per_second is not None and row.group is None
-    ]
-    start = "On" if world_size == results.world_sizes[0] else "on"
-    place, repeated = f"{start} {hardware_text(results, world_size)}, ", all(row.repeated for _, row in ranked)
-    among = f"the {len(ranked)} of {_presets(len(same_size))} that can be compared"
-    among = _presets(len(ranked)) if len(ranked) == len(same_size) else among
+    ranked = [(label, row) for label, row in same_size if row.comparable and row.has_speed and row.group is None]
+    start, count = "On" if world_size == results.world_sizes[0] else "on", _presets(len(same_size))
+    place = f"{start} {hardware_text(results, world_size)}, "
     if not ranked:
-        return [f"{place}none of {_presets(len(same_size))} can be ranked"]
-    if len(ranked) > 1 and repeated:
-        fits = any(row.out_of_memory for _, row in same_size)
-        speeds = _fastest_by_interval(ranked, among, "that fits" if fits else f"of {among}")
-    else:
-        speeds = _speeds_of_single_runs(ranked, among)
-    return [place + speeds, *_least_memory(results, ranked, world_size, repeated=repeated)]
-
-
-def _fastest_by_interval(ranked: Sequence[LabelledRow], among: str, which: str) -> str:
-    """The fastest row if intervals separate it from every other, else the rows between which no difference is seen."""
-    label, top = max(ranked, key=_useful_speed)
+        return [f"{place}none of {count} can be ranked"]
+    among = count if len(ranked) == len(same_size) else f"the {len(ranked)} of {count} that can be compared"
+    label, top = max(ranked, key=lambda labelled: labelled[1].useful_speed)
+    repeated = all(row.repeated for _, row in ranked)
     close = [name for name, row in ranked if row is not top and top.rank is None and not row.separated_from(top)]
-    if close:
-        return f"no difference in speed is seen between {' and '.join([label, *close])}, the fastest of {among}"
-    return f"{label} is the fastest {which} ({speed(top.tokens_per_second)} tokens/s)"
+    if len(ranked) == 1 or not repeated:
+        speeds = _speeds_of_single_runs(ranked, among)
+    elif close:
+        speeds = f"no difference in speed is seen between {' and '.join([label, *close])}, the fastest of {among}"
+    else:
+        which = "that fits" if any(row.out_of_memory for _, row in same_size) else f"of {among}"
+        speeds = f"{label} is the fastest {which} ({speed(top.tokens_per_second)} tokens/s)"
+    if not repeated or any(row is not top and not row.separated_from(top) for _, row in ranked):
+        baseline = results.baseline(world_size)
+        label, top = next(((name, row) for name, row in ranked if row is baseline), (label, top))
+    return [place + speeds, *_least_memory(results, ranked, (label, top), repeated=repeated)]
 
 
 def _speeds_of_single_runs(ranked: Sequence[LabelledRow], among: str) -> str:
@@ -127,16 +135,15 @@ def _speeds_of_single_runs(ranked: Sequence[LabelledRow], among: str) -> str:
     return f"{among} ran at {speeds} in single runs, unranked"
 
 
-def _least_memory(results: Results, ranked: Sequence[LabelledRow], world_size: int, *, repeated: bool) -> list[str]:
+def _least_memory(
+    results: Results, ranked: Sequence[LabelledRow], relative_to: LabelledRow, *, repeated: bool
+) -> list[str]:
     """The row that needs least memory, relative to the fastest, or to the baseline where no row is the fastest."""
 
     def memory(row: Row) -> int | None:
         return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
 
-    name, base = fastest = max(ranked, key=_useful_speed)
-    if not repeated or any(row is not base and not row.separated_from(base) for _, row in ranked):
-        baseline = results.baseline(world_size)
-        name, base = next(((label, row) for label, row in ranked if row is baseline), fastest)
+    name, base = relative_to
     others = [
         (size, -row.useful_speed, label, row) for label, row in ranked if row is not base and (size := memory(row))
     ]
@@ -154,36 +161,6 @@ def _least_memory(results: Results, ranked: Sequence[LabelledRow], world_size: i
     elif not row.separated_from(base):  # nothing is claimed
         cost = "with no difference seen in speed"
     return [f"{label} {saved} than {name} {cost}"]
-
-
-def _useful_speed(labelled: LabelledRow) -> float:
-    return labelled[1].useful_speed
-
-
-def _scaling_clause(results: Results) -> list[str]:
-    """How the baseline scales from the fewest to the most processes."""
-    rows = [row for row in results.rows if row.preset == results.reference and row.scaling_efficiency]
-    if len(rows) < 2:
-        return []
-    first, last = min(rows, key=lambda row: row.world_size), max(rows, key=lambda row: row.world_size)
-    return [
-        f"from {first.world_size} to {last.world_size} processes {results.reference} becomes"
-        f" {last.speed_up or 0.0:.2f} times as fast ({percent(last.scaling_efficiency)} of ideal)"
-    ]
-
-
-def _left_out_clauses(rows: Sequence[LabelledRow]) -> list[str]:
-    """The rows that are not ranked, each with its reason."""
-    failed = [f"{label}: {row.status}" for label, row in rows if not row.completed and row.status != NOT_SUPPORTED]
-    by_design = [f"{label} ({row.group})" for label, row in rows if row.completed and row.group]
-    left_out = {
-        "did not complete": failed,
-        "cannot run on this node": [label for label, row in rows if row.status == NOT_SUPPORTED],
-        "did not train the same problem": [label for label, row in rows if row.failed_parity],
-        "not ranked here, different by design": by_design,
-        "could not be checked against the baseline": [name for name, row in rows if row.unchecked],
-    }
-    return [f"{len(names)} {why} ({', '.join(names)})" for why, names in left_out.items() if names]
 
 
 def _presets(count: int) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.compare.result_tables import bytes_cell, format_cell, make_table, results_unit
 from toolkit.compare.results import Environment, Results
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import Difference, Row
 from toolkit.compare.significance import difference
 from toolkit.errors import ToolkitError
 from toolkit.record.columns import Column, Interval
 from toolkit.report.rendering import render, write_report_file
-from toolkit.report.tables import Cell, Table, number_cell, text_cell, text_heading
+from toolkit.report.tables import Cell, Table, number_cell, text_cell
 from toolkit.units import NOT_AVAILABLE, fixed, interval, speed
 
 FILE_NAME = "before-and-after"
@@ -24,18 +25,28 @@ NOTES = (
 )
 
 
-def ratio(before: Row, after: Row) -> float | None:
-    """Return the speed after over the speed before; None unless both completed and trained the baseline's problem."""
-    old, new = before.tokens_per_second, after.tokens_per_second
-    return new / old if before.completed and after.completed and old and new else None
+class RowPair(NamedTuple):
+    """A row that is in both comparisons."""
 
+    before: Row
+    after: Row
 
-def ratio_interval(before: Row, after: Row) -> Interval | None:
-    """Return its interval, from the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
-    old, new = before.tokens_per_second_interval, after.tokens_per_second_interval
-    if ratio(before, after) is None or not old or not new or not old[0]:
-        return None
-    return new[0] / old[1], new[1] / old[0]
+    @property
+    def ratio(self) -> float | None:
+        """Speed after over speed before; None unless both completed and trained the baseline's problem."""
+        old, new = (row.tokens_per_second if row.completed else None for row in self)
+        return new / old if old and new else None
+
+    @property
+    def interval(self) -> Interval | None:
+        """Its interval, from the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
+        old, new = (row.tokens_per_second_interval for row in self)
+        return (new[0] / old[1], new[1] / old[0]) if self.ratio is not None and old and new and old[0] else None
+
+    @property
+    def claim(self) -> Difference | None:
+        """The difference that the interval supports."""
+        return difference(self.interval)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +59,10 @@ class BeforeAndAfter:
     """Name, value before, value after of what differs."""
 
     @property
-    def pairs(self) -> list[tuple[Row, Row]]:
+    def pairs(self) -> list[RowPair]:
         """The rows that are in both."""
         after = {row.key: row for row in self.after.rows}
-        return [(row, after[row.key]) for row in self.before.rows if row.key in after]
+        return [RowPair(row, after[row.key]) for row in self.before.rows if row.key in after]
 
     @property
     def summary(self) -> str:
@@ -59,16 +70,14 @@ class BeforeAndAfter:
         pairs = self.pairs
         if not pairs:
             return "No row is in both comparisons."
-        claims = {before.trial: difference(ratio_interval(before, after)) for before, after in pairs}
-        ratios = {before.trial: ratio(before, after) for before, after in pairs}
         changes = []
         for word in ("faster", "slower"):
-            named = [f"{name}: {ratios[name]:.2f}" for name, claim in claims.items() if claim == word]
+            named = [f"{pair.before.trial}: {pair.ratio:.2f}" for pair in pairs if pair.claim == word]
             changes.append(f"{len(named)} became {word}" + (f" ({', '.join(named)})" if named else ""))
-        changes.append(f"no difference is seen in {list(claims.values()).count('no difference seen')}")
+        changes.append(f"no difference is seen in {sum(pair.claim == 'no difference seen' for pair in pairs)}")
         compared = f"Of {len(pairs)} rows in both, {', '.join(changes)}"
-        clauses = [compared if any(claims.values()) else f"{len(pairs)} rows are in both"]
-        single = [name for name, claim in claims.items() if claim is None and ratios[name] is not None]
+        clauses = [compared if any(pair.claim for pair in pairs) else f"{len(pairs)} rows are in both"]
+        single = [pair.before.trial for pair in pairs if pair.claim is None and pair.ratio is not None]
         if single:
             clauses.append(f"nothing is claimed of {len(single)} single runs ({', '.join(single)})")
         clauses += [
@@ -86,28 +95,26 @@ class BeforeAndAfter:
         """Return each row's figures before and after, and the ratio of the speeds."""
         unit = results_unit(self.before)
         headings = ["row", "tokens/s\nbefore", "after", "ratio", "interval", "verdict", f"peak {unit.name}\nbefore"]
-        headings += ["after", "last loss\nbefore", "after"]
         rows = [
             [
-                text_cell(before.trial),
-                _speed_cell(before),
-                _speed_cell(after),
-                number_cell(ratio(before, after), 3),
-                format_cell(ratio_interval(before, after), RATIO_INTERVAL, unit),
-                text_cell(difference(ratio_interval(before, after)) or NOT_AVAILABLE),
-                bytes_cell(self.before.peak_bytes(before), unit),
-                bytes_cell(self.after.peak_bytes(after), unit),
-                *(number_cell(row.last_loss if row.completed else None, 4) for row in (before, after)),
+                text_cell(pair.before.trial),
+                *map(_speed_cell, pair),
+                number_cell(pair.ratio, 3),
+                format_cell(pair.interval, RATIO_INTERVAL, unit),
+                text_cell(pair.claim or NOT_AVAILABLE),
+                bytes_cell(self.before.peak_bytes(pair.before), unit),
+                bytes_cell(self.after.peak_bytes(pair.after), unit),
+                *(number_cell(row.last_loss if row.completed else None, 4) for row in pair),
             ]
-            for before, after in self.pairs
+            for pair in self.pairs
         ]
-        return make_table(headings, rows)
+        return make_table([*headings, "after", "last loss\nbefore", "after"], rows)
 
     def rendered(self, suffix: str) -> str:
         """Return the report as Markdown (`md`) or as a self-contained page (`html`)."""
         dates = [results.created.replace("T", " ")[:16] for results in (self.before, self.after)]
-        headings = tuple(map(text_heading, ("what differs", "before", "after")))
-        differences = Table(headings=headings, rows=tuple(tuple(map(text_cell, line)) for line in self.environment))
+        names = ("what differs", "before", "after")
+        differences = make_table(names, [tuple(map(text_cell, line)) for line in self.environment], words=names)
         return render(
             f"before_and_after.{suffix}.j2",
             title=f"Before and after: {' and '.join(dates)}",
@@ -136,9 +143,11 @@ def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """Name, value before and value after of what differs."""
-    values = {name: [each.get(name) for each in (old, new)] for name in {**old, **new}}
-    texts = {name: [NOT_AVAILABLE if value is None else str(value) for value in both] for name, both in values.items()}
-    return [(name, before, after) for name, (before, after) in texts.items() if before != after]
+    texts = [
+        (name, *(NOT_AVAILABLE if each.get(name) is None else str(each[name]) for each in (old, new)))
+        for name in {**old, **new}
+    ]
+    return [(name, before, after) for name, before, after in texts if before != after]
 
 
 def _job(results: Results) -> dict[str, object]:

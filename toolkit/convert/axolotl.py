@@ -10,81 +10,67 @@ from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
 from toolkit.convert.sources import NamedData, named_data, row_fields_reason, set_datasets, take_strategy
 from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown
-from toolkit.job.argument_aliases import HINTS
+from toolkit.files.documents import shown
 from toolkit.models.optimizers import MUON
 
-# Not the loss of supervised fine-tuning.
-OTHER_TRAINING = {
-    "rl": "preference and reinforcement learning",
-    "reward_model": "a reward model",
-    "process_reward_model": "a process reward model",
-    "diffusion": "a diffusion language model",
-}
-DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
+DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")  # the last is streamed
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 NO_EVALUATION = "there is no evaluation data"
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of an axolotl YAML. Raises ToolkitError for training that is not supervised fine-tuning."""
-    for key, what in OTHER_TRAINING.items():
-        if values.get(key):
-            raise ToolkitError(f"{file} trains {what} ({key}), not supervised fine-tuning", hint=HINTS["stage"])
-    if values.get("processor_type"):
-        raise ToolkitError(
-            f"{file} trains on images or audio (processor_type), and the toolkit on text",
-            hint="a preset works with any trainer that accelerate launches: `toolkit preset export DIR`",
-        )
+    dialect = load_dialect("axolotl")
+    dialect.check_training(values, file)
     if not values.get("base_model"):
         raise ToolkitError(f"{file} names no base_model", hint="is it an axolotl configuration for training?")
     # A data key may hold one entry without a list around it.
     listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
-    draft = Draft(load_dialect("axolotl"), listed)
+    draft = Draft(dialect, listed)
     _take_method(draft, file)
     _take_kernels(draft)
     _take_optimization(draft)
     draft.translate()
     _take_data(draft)
     _take_evaluation_and_saving(draft)
-    trackers = {key: name for key, name in draft.dialect.trackers.items() if draft.get(key)}
+    trackers = {key: name for key, name in dialect.trackers.items() if draft.get(key)}
     if trackers:  # the project's name is listed: it has no argument
-        keys = [key for key in trackers if key != "wandb_project"]
-        draft.assign("report_to", sorted(set(trackers.values())), keys=keys)
+        keys = (key for key in trackers if key != "wandb_project")
+        draft.assign("report_to", sorted(set(trackers.values())), *keys)
     if "hub_model_id" in draft.arguments:  # core/builders/base.py
         for name in ("push_to_hub", "hub_private_repo", "hub_always_push"):
             draft.default(name, True)
-    draft.set_defaults()
+    draft.set_defaults(dialect.defaults)
     return draft.finish(preset=take_strategy(draft, file))
 
 
 def _take_method(draft: Draft, file: Path) -> None:
-    adapter, unfrozen = draft.get("adapter"), draft.get("unfrozen_parameters")
+    adapter, unfrozen, targets = (draft.get(key) for key in ("adapter", "unfrozen_parameters", "lora_target_modules"))
     if adapter is None:
-        for key in [key for key in draft.left if key.startswith(("lora_", "peft_")) and not key.endswith("_kernel")]:
-            draft.leave_out(key, "no adapter is trained: `adapter` is not set")
+        lora = [key for key in draft.left if key.startswith(("lora_", "peft_")) and not key.endswith("_kernel")]
+        draft.leave_out(*lora, reason="no adapter is trained: `adapter` is not set")
         if draft.is_on("load_in_4bit"):
-            draft.leave_out("load_in_4bit", "4-bit weights are not trained: it needs `adapter: qlora`")
+            draft.leave_out("load_in_4bit", reason="4-bit weights are not trained: it needs `adapter: qlora`")
         patterns = [_shell_pattern(str(each)) for each in unfrozen] if isinstance(unfrozen, list) else []
         if patterns and None not in patterns:
-            draft.assign("train_only", patterns, keys=["unfrozen_parameters"])
+            draft.assign("train_only", patterns, "unfrozen_parameters")
         return
     if adapter not in ("lora", "qlora"):
         hint = "LoRA and QLoRA: `adapter: lora`"
         raise ToolkitError(f"{file}: adapter {shown(adapter)} has no counterpart", hint=hint)
     if draft.get("lora_r") is None:
         raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
-    draft.assign("lora_r", draft.get("lora_r"), keys=["lora_r", "adapter"])
+    draft.assign("lora_r", draft.get("lora_r"), "lora_r", "adapter")
     draft.move("lora_alpha")
     draft.move("lora_dropout")
     if draft.is_on("load_in_4bit"):
         draft.move("load_in_4bit")
     if draft.is_on("lora_target_linear"):
-        draft.assign("lora_target_modules", ["all-linear"], keys=["lora_target_linear"])
-        draft.leave_out("lora_target_modules", "lora_target_linear names all linear layers already")
-    elif isinstance(draft.get("lora_target_modules"), list):
+        draft.assign("lora_target_modules", ["all-linear"], "lora_target_linear")
+        draft.leave_out("lora_target_modules", reason="lora_target_linear names all linear layers already")
+    elif isinstance(targets, list):
         draft.move("lora_target_modules")
-    draft.leave_out("unfrozen_parameters", "only the adapters are trained")
+    draft.leave_out("unfrozen_parameters", reason="only the adapters are trained")
     draft.take_lora_config()
 
 
@@ -102,37 +88,37 @@ def _shell_pattern(regex: str) -> str | None:
 
 def _take_kernels(draft: Draft) -> None:
     if draft.get("attn_implementation") in ("xformers", "sage", "fp8"):  # utils/schemas/enums.py
-        draft.leave_out("attn_implementation", "transformers has no such attention: the model's default is used")
+        reason = "transformers has no such attention: the model's default is used"
+        draft.leave_out("attn_implementation", reason=reason)
     plugins = [key for key, name in draft.left.items() if key.startswith("plugins[") and name == LIGER_PLUGIN]
     if plugins:
         liger = draft.dialect.liger
-        kernels = draft.among(*liger)
         config = {name: False for names in liger.values() for name in names}
-        config |= {name: True for key in kernels if draft.is_on(key) for name in liger[key]}
-        draft.assign("use_liger_kernel", True, keys=plugins)
-        draft.assign("liger_kernel_config", config, keys=kernels)
+        config |= {name: True for key, names in liger.items() if draft.is_on(key) for name in names}
+        draft.assign("use_liger_kernel", True, *plugins)
+        draft.assign("liger_kernel_config", config, *liger)
 
 
 def _take_optimization(draft: Draft) -> None:
     if draft.get("batch_size") is not None and draft.get("gradient_accumulation_steps") is None:
         # utils/config/__init__.py
         steps = draft.number("batch_size", 1) // max(draft.number("micro_batch_size", 1), 1)
-        draft.assign("gradient_accumulation_steps", max(int(steps), 1), keys=["batch_size"])
+        draft.assign("gradient_accumulation_steps", max(int(steps), 1), "batch_size")
     mode = draft.get("gradient_checkpointing")
     if mode not in (None, False):
-        draft.assign("activation_checkpointing", True, keys=["gradient_checkpointing"])
+        draft.assign("activation_checkpointing", True, "gradient_checkpointing")
         if mode in ("offload", "offload_disk") or draft.get("activation_offloading"):
-            draft.assign("activation_checkpointing_offload", True, keys=draft.among("activation_offloading"))
+            draft.assign("activation_checkpointing_offload", True, "activation_offloading")
         draft.take_checkpointing_options()
     if draft.get("torch_compile"):
-        draft.assign("torch_compile", True, keys=["torch_compile"])
+        draft.assign("torch_compile", True, "torch_compile")
     if draft.get("optimizer") == MUON:
         note = "torch's, with updates of AdamW's size; axolotl's is in a package of its own, with a scale of its own"
         draft.move("optimizer", "optim", note=note)
     options = draft.get("optim_args")
     if options:
         text = ",".join(f"{name}={given}" for name, given in options.items()) if isinstance(options, dict) else options
-        draft.assign("optim_args", text, keys=["optim_args"])
+        draft.assign("optim_args", text, "optim_args")
 
 
 def _take_data(draft: Draft) -> None:
@@ -142,13 +128,17 @@ def _take_data(draft: Draft) -> None:
         draft.drop("excess_length_strategy")
     jinja = str(draft.get("chat_template_jinja", ""))
     if jinja.endswith((".jinja", ".jinja2")) and draft.get("chat_template", "jinja") == "jinja":
-        draft.assign("chat_template", jinja, keys=draft.among("chat_template_jinja", "chat_template"))
-    set_datasets(draft, [_entry(draft, prefix) for prefix in draft.entries("datasets")])
-    set_datasets(draft, [_entry(draft, prefix) for prefix in draft.entries("test_datasets")], "eval_dataset")
-    streamed = [_entry(draft, prefix) for prefix in draft.entries("pretraining_dataset")]
-    set_datasets(draft, streamed)
-    if (streamed or draft.is_on("streaming")) and draft.arguments.get("max_steps"):
-        draft.assign("streaming", True, keys=draft.among("streaming"))
+        draft.assign("chat_template", jinja, "chat_template_jinja", "chat_template")
+    for key, argument in (
+        ("datasets", "dataset"),
+        ("test_datasets", "eval_dataset"),
+        ("pretraining_dataset", "dataset"),
+    ):
+        entries = [_entry(draft, prefix) for prefix in draft.entries(key)]
+        set_datasets(draft, entries, argument)
+    # `entries` are those of pretraining_dataset.
+    if (entries or draft.is_on("streaming")) and draft.arguments.get("max_steps"):
+        draft.assign("streaming", True, "streaming")
         draft.move("streaming_multipack_buffer_size", "streaming_buffer_size")
     if draft.get("val_set_size"):
         draft.move("val_set_size", "val_size")
@@ -163,20 +153,22 @@ def _entry(draft: Draft, prefix: str) -> NamedData:
         role = settings.get("message_field_role", mapping.get("role", "role"))
         content = settings.get("message_field_content", mapping.get("content", "content"))
         reason = row_fields_reason(settings.get("field_messages", "messages"), role, content)
-        for name in ("field_messages", "message_property_mappings", "message_field_role", "message_field_content"):
-            if reason is None:
-                draft.drop(f"{prefix}{name}")
-            else:
-                draft.leave_out(f"{prefix}{name}", reason)
+        names = ("field_messages", "message_property_mappings", "message_field_role", "message_field_content")
+        keys = [f"{prefix}{name}" for name in names]
+        if reason is None:
+            draft.drop(*keys)
+        else:
+            draft.leave_out(*keys, reason=reason)
         draft.drop(f"{prefix}type")
         if _roles_are_known(settings.get("roles")):
             draft.drop(f"{prefix}roles")
     elif kind.startswith("alpaca"):
-        draft.leave_out(f"{prefix}type", "instruction, input and output go through the model's chat template here")
+        reason = "instruction, input and output go through the model's chat template here"
+        draft.leave_out(f"{prefix}type", reason=reason)
     elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
         draft.notes["max_seq_length"] = "axolotl splits a longer text into several rows; here it is truncated"
         draft.drop(f"{prefix}field", f"{prefix}type")
-    draft.leave_out(f"{prefix}type", "rows are recognised by their fields (docs/how-to/data.md)")
+    draft.leave_out(f"{prefix}type", reason="rows are recognised by their fields (docs/how-to/data.md)")
     return named_data(settings, prefix)
 
 
@@ -199,11 +191,10 @@ def _take_evaluation_and_saving(draft: Draft) -> None:
         micro = draft.arguments.get("per_device_train_batch_size", 1)
         draft.default("per_device_eval_batch_size", micro)  # utils/config/__init__.py
         return
-    for key in ("eval_steps", "evals_per_epoch", "eval_batch_size"):
-        if draft.get(key):
-            draft.leave_out(key, NO_EVALUATION)
-    for argument in ("eval_strategy", "load_best_model_at_end"):
-        draft.take_back(argument, NO_EVALUATION)
+    keys = (key for key in ("eval_steps", "evals_per_epoch", "eval_batch_size") if draft.get(key))
+    draft.leave_out(*keys, reason=NO_EVALUATION)
+    draft.take_back("eval_strategy", NO_EVALUATION)
+    draft.take_back("load_best_model_at_end", NO_EVALUATION)
 
 
 def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> None:
@@ -213,11 +204,11 @@ def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> No
     if fraction < 1 or steps:
         draft.arguments[f"{what}_strategy"] = "steps"
     if fraction < 1:
-        draft.assign(f"{what}_steps", round(fraction, 6), keys=[per_epoch])
-        draft.leave_out(f"{what}_steps", f"{per_epoch} is set")
+        draft.assign(f"{what}_steps", round(fraction, 6), per_epoch)
+        draft.leave_out(f"{what}_steps", reason=f"{per_epoch} is set")
     elif steps:
         draft.move(f"{what}_steps")
-        draft.leave_out(per_epoch, "axolotl reads it as no interval")
+        draft.leave_out(per_epoch, reason="axolotl reads it as no interval")
     elif times:
         draft.default(f"{what}_strategy", "epoch")
-        draft.use(per_epoch, f"{what}_strategy")
+        draft.use(per_epoch, by=f"{what}_strategy")

@@ -11,15 +11,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import parse_yaml, read_configuration, shown, unexpected
 from toolkit.files.secrets import hide_settings
-from toolkit.files.value_limits import shown, unexpected
-from toolkit.files.yaml_files import parse_yaml, read_configuration
 from toolkit.job.argument_aliases import HINTS, canonical_values
 from toolkit.job.argument_reading import argument_types, argument_words
 from toolkit.job.argument_values import check_type, is_true
@@ -63,34 +62,36 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect:
-    """The settings of one tool. A setting in a block or a list is named as `fsdp_config.offload_params`."""
+    """The table of one tool; tables/common.yaml says what each section is."""
 
     tool: str
-    markers: tuple[str, ...] = ()
-    """Settings that only this tool has, by which its files are recognised."""
-    blocks: tuple[str, ...] = ()
-    lists: tuple[str, ...] = ()
-    known: frozenset[str] = frozenset()
-    """Settings that mean the same under their own name here, or under the name in `toolkit.job.argument_aliases`."""
-    moved: Mapping[str, str] = field(default_factory=dict)
-    """Setting to the argument that takes its value."""
+    markers: Sequence[str]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    blocks: Sequence[str]
+    lists: Sequence[str] = ()
+    known: Collection[str]
+    moved: Mapping[str, str]
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Setting that is moved to what is different in meaning."""
-    assigned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Switch to the argument and value that it sets; or setting to argument, and value of theirs to ours."""
-    redundant: Mapping[str, Any] = field(default_factory=dict)
-    """Setting, or its part after the last dot, to the values that say what happens here anyway, or `any`."""
-    on_by_default: frozenset[str] = frozenset()
-    """Switches that are on unless they are set."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Argument to what the tool does when its setting is absent, where that differs from ours."""
+    assigned: Mapping[str, Mapping[str, Any]]
+    redundant: Mapping[str, Any]
+    on_by_default: Collection[str]
+    defaults: Mapping[str, Any]
     default_notes: Mapping[str, str] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Setting, its part after the last dot, or the start of names (`wandb_*`) to why it has no counterpart."""
+    lora_defaults: Mapping[str, Any] = field(default_factory=dict)
     lora_config: Mapping[str, str] = field(default_factory=dict)
-    """Setting to the field of peft's LoraConfig."""
-    liger: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    liger: Mapping[str, Sequence[str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str]
+    fsdp_redundant: Mapping[str, Any]
+    fsdp_reasons: Mapping[str, str]
+
+    def check_training(self, values: Mapping[str, Any], file: Path) -> None:
+        """Raise ToolkitError for a file that trains something else than text with supervision."""
+        what = next((what for key, what in self.refused.items() if values.get(key)), None)
+        if what is not None:
+            hint = "a preset works with any trainer that accelerate launches: `toolkit preset export DIR`"
+            hint = HINTS["stage"] if "fine-tuning" in what else hint
+            raise ToolkitError(f"{file} trains {what}", hint=hint)
 
     def reason(self, key: str) -> str:
         """Return why a setting has no counterpart."""
@@ -100,31 +101,20 @@ class Dialect:
         return exact or next(family, None) or HINTS.get(key) or "no counterpart"
 
 
-def _table(name: str) -> dict[str, Any]:
-    return read_configuration(Path(__file__).parent / "tables" / f"{name}.yaml")
-
-
-def _by_key(reasons: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    return {key: reason for reason, keys in reasons.items() for key in keys}
-
-
 @functools.cache
 def load_dialect(name: str) -> Dialect:
-    """Return the table of a tool, with the reasons that all tools share."""
-    table, common = _table(name), _table("common")
-    known = set(table.pop("known"))
+    """Return the table of a tool, with what all tools share."""
+    folder = Path(__file__).parent / "tables"
+    table, common = (read_configuration(folder / f"{each}.yaml") for each in (name, "common"))
     if table.pop("has_training_arguments", False):
-        known |= trainer_argument_names() - set(common["other_meaning"])
-    reasons = _by_key(common["fsdp_reasons"]) | _by_key(common["reasons"]) | _by_key(table.pop("reasons"))
-    reasons |= {key: HINTS[hint] for key, hint in table.pop("hints", {}).items()}
-    on_by_default = frozenset(table.pop("on_by_default"))
-    return Dialect(**table, known=frozenset(known), on_by_default=on_by_default, reasons=reasons)
-
-
-def fsdp_settings() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return settings of FSDP, without `fsdp_`, to the value that presets have anyway; and why none takes others."""
-    common = _table("common")
-    return common["fsdp_redundant"], _by_key(common["fsdp_reasons"])
+        table["known"] += trainer_argument_names() - set(common["other_meaning"])
+    fsdp, shared, own = (
+        {key: reason for reason, keys in by_reason.items() for key in keys}
+        for by_reason in (common["fsdp_reasons"], common["reasons"], table.pop("reasons"))
+    )
+    hints = {key: HINTS[hint] for key, hint in table.pop("hints", {}).items()}
+    table |= {"reasons": fsdp | shared | own | hints, "fsdp_reasons": fsdp, "fsdp_redundant": common["fsdp_redundant"]}
+    return Dialect(**table)
 
 
 class Draft:
@@ -169,7 +159,7 @@ class Draft:
 
     def among(self, *keys: str) -> list[str]:
         """Return those of the settings that are left."""
-        return [key for key in keys if key in self.left]
+        return [key for key in dict.fromkeys(keys) if key in self.left]
 
     def entries(self, name: str) -> list[str]:
         """Return the prefixes of the entries of a list that are left: `datasets[0].`."""
@@ -177,9 +167,9 @@ class Draft:
 
     # -- what becomes of a setting
 
-    def use(self, key: str, by: str) -> None:
-        """Record that a setting decided `by`: an argument, `--preset` or `--num-processes`."""
-        if key in self.left:
+    def use(self, *keys: str, by: str) -> None:
+        """Record that settings decided `by`: an argument, `--preset` or `--num-processes`."""
+        for key in self.among(*keys):
             del self.left[key]
             self._converted[key] = by
 
@@ -189,31 +179,29 @@ class Draft:
             del self.left[key]
             self._redundant.append(key)
 
-    def leave_out(self, key: str, reason: str) -> None:
-        """List a setting as not converted."""
-        if key in self.left:
+    def leave_out(self, *keys: str, reason: str) -> None:
+        """List settings as not converted."""
+        for key in self.among(*keys):
             self.report(key, self.left.pop(key), reason)
 
     def report(self, key: str, value: Any, reason: str) -> None:
         """List a value as not converted."""
         self._not_converted.append(NotConverted(key=key, value=value, reason=reason))
 
-    def assign(self, argument: str, value: Any, *, keys: Collection[str], note: str | None = None) -> None:
+    def assign(self, argument: str, value: Any, *keys: str, note: str | None = None) -> None:
         """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
         if argument in self.arguments:
-            for key in keys:
-                self.leave_out(key, f"{argument} is set already")
+            self.leave_out(*keys, reason=f"{argument} is set already")
             return
         self.arguments[argument] = typed(argument, value)
-        for key in keys:
-            self.use(key, argument)
+        self.use(*keys, by=argument)
         if note is not None:
             self.notes.setdefault(argument, note)
 
     def move(self, key: str, argument: str | None = None, *, note: str | None = None) -> None:
         """Set an argument, by default the one of the same name, to the value of a setting."""
         if key in self.left:
-            self.assign(argument or key, self.left[key], keys=[key], note=note)
+            self.assign(argument or key, self.left[key], key, note=note)
 
     def move_known(self, names: Collection[str]) -> None:
         """Move every setting that is among `names`, to the argument of the same name or to what it is an alias of."""
@@ -221,13 +209,14 @@ class Draft:
             try:
                 ((argument, value),) = canonical_values({key: self.left[key]}).items()
             except ToolkitError as error:
-                self.leave_out(key, error.message)
+                self.leave_out(key, reason=error.message)
                 continue
             choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
             if choices and str(value) not in choices:
-                self.leave_out(key, f"transformers has no {argument} {str(value)!r}: the default is used instead")
+                reason = f"transformers has no {argument} {str(value)!r}: the default is used instead"
+                self.leave_out(key, reason=reason)
             else:
-                self.assign(argument, value, keys=[key])
+                self.assign(argument, value, key)
 
     def default(self, argument: str, value: Any, *, note: str | None = None) -> None:
         """Set an argument to the other tool's default, unless the configuration sets it."""
@@ -248,7 +237,7 @@ class Draft:
     # -- rules that tools share
 
     def translate(self) -> None:
-        """Use every setting that the dialect's table decides alone, and set the tool's defaults."""
+        """Use every setting that the dialect's table decides alone."""
         table = self.dialect
         for key, value in list(self.left.items()):
             values = table.redundant.get(key, table.redundant.get(key.rpartition(".")[2], ()))
@@ -258,28 +247,28 @@ class Draft:
             ((argument, value),) = assignment.items()
             if isinstance(value, dict):
                 if str(self.get(key)) in value:
-                    self.assign(argument, value[str(self.get(key))], keys=[key])
+                    self.assign(argument, value[str(self.get(key))], key)
             elif self.is_on(key):
-                self.assign(argument, value, keys=[key])
+                self.assign(argument, value, key)
         for key, argument in table.moved.items():
             self.move(key, argument, note=table.notes.get(key))
         self.move_known(table.known)
 
-    def set_defaults(self) -> None:
+    def set_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Set what the tool does when a setting is absent, where that differs from ours."""
-        for argument, value in self.dialect.defaults.items():
+        for argument, value in defaults.items():
             self.default(argument, value, note=self.dialect.default_notes.get(argument))
 
     def take_lora_config(self) -> None:
         """Set `lora_config` from the settings that are fields of peft's LoraConfig, unless they are off."""
         named = {key: name for key, name in self.dialect.lora_config.items() if self.get(key) not in (None, False, [])}
         if named:
-            self.assign("lora_config", {name: self.get(key) for key, name in named.items()}, keys=list(named))
+            self.assign("lora_config", {name: self.get(key) for key, name in named.items()}, *named)
 
     def take_warmup(self) -> None:
         """Use the one of `warmup_steps` and `warmup_ratio` that counts, as transformers decides it."""
         if self.get("warmup_steps") and self.get("warmup_ratio"):
-            self.leave_out("warmup_ratio", "warmup_steps is set")
+            self.leave_out("warmup_ratio", reason="warmup_steps is set")
         else:
             self.drop("warmup_steps" if self.get("warmup_ratio") else "warmup_ratio")
 
@@ -299,7 +288,7 @@ class Draft:
             if is_one or (is_off and key not in self.dialect.on_by_default):
                 self.drop(key)
             else:
-                self.leave_out(key, self.dialect.reason(key))
+                self.leave_out(key, reason=self.dialect.reason(key))
         spec = load_preset(preset)
         # A switch that the preset does not support is listed; the method itself is not among them, and is refused.
         for reason in list(reasons(spec, Job.from_values(self.arguments))):
@@ -322,7 +311,7 @@ class Draft:
         )
 
 
-def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Collection[str] = ()) -> dict[str, Any]:
+def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Collection[str]) -> dict[str, Any]:
     """Give the settings inside blocks, and inside the entries of lists, names of their own.
 
     >>> flattened({"fsdp": {"x": 1}, "datasets": [{"path": "a"}, "b"]}, blocks=["fsdp"], lists=["datasets"])
@@ -341,9 +330,7 @@ def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Coll
 
 def block_of(values: Mapping[str, Any], key: str, source: object) -> dict[str, Any]:
     """Return a nested mapping, empty where it is missing. Raises ToolkitError for any other type."""
-    value = values.get(key)
-    if not value:
-        return {}
+    value = values.get(key) or {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise unexpected(source, key, value, "keys and values")
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,22 @@ from toolkit.convert.sources import (
     take_strategy,
 )
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown, unexpected
-from toolkit.files.yaml_files import read_configuration
+from toolkit.files.documents import read_configuration, shown, unexpected
 from toolkit.job.argument_aliases import HINTS
-
-IMAGE_KEYS = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches", "media_dir")
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of a LLaMA-Factory YAML. Raises ToolkitError for what is not supervised fine-tuning."""
-    _check_training(values, file)
-    draft = Draft(load_dialect("llama-factory"), values)
+    stage = values.get("stage", "sft")
+    if stage not in ("sft", "pt"):
+        raise ToolkitError(f"{file} is for stage {shown(stage)}, not supervised fine-tuning", hint=HINTS["stage"])
+    if not values.get("dataset") and not values.get("train_dataset"):
+        has_model = values.keys() & {"model", "model_name_or_path"}
+        why = "it is for inference, export or prediction" if has_model else "nor a model"
+        raise ToolkitError(f"{file} names no dataset to train on: {why}", hint="convert the file of `train`")
+    dialect = load_dialect("llama-factory")
+    dialect.check_training(values, file)
+    draft = Draft(dialect, values)
     is_v1 = "model" in values and "model_name_or_path" not in values
     chosen = _take_v1(draft, file) if is_v1 else None
     method = str(draft.get("peft_config.name", "full") if is_v1 else draft.get("finetuning_type", "lora"))
@@ -44,9 +48,9 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         _take_lora(draft)
     bits, kind = draft.get("quantization_bit"), str(draft.get("quantization_method", "bnb")).lower()
     if bits == 4 and kind in ("bnb", "bitsandbytes") and draft.get("quantization_type", "nf4") == "nf4":
-        draft.assign("load_in_4bit", True, keys=["quantization_bit"])
+        draft.assign("load_in_4bit", True, "quantization_bit")
         draft.drop("quantization_method", "quantization_type")
-    draft.leave_out("quantization_bit", draft.dialect.reason("quantization_bit"))
+    draft.leave_out("quantization_bit", reason=dialect.reason("quantization_bit"))
     draft.take_checkpointing_options()
     _take_packing(draft)
     for key in ("dataset", "eval_dataset"):
@@ -55,31 +59,16 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         # A data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml).
         named = str(draft.get("train_dataset"))
         listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
-        entries = read_configuration(listed) if listed is not None else {"train_dataset": {"path": named}}
+        entries = {"train_dataset": {"path": named}} if listed is None else read_configuration(listed)
         source = listed or file
         paths = [_text(block_of(entries, name, source), "path", f"{source}: {name}") for name in entries]
-        set_datasets(draft, [NamedData(path=path, keys=("train_dataset",)) for path in paths if path is not None])
+        set_datasets(draft, [NamedData(path, ("train_dataset",)) for path in paths if path is not None])
     draft.take_warmup()
     draft.translate()
-    draft.set_defaults()
+    draft.set_defaults(dialect.defaults)
     if not is_v1:
         draft.default("activation_checkpointing", True)  # hparams/model_args.py: disable_gradient_checkpointing
     return draft.finish(preset=take_strategy(draft, file, chosen=chosen))
-
-
-def _check_training(values: Mapping[str, Any], file: Path) -> None:
-    stage = values.get("stage", "sft")
-    if stage not in ("sft", "pt"):
-        raise ToolkitError(f"{file} is for stage {shown(stage)}, not supervised fine-tuning", hint=HINTS["stage"])
-    if not values.get("dataset") and not values.get("train_dataset"):
-        has_model = values.keys() & {"model", "model_name_or_path"}
-        why = "it is for inference, export or prediction" if has_model else "nor a model"
-        raise ToolkitError(f"{file} names no dataset to train on: {why}", hint="convert the file of `train`")
-    if any(values.get(key) for key in IMAGE_KEYS):
-        raise ToolkitError(
-            f"{file} trains on images or video, and the toolkit on text",
-            hint="a preset works with any trainer that accelerate launches: `toolkit preset export DIR`",
-        )
 
 
 def _take_v1(draft: Draft, file: Path) -> Choice:
@@ -88,19 +77,18 @@ def _take_v1(draft: Draft, file: Path) -> Choice:
     if draft.get("peft_config.target_modules") == "all":
         draft.left["peft_config.target_modules"] = ["all-linear"]
     if draft.get("quant_config.quantization_bit") == 4:
-        draft.assign("load_in_4bit", True, keys=["quant_config.quantization_bit", "quant_config.name"])
+        draft.assign("load_in_4bit", True, "quant_config.quantization_bit", "quant_config.name")
     name, config = draft.get("dist_config.name"), draft.get("dist_config.config_file")
     if name == "deepspeed" and config:
-        return replace(preset_of_deepspeed(config, file), keys=("dist_config.name", "dist_config.config_file"))
-    return Choice(preset="fsdp2" if name == "fsdp2" else "ddp", keys=("dist_config.name",))
+        return preset_of_deepspeed(config, file)._replace(keys=["dist_config.name", "dist_config.config_file"])
+    return Choice("fsdp2" if name == "fsdp2" else "ddp", keys=["dist_config.name"])
 
 
 def _take_lora(draft: Draft) -> None:
     draft.move("peft_config.r", "lora_r")
     draft.move_known(["lora_rank", "lora_target"])
     draft.default("lora_r", 8)  # finetuning_args.py: lora_rank; alpha is twice the rank, as here
-    draft.use("finetuning_type", "lora_r")
-    draft.use("peft_config.name", "lora_r")
+    draft.use("finetuning_type", "peft_config.name", by="lora_r")
     fields: dict[str, Any] = {key: True for key in ("use_dora", "use_rslora") if draft.is_on(key)}
     keys = list(fields)
     if draft.get("additional_target"):
@@ -109,18 +97,18 @@ def _take_lora(draft: Draft) -> None:
     if draft.is_on("pissa_init"):
         iterations = int(draft.number("pissa_iter", 16))
         fields["init_lora_weights"] = "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
-        keys += draft.among("pissa_init", "pissa_iter")
+        keys += ["pissa_init", "pissa_iter"]
     if fields:
-        draft.assign("lora_config", fields, keys=keys)
+        draft.assign("lora_config", fields, *keys)
 
 
 def _take_packing(draft: Draft) -> None:
     if draft.get("stage") == "pt":  # hparams/parser.py: rows are packed by default
-        draft.assign("packing", draft.get("packing", True), keys=draft.among("stage", "packing"))
+        draft.assign("packing", draft.get("packing", True), "stage", "packing")
         draft.notes["max_seq_length"] = "LLaMA-Factory splits a longer text into several rows; here it is truncated"
         draft.notes["packing"] = "rows do not attend to each other here; LLaMA-Factory joins them in pre-training"
     if draft.is_on("neat_packing"):
-        draft.assign("packing", True, keys=draft.among("neat_packing", "packing"))
+        draft.assign("packing", True, "neat_packing", "packing")
     elif draft.is_on("packing"):
         draft.move("packing", note="rows do not attend to each other here (neat_packing); in LLaMA-Factory they do")
     if draft.get("val_size"):
@@ -138,10 +126,9 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     info_path = find_file(f"{folder}/dataset_info.json", file)
     info = {} if info_path is None else read_configuration(info_path)
     shares = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
-    weighed = len(shares) == len(names)
     found: list[NamedData] = []
     for number, name in enumerate(names):
-        data: NamedData | str = NamedData(path=name, keys=(key,))
+        data: NamedData | str = NamedData(name, (key,))
         if folder != "ONLINE" and info_path is None:
             data = f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
         elif folder != "ONLINE" and info_path is not None:
@@ -149,12 +136,12 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         if isinstance(data, str):
             draft.report(key, name, data)
         else:
-            weight = _share(shares[number]) if weighed else None
-            found.append(replace(data, weight=weight, weight_key="interleave_probs"))
+            weight = _share(shares[number]) if len(shares) == len(names) else None
+            found.append(data._replace(weight=(weight, "interleave_probs")))
     set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
     draft.left.pop(key, None)
     if info_path is not None and key == "dataset":
-        draft.use("dataset_dir", "dataset")
+        draft.use("dataset_dir", by="dataset")
 
 
 def _share(text: str) -> float:
@@ -170,32 +157,26 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> Nam
         return "no such entry in dataset_info.json"
     source = f"{info_path}: {name[:80]}"
     entry = block_of(info, name, info_path)
-    columns, tags = (_texts(block_of(entry, name, source), f"{source}: {name}") for name in ("columns", "tags"))
+    columns, tags = (_texts(block_of(entry, each, source), f"{source}: {each}") for each in ("columns", "tags"))
     texts = ("formatting", "file_name", "hf_hub_url", "split", "subset")
     formatting, file_name, url, split, subset = (_text(entry, each, source) for each in texts)
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag"} & set(columns):
         return "preferences, images, video or audio: this script trains on text"
     if formatting in (None, "alpaca"):
         named = {columns.get("prompt", "instruction"), columns.get("response", "output")}
-        is_read = named == {"instruction", "output"} or columns == {"prompt": "text"}
-        reason = (
-            None
-            if is_read and not columns.get("history")
-            else ("rows are recognised by their fields: rename them (docs/how-to/data.md)")
-        )
+        if columns.get("history") or not (named == {"instruction", "output"} or columns == {"prompt": "text"}):
+            return "rows are recognised by their fields: rename them (docs/how-to/data.md)"
     else:
         role, content = str(tags.get("role_tag", "from")), str(tags.get("content_tag", "value"))
         reason = row_fields_reason(str(columns.get("messages", "conversations")), role, content)
-    if reason is not None:
-        return reason
+        if reason is not None:
+            return reason
     if file_name is not None:
         path = info_path.parent / file_name
-        return NamedData(
-            path=str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), keys=(key,)
-        )
+        return NamedData(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), (key,))
     if url is None:
         return "not on the Hugging Face hub"
-    return NamedData(path=url, keys=(key,), split=(split, key), config=(subset, key))
+    return NamedData(url, (key,), split=(split, key), config=(subset, key))
 
 
 def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from toolkit.convert.draft import PRESET, Dialect, Draft, block_of, fsdp_settings
+from toolkit.convert.draft import PRESET, Draft, block_of, load_dialect
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_configuration, shown
 from toolkit.files.reading import is_file, user_path
-from toolkit.files.value_limits import shown
-from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job
 from toolkit.presets.known_keys import OFFLOAD_DEVICES
@@ -40,28 +38,24 @@ def find_file(name: str, near: Path) -> Path | None:
 # -- data sets, as `--dataset` and the arguments next to it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamedData:
-    """One data set: a file or a hub id, and the settings that named it."""
+class NamedData(NamedTuple):
+    """A data set, and the settings that named it; a value that is not named is (None, "")."""
 
     path: str
+    """A file or a hub id."""
     keys: tuple[str, ...]
     split: tuple[Any, str] = (None, "")
-    """The split, where one is named, and the key that names it."""
     config: tuple[Any, str] = (None, "")
-    """The configuration's name on the hub, where one is named, and the key that names it."""
-    weight: float | None = None
-    weight_key: str = ""
+    weight: tuple[float | None, str] = (None, "")
 
 
 def named_data(settings: Mapping[str, Any], prefix: str) -> NamedData:
     """Return the data set of an entry with the arguments of `datasets.load_dataset`, as TRL and axolotl have them."""
-    path, files = str(settings.get("path", "")), settings.get("data_files")
-    keys: tuple[str, ...] = (f"{prefix}path",)
+    path, files, names = str(settings.get("path", "")), settings.get("data_files"), ["path"]
     if path in ("json", "csv", "parquet") and isinstance(files, (str, list)) and files:
-        path, keys = str(files[0] if isinstance(files, list) else files), (f"{prefix}path", f"{prefix}data_files")
-    split, config = (settings.get("split"), f"{prefix}split"), (settings.get("name"), f"{prefix}name")
-    return NamedData(path=path, keys=keys, split=split, config=config)
+        path, names = str(files[0] if isinstance(files, list) else files), ["path", "data_files"]
+    keys = tuple(f"{prefix}{name}" for name in names)
+    return NamedData(path, keys, (settings.get("split"), f"{prefix}split"), (settings.get("name"), f"{prefix}name"))
 
 
 def set_datasets(
@@ -74,16 +68,16 @@ def set_datasets(
     paths = list(dict.fromkeys(data.path for data in usable))
     keys = [key for data in usable for key in data.keys]
     if argument != "dataset" and len(paths) > 1:
-        for key in (key for data in usable[1:] for key in data.keys):
-            draft.leave_out(key, f"one {argument} is read")
-        paths, keys = paths[:1], list(usable[0].keys)
-    draft.assign(argument, paths if len(paths) > 1 else paths[0], keys=keys)
+        draft.leave_out(*(key for data in usable[1:] for key in data.keys), reason=f"one {argument} is read")
+        paths, keys = paths[:1], [*usable[0].keys]
+    draft.assign(argument, paths if len(paths) > 1 else paths[0], *keys)
     on_hub = all(is_hub_id(data.path) for data in usable)
     _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=on_hub)
     _set_same(draft, f"{argument}_config", [data.config for data in usable], on_hub=True)
-    weights = [data.weight for data in usable if data.weight is not None]
+    weights = [data.weight for data in usable if data.weight[0] is not None]
     if len(weights) == len(paths) > 1:
-        draft.assign("dataset_weights", weights, keys=[data.weight_key for data in usable], note=weights_note)
+        shares, share_keys = zip(*weights, strict=True)
+        draft.assign("dataset_weights", list(shares), *share_keys, note=weights_note)
 
 
 def _is_usable(draft: Draft, data: NamedData) -> bool:
@@ -104,7 +98,7 @@ def _set_same(draft: Draft, argument: str, found: Sequence[tuple[Any, str]], *, 
     if argument == "dataset_split" and values == {"train"}:
         draft.drop(*given)
     elif len(values) == 1 and len(given) == len(found) and on_hub:
-        draft.assign(argument, values.pop(), keys=list(given))
+        draft.assign(argument, values.pop(), *given)
     else:
         for key, value in given.items():
             draft.left.pop(key, None)
@@ -124,13 +118,12 @@ def row_fields_reason(messages: str, role: str, content: str) -> str | None:
 # -- the preset
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A preset, what it does differently, and the settings that decided it."""
 
     preset: str
     note: str | None = None
-    keys: tuple[str, ...] = ()
+    keys: Sequence[str] = ()
 
 
 def take_strategy(draft: Draft, near: Path, *, chosen: Choice | None = None) -> str:
@@ -138,28 +131,26 @@ def take_strategy(draft: Draft, near: Path, *, chosen: Choice | None = None) -> 
 
     `chosen` is what settings decide that only one tool has.
     """
-    choice = chosen or Choice(preset="ddp")
-    if chosen is None and draft.get("deepspeed"):
-        choice = replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
-    elif chosen is None and any(value for key, value in draft.left.items() if key.startswith("fsdp")):
-        choice = _preset_of_fsdp(draft)
+    if chosen is not None:
+        preset, note, keys = chosen
+    elif draft.get("deepspeed"):
+        preset, note, keys = preset_of_deepspeed(draft.get("deepspeed"), near)._replace(keys=["deepspeed"])
+    elif any(value for key, value in draft.left.items() if key.startswith("fsdp")):
+        preset, note, keys = _preset_of_fsdp(draft)
+    else:
+        preset, note, keys = Choice("ddp")
     job = Job.from_values(draft.arguments)
-    why = next((each.why for each in reasons(load_preset(choice.preset), job) if each.rule == "qlora"), None)
+    why = next((each.why for each in reasons(load_preset(preset), job) if each.rule == "qlora"), None)
     if why is not None:
-        for key in choice.keys:
-            draft.leave_out(key, f"not with load_in_4bit: {why}")
-        note = f"4-bit weights do not work under {choice.preset}: {why}"
-        choice = Choice(preset=_FOR_4BIT_WEIGHTS[choice.preset], note=note)
-    for key in choice.keys:
-        draft.use(key, PRESET)
-    if choice.note is not None:
-        draft.notes[PRESET] = choice.note
-    if draft.num_processes != 1 or choice.preset == "single":
-        return choice.preset
-    if unsupported(load_preset(choice.preset), world_size=1) is not None:
-        draft.notes[PRESET] = f"one process: {choice.preset} needs more"
-        return "single"
-    return "single" if choice.preset == "ddp" else choice.preset
+        draft.leave_out(*keys, reason=f"not with load_in_4bit: {why}")
+        note = f"4-bit weights do not work under {preset}: {why}"
+        preset = _FOR_4BIT_WEIGHTS[preset]
+    draft.use(*keys, by=PRESET)
+    if draft.num_processes == 1 and unsupported(load_preset(preset), world_size=1) is not None:
+        preset, note = "single", f"one process: {preset} needs more"
+    if note is not None:
+        draft.notes[PRESET] = note
+    return "single" if draft.num_processes == 1 and preset == "ddp" else preset
 
 
 def preset_of_deepspeed(value: Any, near: Path) -> Choice:
@@ -169,14 +160,13 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
     """
     path = None if isinstance(value, Mapping) else find_file(str(value), near)
     if isinstance(value, Mapping) or path is not None:
-        config = value if path is None else read_configuration(path)
-        zero = config.get("zero_optimization")
+        zero = (value if path is None else read_configuration(path)).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         if zero.get("zero_hpz_partition_size", 1) != 1 or zero.get("zero_quantized_weights"):
-            return Choice(preset="zeropp")
+            return Choice("zeropp")
         blocks = (zero.get(f"offload_{part}") for part in ("optimizer", "param"))
-        optimizer, param = (block.get("device") if isinstance(block, Mapping) else None for block in blocks)
-        return _preset_of_stage(zero.get("stage", 0), optimizer=optimizer, param=param)
+        devices = (block.get("device") if isinstance(block, Mapping) else None for block in blocks)
+        return _preset_of_stage(zero.get("stage", 0), *devices)
     name = str(value)
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(name).name.lower())
     if found is None:
@@ -184,24 +174,22 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
         raise ToolkitError(f"no such DeepSpeed configuration: {name[:200]}", hint=hint)
     device = "cpu" if "offload" in name.lower() else None
     note = f"chosen by the name {name[:200]}: there is no such file here"
-    return replace(_preset_of_stage(found[1], optimizer=device, param=device), note=note)
+    return _preset_of_stage(found[1], device, device)._replace(note=note)
 
 
-def _preset_of_stage(given: Any, *, optimizer: str | None, param: str | None) -> Choice:
-    if str(given) not in ("0", "1", "2", "3"):
-        raise ToolkitError(f"the ZeRO stage is {shown(given)}, expected 0, 1, 2 or 3")
+def _preset_of_stage(stage: Any, optimizer: Any, param: Any) -> Choice:
+    if str(stage) not in ("0", "1", "2", "3"):
+        raise ToolkitError(f"the ZeRO stage is {shown(stage)}, expected 0, 1, 2 or 3")
     for device in (optimizer, param):
         if device not in (None, *OFFLOAD_DEVICES):
             raise ToolkitError(f"an offload device is {shown(device)}, expected {', '.join(OFFLOAD_DEVICES)}")
-    stage = int(given)
-    devices = {device for device in (optimizer, param) if device not in (None, "none")}
+    stage, devices = int(stage), {optimizer, param} - {None, "none"}
     if stage == 0 or not devices:
-        return Choice(preset=("ddp", "zero1", "zero2", "zero3")[stage])
+        return Choice(("ddp", "zero1", "zero2", "zero3")[stage])
     if stage < 3:
-        note = "optimizer states and gradients are sharded" if stage == 1 else None
-        return Choice(preset="zero2_cpu_offload", note=note)
+        return Choice("zero2_cpu_offload", "optimizer states and gradients are sharded" if stage == 1 else None)
     note = None if {optimizer, param} == devices else "offloads both the parameters and the optimizer states"
-    return Choice(preset="zero3_nvme_offload" if "nvme" in devices else "zero3_cpu_offload", note=note)
+    return Choice("zero3_nvme_offload" if "nvme" in devices else "zero3_cpu_offload", note)
 
 
 def _fsdp_keys(name: str) -> tuple[str, ...]:
@@ -210,18 +198,17 @@ def _fsdp_keys(name: str) -> tuple[str, ...]:
 
 def _preset_of_fsdp(draft: Draft) -> Choice:
     """The preset for `fsdp`, `fsdp_config`, `fsdp_version` and the flags of `accelerate launch`."""
-    nested = {name.removeprefix("fsdp_"): value for name, value in draft.nested("fsdp_config.").items()}
-    flags = [key for key in draft.left if key.startswith("fsdp_") and not key.startswith("fsdp_config")]
-    nested |= {key.removeprefix("fsdp_"): draft.get(key) for key in flags}
-    redundant, why = fsdp_settings()
+    nested = draft.nested("fsdp_config.")
+    nested |= {key: value for key, value in draft.left.items() if key.startswith("fsdp_") and "fsdp_config" not in key}
+    nested = {name.removeprefix("fsdp_"): value for name, value in nested.items()}
     for name, value in nested.items():
         for key in draft.among(*_fsdp_keys(name)):
             if name == "activation_checkpointing" and is_true(value):
-                draft.assign("activation_checkpointing", True, keys=[key])
-            elif redundant.get(name) == value:
+                draft.assign("activation_checkpointing", True, key)
+            elif draft.dialect.fsdp_redundant.get(name) == value:
                 draft.drop(key)
-            elif name in why:
-                draft.leave_out(key, why[name])
+            elif name in draft.dialect.fsdp_reasons:
+                draft.leave_out(key, reason=draft.dialect.fsdp_reasons[name])
     words = draft.get("fsdp", "")
     named = " ".join(map(str, words)) if isinstance(words, list) else str(words)
     strategy = f"{named} {nested.get('sharding_strategy', '')} {nested.get('reshard_after_forward', '')}".lower()
@@ -230,14 +217,14 @@ def _preset_of_fsdp(draft: Draft) -> Choice:
     elif is_true(nested.get("offload_params", False)) or "offload" in strategy:
         preset = "fsdp2_cpu_offload"
     elif "hybrid" in strategy or draft.number("dp_replicate_size", 1) > 1:
-        draft.use("dp_replicate_size", PRESET)
+        draft.use("dp_replicate_size", by=PRESET)
         preset = "fsdp2_hybrid"
     else:
         preset = "fsdp2_grad_op" if "shard_grad_op" in strategy or "false" in strategy else "fsdp2"
     is_old = str(nested.get("version", draft.get("fsdp_version", "1"))) == "1"
     deciding = ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params")
     keys = ("fsdp", "fsdp_version", "fsdp_config", *(key for name in deciding for key in _fsdp_keys(name)))
-    return Choice(preset=preset, note=FSDP1_NOTE if is_old else None, keys=keys)
+    return Choice(preset, FSDP1_NOTE if is_old else None, keys)
 
 
 def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
@@ -247,9 +234,8 @@ def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
         deepspeed = block_of(config, "deepspeed_config", near)
         if deepspeed.get("deepspeed_config_file"):
             return preset_of_deepspeed(deepspeed["deepspeed_config_file"], near)
-        devices = {part: deepspeed.get(f"offload_{part}_device") for part in ("optimizer", "param")}
-        return _preset_of_stage(deepspeed.get("zero_stage", 2), **devices)
+        devices = (deepspeed.get(f"offload_{part}_device") for part in ("optimizer", "param"))
+        return _preset_of_stage(deepspeed.get("zero_stage", 2), *devices)
     if kind == "FSDP":
-        flat = {f"fsdp_config.{name}": value for name, value in block_of(config, "fsdp_config", near).items()}
-        return replace(_preset_of_fsdp(Draft(Dialect(tool="accelerate"), flat)), keys=())
-    return Choice(preset="single" if kind == "NO" else "ddp")
+        return _preset_of_fsdp(Draft(load_dialect("trl"), {"fsdp_config": block_of(config, "fsdp_config", near)}))
+    return Choice("single" if kind == "NO" else "ddp")

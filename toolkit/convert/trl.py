@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from toolkit.convert.sources import (
     take_strategy,
 )
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_configuration
 from toolkit.files.reading import is_file, user_path
-from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
 SCRIPTS = ("sft.py", "trl.scripts.sft")
@@ -53,19 +52,17 @@ def _training_flags(words: Sequence[str], path: Path) -> list[str] | None:
     names = [Path(word).name for word in words]
     if "trl" in names:
         start = names.index("trl") + 1
-        if names[start : start + 1] == ["sft"]:
+        command = "".join(names[start : start + 1])
+        if command == "sft":
             return list(words[start + 1 :])
-        if set(names[start : start + 1]) & set(OTHER_COMMANDS):
-            raise ToolkitError(
-                f"{path} is for `trl {names[start]}`, not supervised fine-tuning",
-                hint="a preset works with TRL's own trainer: `toolkit preset export DIR`",
-            )
+        if command in OTHER_COMMANDS:
+            hint = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
+            raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=hint)
     script = next((number for number, name in enumerate(names) if name in SCRIPTS), None)
     if script is None:
         return None
-    launcher = [number for number, name in enumerate(names[:script]) if name in ("launch", "torchrun", "run")]
-    before = words[launcher[0] + 1 : script] if launcher else []
-    return [*(word for word in before if word != "-m"), *words[script + 1 :]]
+    launcher = next((number for number, name in enumerate(names) if name in ("launch", "torchrun", "run")), script)
+    return [*(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
 
 
 def _settings(flags: Sequence[str], path: Path) -> dict[str, Any]:
@@ -103,32 +100,28 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     # The default of the loss depends on the data: trainer/sft_config.py.
     for key in ("assistant_only_loss", "completion_only_loss"):
         if draft.is_on(key):
-            draft.assign("loss_on", "assistant", keys=[key])
+            draft.assign("loss_on", "assistant", key)
     if "loss_on" not in draft.arguments and "completion_only_loss" in draft.left:
-        draft.assign("loss_on", "all", keys=["completion_only_loss"])
-    note = "TRL's default for conversations; remove it for prompt/completion data, where only the completion counts"
-    draft.default("loss_on", "all", note=note)
+        draft.assign("loss_on", "all", "completion_only_loss")
+    draft.set_defaults({"loss_on": "all"})
     draft.take_checkpointing_options()
     draft.take_warmup()
     draft.translate()
-    draft.set_defaults()
+    draft.set_defaults(draft.dialect.defaults)
     return draft.finish(preset=_take_launch(draft, file))
 
 
 def _take_lora(draft: Draft) -> None:
-    """LoRA is trained with `use_peft` only; the defaults are those of trainer/model_config.py."""
-    flags, fields = ("lora_alpha", "lora_dropout", "lora_target_modules"), draft.dialect.lora_config
+    """LoRA is trained with `use_peft` only."""
+    defaults, fields = draft.dialect.lora_defaults, draft.dialect.lora_config
     if not draft.is_on("use_peft"):
-        for key in ("lora_r", *flags, *fields, "lora_task_type"):
-            draft.leave_out(key, "no adapter is trained: `use_peft` is not set")
+        reason = "no adapter is trained: `use_peft` is not set"
+        draft.leave_out("lora_r", *defaults, *fields, "lora_task_type", reason=reason)
         return
-    draft.assign("lora_r", draft.get("lora_r", 16), keys=draft.among("use_peft", "lora_r"))
-    for name in flags:
+    draft.assign("lora_r", draft.get("lora_r", 16), "use_peft", "lora_r")
+    for name in defaults:
         draft.move(name)
-    draft.default("lora_alpha", 32)
-    draft.default("lora_dropout", 0.05)
-    note = "peft's default for Llama, Mistral, Gemma and Qwen; `[all-linear]` adapts all linear layers"
-    draft.default("lora_target_modules", ["q_proj", "v_proj"], note=note)
+    draft.set_defaults(defaults)
     if draft.is_on("load_in_4bit"):
         draft.move("load_in_4bit")
     for key in draft.among(*fields):  # flags: text for a switch, and for a list of one name
@@ -145,9 +138,9 @@ def _take_data(draft: Draft) -> None:
     for prefix in draft.entries("datasets"):
         key = f"{prefix}fraction"
         weight = draft.number(key, 1) if key in draft.left else None
-        sources.append(replace(named_data(draft.nested(prefix), prefix), weight=weight, weight_key=key))
+        sources.append(named_data(draft.nested(prefix), prefix)._replace(weight=(weight, key)))
     if sources:
-        draft.leave_out("dataset_name", "`datasets` is given, and used instead")
+        draft.leave_out("dataset_name", reason="`datasets` is given, and used instead")
         note = "TRL leaves rows out until the shares are right; here rows of the smaller data sets are repeated"
         set_datasets(draft, sources, weights_note=note)
         draft.move("test_split_size", "val_size")
@@ -155,10 +148,10 @@ def _take_data(draft: Draft) -> None:
     if name is None:
         return
     split, config = ((draft.get(key), key) for key in ("dataset_train_split", "dataset_config"))
-    set_datasets(draft, [NamedData(path=str(name), keys=("dataset_name",), split=split, config=config)])
+    set_datasets(draft, [NamedData(str(name), ("dataset_name",), split, config)])
     # TRL evaluates on another split of the same data (scripts/sft.py, scripts/utils.py).
     if str(draft.get("eval_strategy", "no")) == "no":
-        draft.leave_out("dataset_test_split", "there is no evaluation: `eval_strategy` is not set")
+        draft.leave_out("dataset_test_split", reason="there is no evaluation: `eval_strategy` is not set")
         return
     draft.default("eval_dataset", str(name))
     draft.move("dataset_test_split", "eval_dataset_split")
@@ -170,15 +163,14 @@ def _take_launch(draft: Draft, file: Path) -> str:
     chosen = _accelerate_choice(draft, file)
     for key in draft.among("num_processes", "nproc_per_node"):
         draft.num_processes = int(draft.number(key, 1))
-        draft.use(key, NUM_PROCESSES)
+        draft.use(key, by=NUM_PROCESSES)
     if chosen is None and draft.is_on("use_deepspeed"):
         keys = draft.among("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device")
         config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {name: draft.get(name) for name in keys}}
-        chosen = replace(preset_of_accelerate(config, file), keys=tuple(keys))
+        chosen = preset_of_accelerate(config, file)._replace(keys=keys)
     switches = [key for key in ("multi_gpu", "use_deepspeed", "use_fsdp") if draft.is_on(key)]
     preset = take_strategy(draft, file, chosen=chosen)
-    for key in switches:
-        draft.use(key, PRESET)
+    draft.use(*switches, by=PRESET)
     return preset
 
 
@@ -190,10 +182,10 @@ def _accelerate_choice(draft: Draft, file: Path) -> Choice | None:
             config = read_configuration(path)
             processes = config.get("num_processes")
             draft.num_processes = processes if type(processes) is int else None
-            return replace(preset_of_accelerate(config, path), keys=(key,))
+            return preset_of_accelerate(config, path)._replace(keys=[key])
         known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
         if known is None:
-            message = f"{file}: no such accelerate configuration: {name[:200]}"
-            raise ToolkitError(message, hint="run this where the file is")
-        return Choice(preset=known, note=FSDP1_NOTE if known == "fsdp2" and "1" in name else None, keys=(key,))
+            hint = "run this where the file is"
+            raise ToolkitError(f"{file}: no such accelerate configuration: {name[:200]}", hint=hint)
+        return Choice(known, FSDP1_NOTE if known == "fsdp2" and "1" in name else None, keys=[key])
     return None

@@ -15,7 +15,7 @@ from toolkit.units import MIB
 
 # A row is a document at most: a long book has 5 MiB.
 MAX_ROW_BYTES = 16 * MIB
-_CHUNK_CHARS = 2**20
+LONGEST_TOKEN = 16  # characters of what JSON has beside texts and numbers: `-Infinity`, `\\ud83d`
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
 
@@ -76,84 +76,75 @@ def describe_json_error(error: ValueError | RecursionError) -> str:
 
 
 class JsonList:
-    """The elements of one JSON list, decoded as they are read, so that memory does not grow with the file."""
+    """The elements of one JSON list, decoded as they are read: the text of two rows, at most, is in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.text = ""
         self.position = 0
         """Index in `text` of the next character to decode."""
-        self.chars_dropped = 0
         self.line = 1
-        self.line_position = 0
-        """`line` is the line of the character at `line_position`."""
+        """The line of that character."""
+        self.chars_dropped = 0
 
     def rows(self) -> Iterator[ReadValue]:
         """Yield every element. Raises ToolkitError with row and line for malformed JSON."""
         with io.TextIOWrapper(open_file(self.path), encoding="utf-8-sig") as self.file:
             number = 0
             self._take("[")
-            while self._peek() != "]":
+            while self._next() != "]":
                 if number:
                     self._take(",")
-                    self._peek()
+                    self._next()
                 number += 1
-                self.line, self.line_position = self._line(self.position), self.position
                 place = f"row {number}, line {self.line}"
                 yield ReadValue(place, self._value(place), self.chars_dropped + self.position)
             self._take("]")
-            if self._peek():
-                raise error_at(self.path, f"line {self._line(self.position)}", "more text after the end of the list")
+            if self._next():
+                raise error_at(self.path, f"line {self.line}", "more text after the end of the list")
 
-    def _more(self) -> bool:
-        """Drop the decoded text and read the next chunk; False at the end of the file."""
-        self.line, self.line_position = self._line(self.position), 0
-        self.chars_dropped += self.position
-        rest = self.text[self.position :]
+    def _next(self) -> str:
+        """Go to the next character that is not white space, and return it; empty at the end of the file.
+
+        A row that begins there is completely in `text`.
+        """
+        while True:
+            space = _SPACE.match(self.text, self.position)
+            self._go_to(space.end() if space else self.position)
+            if len(self.text) - self.position >= MAX_ROW_BYTES or not (chunk := self._read()):
+                return self.text[self.position : self.position + 1]
+            self.chars_dropped += self.position
+            self.text, self.position = self.text[self.position :] + chunk, 0
+
+    def _go_to(self, position: int) -> None:
+        self.line += self.text.count("\n", self.position, position)
+        self.position = position
+
+    def _read(self) -> str:
         try:
-            chunk = self.file.read(max(_CHUNK_CHARS, len(rest)))
+            return self.file.read(MAX_ROW_BYTES)
         except UnicodeDecodeError:
             for _ in Lines(self.path):  # raises at the invalid byte
                 pass
             raise
-        self.text, self.position = rest + chunk, 0
-        return bool(chunk)
-
-    def _peek(self) -> str:
-        """Return the next character that is not white space; empty at the end of the file."""
-        while True:
-            space = _SPACE.match(self.text, self.position)
-            self.position = space.end() if space else self.position
-            if self.position < len(self.text):
-                return self.text[self.position]
-            if not self._more():
-                return ""
 
     def _take(self, expected: str) -> None:
-        if self._peek() != expected:
+        if self._next() != expected:
             why = f"malformed JSON: expected `{expected}`" + (" or `]`" if expected == "," else "")
-            raise error_at(self.path, f"line {self._line(self.position)}", why)
+            raise error_at(self.path, f"line {self.line}", why)
         self.position += 1
 
     def _value(self, place: str) -> Any:
-        """Decode one element. An error that moves when more text is read is an element cut off by the chunk."""
-        failed_at = -1
-        while True:
-            try:
-                value, self.position = _DECODER.raw_decode(self.text, self.position)
-                return value
-            except json.JSONDecodeError as error:
-                offset = error.pos - self.position
-                is_final = offset == failed_at and not error.msg.startswith("Unterminated string")
-                line = self._line(error.pos)
-                if len(self.text) - self.position > MAX_ROW_BYTES:
-                    raise over_limit(self.path, place) from None
-                if is_final or not self._more():
-                    where = place if place.endswith(f"line {line}") else f"{place} (error in line {line})"
-                    raise error_at(self.path, where, f"malformed JSON: {error.msg}") from None
-                failed_at = offset
-            except (ValueError, RecursionError) as error:
-                raise error_at(self.path, place, describe_json_error(error)) from None
-
-    def _line(self, position: int) -> int:
-        return self.line + self.text.count("\n", self.line_position, position)
+        try:
+            value, end = _DECODER.raw_decode(self.text, self.position)
+        except json.JSONDecodeError as error:
+            at_end = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - LONGEST_TOKEN
+            if at_end and len(self.text) - self.position > MAX_ROW_BYTES:
+                raise over_limit(self.path, place) from None
+            line = self.line + self.text.count("\n", self.position, error.pos)
+            where = place if line == self.line else f"{place} (error in line {line})"
+            raise error_at(self.path, where, f"malformed JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:
+            raise error_at(self.path, place, describe_json_error(error)) from None
+        self._go_to(end)
+        return value

@@ -3,7 +3,7 @@
 A check is a function named like the check; its docstring says what it looks at:
 
     @node_check(threshold="below 1 GiB (a container has 64 MiB by default)", source="https://...")
-    def shared_memory(node: NodeReadings) -> Outcome: ...
+    def shared_memory(node: NodeReadings, outcome: Outcome) -> None: ...
 
 The table in docs/how-to/doctor.md is generated from the registered checks.
 """
@@ -30,8 +30,7 @@ from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
-LEVELS = (ERROR, WARNING, NOTE)
+LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
 OK, SKIPPED = "ok", "skipped"
 OWN_CHOICE = "our choice"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -49,6 +48,8 @@ class NodeReadings:
     def __init__(self, options: DoctorOptions, model: str | None = None) -> None:
         self.options = options
         self.model = model
+        self.output_dir = user_path(options.output_dir or ".").absolute()
+        """Folder of the run, which may not exist yet."""
 
     @cached_property
     def nvml(self) -> list[Nvml] | ToolkitError:
@@ -94,15 +95,10 @@ class NodeReadings:
         """The preset that the node is checked for."""
         return None if self.options.preset is None else load_preset(self.options.preset)
 
-    @property
+    @cached_property
     def processes(self) -> int:
         """Ranks that a job starts on this node."""
         return self.options.num_processes or count_gpus() or CPU_PROCESSES
-
-    @property
-    def output_dir(self) -> Path:
-        """Folder of the run, which may not exist yet."""
-        return user_path(self.options.output_dir or ".").absolute()
 
     @cached_property
     def planned_host_bytes(self) -> int | None:
@@ -134,7 +130,7 @@ class NodeFinding:
 class Outcome:
     """What a check measured, and what is wrong with it."""
 
-    measured: dict[str, Any]
+    measured: dict[str, Any] = field(default_factory=dict)
     findings: list[NodeFinding] = field(default_factory=list)
     skipped: str | None = None
     """Why nothing was measured."""
@@ -143,19 +139,17 @@ class Outcome:
     @property
     def status(self) -> str:
         """The worst level of its findings, `ok`, or `skipped`."""
-        worst = min((LEVELS.index(finding.level) for finding in self.findings), default=None)
-        return SKIPPED if self.skipped else OK if worst is None else LEVELS[worst]
+        return SKIPPED if self.skipped else min((each.level for each in self.findings), key=LEVELS.index, default=OK)
 
-    def add(self, level: str, what: str, value: object, expected: object, fix: str) -> None:
-        """Add a finding."""
+    def add(self, level: str, what: str, value: object, expected: object, fix: str, *, gpu: Nvml | None = None) -> None:
+        """Add a finding: of the node, or of one GPU, whose index replaces `{index}` in the fix."""
+        if gpu is not None:
+            what, fix = f"{gpu.label}: {what}", fix.format(index=gpu.index)
         self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
 
     def add_refusal(self, error: ToolkitError, value: object, expected: str) -> None:
         """Add the refusal of another part of the toolkit as an error, with its hint as the fix."""
         self.add(ERROR, error.message, value, expected, error.hint or "see above")
-
-
-Examine = Callable[[NodeReadings], Outcome]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,35 +164,35 @@ class NodeCheck:
     """Where the threshold comes from: an address, or `our choice` with the reason."""
     long: bool
     """Runs with `--long` only."""
-    examine: Examine
+    examine: Callable[[NodeReadings, Outcome], None]
+    """Adds what it measured, and what is wrong."""
+
+    def run(self, node: NodeReadings) -> Outcome:
+        """Examine a node. Whatever a broken one answers becomes a skipped check with the reason, never a traceback."""
+        outcome, started = Outcome(), time.monotonic()
+        try:
+            self.examine(node, outcome)
+        except NotMeasured as reason:
+            outcome = Outcome(skipped=str(reason))
+        except (OSError, ToolkitError) as error:
+            outcome = Outcome(skipped=f"cannot be read: {error}")
+        outcome.findings.sort(key=lambda finding: LEVELS.index(finding.level))
+        outcome.seconds = round(time.monotonic() - started, 3)
+        return outcome
 
 
 CHECKS: dict[str, NodeCheck] = {}
+Examine = Callable[[NodeReadings, Outcome], None]
 
 
 def node_check(*, threshold: str, source: str, long: bool = False) -> Callable[[Examine], Examine]:
     """Register a function as the check of its name, with its docstring as what it looks at."""
 
     def register(examine: Examine) -> Examine:
-        name = examine.__name__.replace("_", "-")
-        looks_at = " ".join((examine.__doc__ or "").split()).removesuffix(".")
+        name, looks_at = examine.__name__.replace("_", "-"), " ".join((examine.__doc__ or "").split()).removesuffix(".")
         CHECKS[name] = NodeCheck(
             name=name, looks_at=looks_at, threshold=threshold, source=source, long=long, examine=examine
         )
         return examine
 
     return register
-
-
-def run_check(check: NodeCheck, node: NodeReadings) -> Outcome:
-    """Run one check. Whatever a broken node answers becomes a skipped check with the reason, never a traceback."""
-    started = time.monotonic()
-    try:
-        outcome = check.examine(node)
-    except NotMeasured as reason:
-        outcome = Outcome({}, skipped=str(reason))
-    except (OSError, ToolkitError) as error:
-        outcome = Outcome({}, skipped=f"cannot be read: {error}")
-    outcome.findings.sort(key=lambda finding: LEVELS.index(finding.level))
-    outcome.seconds = round(time.monotonic() - started, 3)
-    return outcome

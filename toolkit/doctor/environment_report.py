@@ -16,9 +16,8 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit._version import __version__
 from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
@@ -56,8 +55,8 @@ MAX_FILE_LINES = 40
 SEVERAL_LINES = ("packages", "compilers", "disks", "variables", "files")
 
 
-def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the facts of this node and environment, without secrets; None is unknown, or no limit."""
+def environment_report() -> dict[str, Any]:
+    """Return the facts of this node and its environment, without secrets; None is unknown, or no limit."""
     node = describe_node()
     facts = {
         "version": __version__,
@@ -74,46 +73,46 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str,
         "gpu_topology": gpu_topology(),
         "infiniband": [f"{port.name}: {port.rate or NOT_AVAILABLE}" for port in rdma_ports()],
         "network_interfaces": [path.name for path in entries_of(Path("/sys/class/net"))],
-        "compilers": compiler_versions(environment),
+        "compilers": compiler_versions(),
         "libaio_header": has_libaio_header(),
         "compiled_ops": compiled_ops(),
         **{name: node[name] for name in ("cpu", "cpu_count", "host_memory_bytes")},
         "cpu_limit": cpu_limit(),
         "memory_limit_bytes": memory_limit_bytes(),
         "shared_memory_bytes": filesystem_bytes(SHARED_MEMORY),
-        "disks": described_disks({"working directory": Path.cwd()} | usual_folders(environment)),
-        "hub_login": hub_login(environment),
-        "variables": shown_variables(environment),
-        "files": _configuration_files(environment),
+        "disks": described_disks({"working directory": Path.cwd()} | usual_folders()),
+        "hub_login": hub_login(),
+        "variables": shown_variables(),
+        "files": _configuration_files(),
     }
-    hidden: dict[str, Any] = without_secrets(facts, environment)
+    hidden: dict[str, Any] = without_secrets(facts)
     return hidden
 
 
-def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def shown_variables() -> dict[str, str]:
     """Return the variables that libraries read, in name order; of one that holds a secret, only that it is set."""
     variables = dict.fromkeys(TOKEN_VARIABLES, "not set")
-    for name, value in environment.items():
+    for name, value in os.environ.items():
         if name in NAMES or name.startswith(PREFIXES):
             variables[name] = "set" if is_secret_name(name) else value
     return dict(sorted(variables.items()))
 
 
-def _configuration_files(environment: Mapping[str, str]) -> dict[str, str]:
+def _configuration_files() -> dict[str, str]:
     """First lines of the files that change a run without being named in its command; of a secret, only the key."""
     paths = [
-        Path(environment.get("ACCELERATE_CONFIG_FILE") or hub_home(environment) / "accelerate/default_config.yaml"),
+        Path(os.environ.get("ACCELERATE_CONFIG_FILE") or hub_home() / "accelerate/default_config.yaml"),
         home_folder() / ".deepspeed_env",
         Path(".deepspeed_env").absolute(),
-        Path(environment.get("NCCL_CONF_FILE") or home_folder() / ".nccl.conf"),
+        Path(os.environ.get("NCCL_CONF_FILE") or home_folder() / ".nccl.conf"),
         Path("/etc/nccl.conf"),
     ]
     shown: dict[str, str] = {}
     for path in paths:
         lines = (text_of(path) or "").splitlines()[:MAX_FILE_LINES]
         for number, line in enumerate(lines):
-            found = re.match(r"([^=:]*[=:]\s*)\S", line)
-            lines[number] = f"{found[1]}{HIDDEN}" if found and is_secret_name(found[1]) else line
+            key = re.match(r"([^=:]*[=:]\s*)\S", line)
+            lines[number] = f"{key[1]}{HIDDEN}" if key and is_secret_name(key[1]) else line
         shown |= {str(path): "\n".join(lines)} if lines else {}
     return shown
 
@@ -129,7 +128,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
             elif name != "packages" or entry is not None:
                 lines.append(f"- {key}: {text}")
     text, home = "\n".join(lines), str(home_folder())  # which often is a person's name
-    return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|$)", "~", text)
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
 
 
 def shown(name: str, value: Any) -> str:
@@ -159,8 +158,7 @@ def _words(name: str) -> str:
 # -- Facts of the report that checks judge, too
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RdmaPort:
+class RdmaPort(NamedTuple):
     """One port of InfiniBand, RoCE or EFA in the kernel's files; None where they do not say."""
 
     name: str
@@ -174,33 +172,30 @@ class RdmaPort:
     @property
     def gigabits_per_second(self) -> float:
         """The rate as a number; 0 if it is not known."""
-        found = re.match(r"[\d.]+", self.rate or "")
-        return float(found[0]) if found else 0.0
+        number = re.match(r"[\d.]+", self.rate or "")
+        return float(number[0]) if number else 0.0
 
 
 def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[RdmaPort]:
     """Return the RDMA ports that the kernel lists."""
-    return [
-        RdmaPort(
-            name=f"{device.name} port {port.name}",
-            state=(text_of(port / "state") or "").rpartition(": ")[2] or None,  # of `4: ACTIVE`
-            rate=text_of(port / "rate"),
-            link_layer=text_of(port / "link_layer"),
-        )
-        for device in entries_of(root)
-        for port in entries_of(device / "ports")
-    ]
+    ports = []
+    for device in entries_of(root):
+        for port in entries_of(device / "ports"):
+            state, rate, link_layer = (text_of(port / name) for name in ("state", "rate", "link_layer"))
+            state = (state or "").rpartition(": ")[2] or None  # of `4: ACTIVE`
+            ports.append(RdmaPort(f"{device.name} port {port.name}", state, rate, link_layer))
+    return ports
 
 
 def driver_cuda_version() -> str | None:
     """Return the newest CUDA that the driver supports."""
-    found = re.search(r"CUDA Version\s*:\s*([\d.]+)", output_of("nvidia-smi", "--version") or "")
-    return found[1] if found else None
+    version = re.search(r"CUDA Version\s*:\s*([\d.]+)", output_of("nvidia-smi", "--version") or "")
+    return version[1] if version else None
 
 
-def compiler_versions(environment: Mapping[str, str]) -> dict[str, str | None]:
+def compiler_versions() -> dict[str, str | None]:
     """Return the version line of nvcc, of the C++ and C compilers that torch would call, and of ninja."""
-    programs = dict.fromkeys([environment.get("CXX") or "c++", environment.get("CC") or "gcc", "ninja"])
+    programs = dict.fromkeys([os.environ.get("CXX") or "c++", os.environ.get("CC") or "gcc", "ninja"])
     versions: dict[str, str | None] = {}
     for name, program in {"nvcc": find_nvcc(), **{name: name for name in programs}}.items():
         lines = (output_of(str(program), "--version") or "").splitlines() if program else []
@@ -227,31 +222,29 @@ def described_disks(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     return {name: {"path": str(path), **disk_facts(existing_folder(path))} for name, path in folders.items()}
 
 
-def usual_folders(environment: Mapping[str, str]) -> dict[str, Path]:
+def usual_folders() -> dict[str, Path]:
     """Return the hub's cache, the toolkit's cache, and the folder for temporary files."""
-    temporary = Path(environment.get("TMPDIR") or "/tmp")
-    return {"hub cache": hub_home(environment), "toolkit cache": cache_folder(), "temporary files": temporary}
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp")
+    return {"hub cache": hub_home(), "toolkit cache": cache_folder(), "temporary files": temporary}
 
 
-def hub_home(environment: Mapping[str, str] = os.environ) -> Path:
+def hub_home() -> Path:
     """Return the folder of the Hugging Face hub: its cache and its token."""
-    cache = environment.get("XDG_CACHE_HOME") or home_folder() / ".cache"
-    return user_path(environment.get("HF_HOME") or Path(cache) / "huggingface")
+    cache = os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache"
+    return user_path(os.environ.get("HF_HOME") or Path(cache) / "huggingface")
 
 
-def token_file(environment: Mapping[str, str] = os.environ) -> Path:
+def token_file() -> Path:
     """Return the path of the hub's token, which may not exist."""
-    return Path(environment.get("HF_TOKEN_PATH") or hub_home(environment) / "token")
+    return Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token")
 
 
-def hub_login(environment: Mapping[str, str] = os.environ) -> str | None:
+def hub_login() -> str | None:
     """Return where the hub's token comes from; None without one. The token itself is not read."""
-    if environment.get("HF_TOKEN"):
-        return "HF_TOKEN"
-    return "token file" if token_file(environment).is_file() else None
+    return "HF_TOKEN" if os.environ.get("HF_TOKEN") else "token file" if token_file().is_file() else None
 
 
-def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+def without_secrets(value: Any) -> Any:
     """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
-    stored = text_of(token_file(environment))
-    return hide_secrets(value, known=[stored] if stored else [], environment=environment)
+    stored = text_of(token_file())
+    return hide_secrets(value, known=[stored] if stored else [])

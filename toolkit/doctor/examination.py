@@ -1,7 +1,7 @@
 """Run the checks of a node and show what was found; compare the reports of several nodes.
 
 >>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
->>> [found.fact for found in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
+>>> [difference.fact for difference in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
 ['version torch']
 """
 
@@ -19,23 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor import gpu_checks, host_checks, software_checks, speed_checks
-from toolkit.doctor.checks import (
-    CHECKS,
-    ERROR,
-    LEVELS,
-    NOTE,
-    SKIPPED,
-    WARNING,
-    NodeCheck,
-    NodeReadings,
-    Outcome,
-    run_check,
-)
+from toolkit.doctor import gpu_checks, host_checks, software_checks, speed_checks  # noqa: F401  (they register checks)
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, SKIPPED, WARNING, NodeCheck, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.hardware.disks import existing_folder, mount_of
 from toolkit.hardware.node import describe_node, library_versions
 from toolkit.presets.preset import list_presets
@@ -43,11 +32,7 @@ from toolkit.presets.spec import PresetSpec
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
-# Modules of checks, in the order in which they are shown.
-MODULES = (gpu_checks, host_checks, software_checks, speed_checks)
-LARGEST_PORT = 65_535
 MAX_SUMMARY = 90
-
 Fact = str | int | float | None
 NodeFacts = dict[str, Fact]
 
@@ -55,17 +40,18 @@ MAX_SKEW_SECONDS = 1.0
 # The kernel and the firmware take different shares of the same memory.
 MEMORY_TOLERANCE = 0.02
 CLOCKS = ("clock_offset_seconds", "unix_time")
+SAME_ENVIRONMENT = "the same environment on every node"
 # Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
 RULES: dict[str, tuple[str, str, str]] = {
-    "version ": (ERROR, "ranks of other versions fail, or train something else", "the same environment on every node"),
+    "version ": (ERROR, "ranks of other versions fail, or train something else", SAME_ENVIRONMENT),
     "preset": (ERROR, "ranks would use other strategies", "the same checkout on every node: `git status`"),
-    "torch_cuda": (ERROR, "ranks of other builds do not communicate", "the same environment on every node"),
-    "nccl": (ERROR, "NCCL refuses, or hangs with, another version", "the same environment on every node"),
+    "torch_cuda": (ERROR, "ranks of other builds do not communicate", SAME_ENVIRONMENT),
+    "nccl": (ERROR, "NCCL refuses, or hangs with, another version", SAME_ENVIRONMENT),
     "gpus": (ERROR, "the smallest and slowest GPU decides for all", "nodes with the same GPUs"),
     "driver": (WARNING, "kernels and speed may differ", "the same driver on every node: ask the provider"),
     "vbios": (WARNING, "power and clocks may differ", "the same firmware on every node: ask the provider"),
     "rdma": (WARNING, "the slowest network decides for all", "the check `rdma` of each node"),
-    "python": (WARNING, "pickles and libraries may differ", "the same environment on every node"),
+    "python": (WARNING, "pickles and libraries may differ", SAME_ENVIRONMENT),
     "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
     "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
     "clock_offset_seconds": (
@@ -81,22 +67,9 @@ RULES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeDifference:
-    """One fact in which nodes differ."""
-
-    level: str
-    fact: str
-    why: str
-    values: dict[str, Fact]
-    """By node."""
-    fix: str
-
-
 def node_facts(node: NodeReadings) -> NodeFacts:
     """Return the facts of this node. The time is taken first."""
-    now = time.time()
-    here = describe_node()
+    now, here = time.time(), describe_node()
     gpus = [] if isinstance(node.nvml, ToolkitError) else node.nvml
     nccl = [f"{name} {version}" for name in NCCL_PACKAGES if (version := installed_version(name))]
     facts: NodeFacts = {
@@ -125,11 +98,8 @@ def node_facts(node: NodeReadings) -> NodeFacts:
 
 def hash_presets(presets: Iterable[PresetSpec]) -> str:
     """Return the first 16 digits of the SHA-256 of the presets' files."""
-    digest = hashlib.sha256()
-    for preset in presets:
-        for name, text in preset.texts().items():
-            digest.update(f"{name}\n{text}\n".encode())
-    return digest.hexdigest()[:16]
+    files = (f"{name}\n{text}\n" for preset in presets for name, text in preset.texts().items())
+    return hashlib.sha256("".join(files).encode()).hexdigest()[:16]
 
 
 def clock_offset_seconds(folder: Path) -> float | None:
@@ -182,11 +152,33 @@ class Examination:
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each check with its findings, those that were skipped, and a summary; without secrets."""
+        yield from without_secrets(list(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        skipped: dict[str, list[str]] = {}
+        for name, outcome in self.checks.items():
+            if outcome.skipped:
+                skipped.setdefault(outcome.skipped, []).append(name)
+                continue
+            measured = shown("", outcome.measured)
+            measured = measured if len(measured) <= MAX_SUMMARY else f"{measured[: MAX_SUMMARY - 3]}..."
+            yield f"{outcome.status:8} {name:16} {measured}".rstrip()
+            for finding in outcome.findings:
+                yield f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}"
+                yield f"    fix: {finding.fix}"
+        for reason, names in skipped.items():
+            yield f"{SKIPPED}  ({reason}) {', '.join(names)}"
+        counts = Counter(finding.level for outcome in self.checks.values() for finding in outcome.findings)
+        levels = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in LEVELS if counts[level]]
+        examined = len(self.checks) - sum(map(len, skipped.values()))
+        yield f"{examined} of {len(self.checks)} checks: {', '.join(levels) or 'nothing is wrong'}"
+
 
 def all_checks() -> list[NodeCheck]:
-    """Return every registered check, in one order whatever was imported first."""
-    order = {module.__name__: place for place, module in enumerate(MODULES)}
-    return sorted(CHECKS.values(), key=lambda check: order.get(check.examine.__module__, len(order)))
+    """Return every registered check by module, in one order whatever was imported first."""
+    return sorted(CHECKS.values(), key=lambda check: check.examine.__module__)
 
 
 def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str], None]) -> Examination:
@@ -195,67 +187,57 @@ def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str],
         if value is not None and value < 1:
             raise ToolkitError(f"{name} is {value}, expected 1 or more")
     for port in options.port:
-        if not 1 <= port <= LARGEST_PORT:
-            raise ToolkitError(f"--port is {port}, expected 1 to {LARGEST_PORT}")
+        if not 1 <= port <= 65_535:
+            raise ToolkitError(f"--port is {port}, expected 1 to 65535")
     node = NodeReadings(options, model)
     if model is not None and node.preset is None:
         raise ToolkitError("a MODEL has no effect without --preset", hint="toolkit doctor --preset NAME MODEL")
     _ = node.planned_host_bytes
-    facts = node_facts(node)
-    outcomes = {}
+    facts, outcomes = node_facts(node), {}
     for check in all_checks():
         if check.long and options.long:
             say(f"measuring: {check.name}")
         left_out = check.long and not options.long
-        outcomes[check.name] = Outcome({}, skipped="only with --long") if left_out else run_check(check, node)
+        outcomes[check.name] = Outcome(skipped="only with --long") if left_out else check.run(node)
     return Examination(node_facts=facts, checks=outcomes)
-
-
-def shown_lines(examination: Examination) -> list[str]:
-    """Return a line for each check with its findings, those that were skipped, and a summary; without secrets."""
-    lines: list[str] = without_secrets(list(_lines(examination)))
-    return lines
-
-
-def _lines(examination: Examination) -> Iterator[str]:
-    skipped: dict[str, list[str]] = {}
-    for name, outcome in examination.checks.items():
-        if outcome.skipped:
-            skipped.setdefault(outcome.skipped, []).append(name)
-            continue
-        measured = shown("", outcome.measured)
-        measured = measured if len(measured) <= MAX_SUMMARY else f"{measured[: MAX_SUMMARY - 3]}..."
-        yield f"{outcome.status:8} {name:16} {measured}".rstrip()
-        for finding in outcome.findings:
-            yield f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}"
-            yield f"    fix: {finding.fix}"
-    for reason, names in skipped.items():
-        yield f"skipped  ({reason}) {', '.join(names)}"
-    counts = Counter(finding.level for outcome in examination.checks.values() for finding in outcome.findings)
-    found = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in LEVELS if counts[level]]
-    measured_checks = sum(outcome.status != SKIPPED for outcome in examination.checks.values())
-    yield f"{measured_checks} of {len(examination.checks)} checks: {', '.join(found) or 'nothing is wrong'}"
 
 
 # -- differences between reports
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDifference:
+    """One fact in which nodes differ."""
+
+    level: str
+    fact: str
+    why: str
+    values: dict[str, Fact]
+    """By node."""
+    fix: str
+
+    def lines(self) -> list[str]:
+        """Return the difference as text: what, each value with its nodes, and what to do."""
+        by_value: dict[str, list[str]] = {}
+        for node, value in self.values.items():
+            text = gib(value) if self.fact.endswith("_bytes") and isinstance(value, int) else value
+            by_value.setdefault(NOT_AVAILABLE if text is None else str(text), []).append(node)
+        values = [f"  {value}: {', '.join(names)}" for value, names in by_value.items()]
+        return [f"{self.level}: {self.fact} differs: {self.why}", *values, f"  fix: {self.fix}"]
+
+
 def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
     """Return the facts of each node, by its name. Raises ToolkitError without a report, and for what is none."""
     if not paths:
-        raise ToolkitError(
-            "--compare needs the reports of the nodes, and none is given",
-            hint="on each node `toolkit doctor --json > $(hostname).json`, then `toolkit doctor --compare *.json`",
-        )
+        hint = "on each node `toolkit doctor --json > $(hostname).json`, then `toolkit doctor --compare *.json`"
+        raise ToolkitError("--compare needs the reports of the nodes, and none is given", hint=hint)
     reports: dict[str, NodeFacts] = {}
     for path in paths:
         facts: Any = read_json_object(path).get("node_facts")
         valid = isinstance(facts, dict) and all(isinstance(value, Fact | None) for value in facts.values())
         if not valid or not {"hostname", "unix_time"} <= facts.keys():
-            raise ToolkitError(
-                f"{path} is not a report of `toolkit doctor --json`: it has no valid `node_facts`",
-                hint=f"toolkit doctor --json > {path.name}",
-            )
+            what = f"{path} is not a report of `toolkit doctor --json`: it has no valid `node_facts`"
+            raise ToolkitError(what, hint=f"toolkit doctor --json > {path.name}")
         name = str(facts["hostname"])
         reports[name if name not in reports else f"{name} ({path})"] = facts
     return reports
@@ -265,32 +247,19 @@ def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
     """Return the differences, errors first; clocks by their common file server, if there is one."""
     has_server = all(isinstance(facts.get("clock_offset_seconds"), int | float) for facts in nodes.values())
     left_out = {"hostname", "unix_time" if has_server else "clock_offset_seconds"}
-    found = []
+    differences = []
     for name in dict.fromkeys(name for facts in nodes.values() for name in facts if name not in left_out):
         values = {node: facts.get(name) for node, facts in nodes.items()}
         if not _agree(name, list(values.values())):
             rules = (rule for begin, rule in RULES.items() if name.startswith(begin))
             level, why, fix = next(rules, (NOTE, "it may matter", "look at it"))
-            found.append(NodeDifference(level=level, fact=name, why=why, values=values, fix=fix))
-    return sorted(found, key=lambda difference: LEVELS.index(difference.level))
+            differences.append(NodeDifference(level=level, fact=name, why=why, values=values, fix=fix))
+    return sorted(differences, key=lambda difference: LEVELS.index(difference.level))
 
 
 def _agree(name: str, values: Sequence[Fact]) -> bool:
     numbers = [value for value in values if isinstance(value, int | float)]
     if len(numbers) < len(values):
         return len(set(values)) == 1
-    tolerance = (
-        MEMORY_TOLERANCE * max(numbers) if name.endswith("_bytes") else MAX_SKEW_SECONDS if name in CLOCKS else 0
-    )
-    return max(numbers) - min(numbers) <= tolerance
-
-
-def difference_lines(difference: NodeDifference) -> list[str]:
-    """Return a difference as text: what, each value with its nodes, and what to do."""
-    lines = [f"{difference.level}: {difference.fact} differs: {difference.why}"]
-    by_value: dict[str, list[str]] = {}
-    for node, value in difference.values.items():
-        shown = gib(value) if difference.fact.endswith("_bytes") and isinstance(value, int) else value
-        by_value.setdefault(NOT_AVAILABLE if shown is None else str(shown), []).append(node)
-    lines += [f"  {value}: {', '.join(names)}" for value, names in by_value.items()]
-    return [*lines, f"  fix: {difference.fix}"]
+    relative, absolute = MEMORY_TOLERANCE * name.endswith("_bytes"), MAX_SKEW_SECONDS * (name in CLOCKS)
+    return max(numbers) - min(numbers) <= relative * max(numbers) + absolute

@@ -6,7 +6,7 @@ No GPU has confirmed them: they were written from NVML's documentation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -21,8 +21,6 @@ from toolkit.versions import is_importable
 XID_CATALOG = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html"
 DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/nvidia/debug.md"
-# "If you have more than 4, that's usually a reason to RMA that GPU" (DEBUG_GUIDE, uncorrectable ECC error).
-MAX_LIFETIME_SRAM_ERRORS = 4
 # A limit or a rate that is lower by less than this is rounding.
 LIMIT_TOLERANCE = 0.02
 # Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
@@ -40,15 +38,6 @@ FABRIC = "systemctl restart nvidia-fabricmanager   (of the driver's version), th
 SOME_GPUS = "SLURM: --gpus-per-node; docker run --gpus all"
 
 
-def _adding(outcome: Outcome, gpu: Nvml) -> Callable[[str, str, object, object, str], None]:
-    """Return `outcome.add` for findings of one GPU."""
-
-    def add(level: str, what: str, value: object, expected: object, fix: str) -> None:
-        outcome.add(level, f"{gpu.label}: {what}", value, expected, fix.format(index=gpu.index))
-
-    return add
-
-
 def _is_below(value: float | None, normal: float | None) -> bool:
     return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
 
@@ -58,24 +47,23 @@ def _is_below(value: float | None, normal: float | None) -> bool:
     "only some",
     source=f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
 )
-def gpu_count(node: NodeReadings) -> Outcome:
+def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
     """GPUs on the PCI bus, with the driver, listed to this process, and required by `--gpus-per-node`."""
     pci, driver = len(node.pci_gpus), len(entries_of(Path("/proc/driver/nvidia/gpus")))
     listed, wanted = len(node.gpu_names), node.options.gpus_per_node
-    outcome = Outcome({"pci": pci, "driver": driver, "listed": listed, "names": node.gpu_names})
+    outcome.measured = {"pci": pci, "driver": driver, "listed": listed, "names": node.gpu_names}
     if 0 < driver < pci:
         fix = "`dmesg | grep -i nvrm` and Xid 79 tell why; reboot the node, then return it to its provider"
         what, value = "GPUs on the PCI bus that the driver does not drive", f"{driver} with the driver"
         outcome.add(ERROR, what, value, f"{pci}, all on the bus", fix)
     if listed < (wanted or 0) or (node.has_gpu and not listed):
-        fails = node.has_gpu and is_importable("pynvml") and isinstance(node.nvml, ToolkitError)
-        value = f"{listed} listed" + (f", {node.nvml.message}" if fails else "")  # type: ignore[union-attr]
+        failure = node.nvml if node.has_gpu and is_importable("pynvml") else None
+        value = f"{listed} listed" + (f", {failure.message}" if isinstance(failure, ToolkitError) else "")
         expected = f"{wanted}, as --gpus-per-node says" if wanted else f"{pci or driver}, all on the bus"
         outcome.add(ERROR, "GPUs are missing", value, expected, f"{SOME_GPUS}; without a driver: install NVIDIA's")
     elif 0 < listed < pci and driver in (0, pci):
-        what, expected = "this job sees only some of the node's GPUs", f"{pci}, unless the job was given only these"
-        outcome.add(NOTE, what, listed, expected, SOME_GPUS)
-    return outcome
+        expected = f"{pci}, unless the job was given only these"
+        outcome.add(NOTE, "this job sees only some of the node's GPUs", listed, expected, SOME_GPUS)
 
 
 @node_check(
@@ -83,20 +71,18 @@ def gpu_count(node: NodeReadings) -> Outcome:
     "remapping: replace the GPU; a pending one: reset it; ECC off or about to be",
     source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
-def gpu_ecc(node: NodeReadings) -> Outcome:
+def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
     """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life, remapped memory rows."""
-    outcome = Outcome({})
     for gpu in node.gpus():
-        add = _adding(outcome, gpu)
+        add = partial(outcome.add, gpu=gpu)
         enabled, after_reboot = gpu.read("nvmlDeviceGetEccMode") or (None, None)
         recent = gpu.read("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE)
         lifetime = gpu.read("nvmlDeviceGetMemoryErrorCounter", UNCORRECTED, AGGREGATE, SRAM)
         _, remapped, pending, failed = gpu.read("nvmlDeviceGetRemappedRows") or (None, None, 0, 0)  # since Ampere
         measured = {"enabled": enabled, "uncorrectable": recent, "lifetime_sram": lifetime, "remapped_rows": remapped}
         outcome.measured[str(gpu.index)] = measured
-        if (lifetime or 0) > MAX_LIFETIME_SRAM_ERRORS:
-            what, expected = "uncorrectable SRAM errors in its life", f"at most {MAX_LIFETIME_SRAM_ERRORS}"
-            add(ERROR, what, lifetime, expected, REPLACE)
+        if (lifetime or 0) > 4:
+            add(ERROR, "uncorrectable SRAM errors in its life", lifetime, "at most 4", REPLACE)
         if failed:
             add(ERROR, "a memory row could not be remapped", "failed", "no failure", REPLACE)
         if recent:
@@ -106,27 +92,23 @@ def gpu_ecc(node: NodeReadings) -> Outcome:
         if 0 in (enabled, after_reboot):
             what, fix = "ECC is off: memory errors change results unnoticed", "nvidia-smi -e 1 -i {index}; reboot"
             add(WARNING, what, "off" if enabled == 0 else "off after the next reboot", "on", fix)
-    return outcome
 
 
 @node_check(
     threshold="an action other than none; the fabric is not initialised: CUDA fails with error 802",
     source=f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
 )
-def gpu_recovery(node: NodeReadings) -> Outcome:
+def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
     """Recovery action that the driver asks for; NVSwitch fabric."""
-    outcome = Outcome({})
     for gpu in node.gpus():
-        add = _adding(outcome, gpu)
         action, (fabric, status) = gpu.recovery_action() or 0, gpu.fabric() or (0, 0)
         named, state = RECOVERY_ACTIONS.get(action, f"action {action}"), FABRIC_STATES.get(fabric, f"state {fabric}")
         outcome.measured[str(gpu.index)] = {"action": named, "fabric": state}
         if action:
-            add(ERROR, "the driver asks for a recovery", named, "none", RESET)
+            outcome.add(ERROR, "the driver asks for a recovery", named, "none", RESET, gpu=gpu)
         if fabric in (1, 2) or (fabric and status):
             value, expected = f"{state}, status {status}", "completed, status 0"
-            add(ERROR, "the NVSwitch fabric is not initialised", value, expected, FABRIC)
-    return outcome
+            outcome.add(ERROR, "the NVSwitch fabric is not initialised", value, expected, FABRIC, gpu=gpu)
 
 
 # -- Xid errors: codes, level and action by what the catalog asks for, on Ampere and newer GPUs
@@ -151,7 +133,7 @@ XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.
     threshold="by the catalog's action: a reset or reboot is an error, a restart of the job a warning, else a note",
     source=XID_CATALOG,
 )
-def gpu_xid(_: NodeReadings) -> Outcome:
+def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
     """Xid errors, which the driver writes into the kernel log, since boot."""
     log = output_of("dmesg") or output_of("journalctl", "--dmesg", "--boot", "--quiet", "--no-pager")
     if log is None:
@@ -159,12 +141,11 @@ def gpu_xid(_: NodeReadings) -> Outcome:
     xids: dict[tuple[int, str], list[str]] = {}
     for bus_id, code, message in XID_PATTERN.findall(log):
         xids.setdefault((int(code), bus_id.lower()), []).append(message.strip())
-    outcome = Outcome({"log_lines": len(log.splitlines()), "xids": [code for code, _ in xids]})
+    outcome.measured = {"log_lines": len(log.splitlines()), "xids": [code for code, _ in xids]}
     for (number, bus_id), messages in xids.items():
         level, action = XID_ACTIONS.get(number, LOOK_UP)
         value = f"{len(messages)} ×, last: {messages[-1][:120] or 'no text'}"
         outcome.add(level, f"Xid {number} of {bus_id}", value, "none", action)
-    return outcome
 
 
 # -- speed
@@ -176,11 +157,11 @@ def gpu_xid(_: NodeReadings) -> Outcome:
     source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
     f"https://docs.nvidia.com/deploy/driver-persistence/; 2 %: {OWN_CHOICE}",
 )
-def gpu_clocks(node: NodeReadings) -> Outcome:
+def gpu_clocks(node: NodeReadings, outcome: Outcome) -> None:
     """Reasons for which clocks are reduced now, temperature, power limits, highest clocks, persistence mode."""
-    outcome, kinds = Outcome({}), set()
+    kinds = set()
     for gpu in node.gpus():
-        add = _adding(outcome, gpu)
+        add = partial(outcome.add, gpu=gpu)
         reasons, celsius = gpu.throttle_reasons() or [], gpu.read("nvmlDeviceGetTemperature", TEMPERATURE)
         limit, default = (gpu.read(f"nvmlDeviceGetPowerManagement{which}Limit") for which in ("", "Default"))
         watts, clock = limit and limit / 1000, gpu.read("nvmlDeviceGetMaxClockInfo", CLOCK_SM)
@@ -195,29 +176,22 @@ def gpu_clocks(node: NodeReadings) -> Outcome:
             normal, fix = f"{default / 1000:g}", "nvidia-smi -i {index} -pl "
             add(WARNING, "the power limit is below its default", f"{watts:g} W", f"{normal} W", f"{fix}{normal}")
         if persistence == 0:
-            fix = "systemctl enable --now nvidia-persistenced"
-            add(WARNING, "persistence mode is off", "off", "on", fix)
+            add(WARNING, "persistence mode is off", "off", "on", "systemctl enable --now nvidia-persistenced")
     if len(kinds) > 1:
         what, fix = "the node's GPUs differ: the slowest sets the pace of all", "GPUs of one kind; nvidia-smi -pl, -rgc"
         outcome.add(WARNING, what, "; ".join(sorted(kinds)), "the same on all GPUs", fix)
-    return outcome
 
 
-@node_check(
-    threshold="another process holds memory of a GPU: a run there may end out of memory",
-    source=OWN_CHOICE,
-)
-def gpu_processes(node: NodeReadings) -> Outcome:
+@node_check(threshold="another process holds memory of a GPU: a run there may end out of memory", source=OWN_CHOICE)
+def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
     """Processes on the GPUs."""
-    outcome = Outcome({})
     for gpu in node.gpus():
         processes = gpu.read("nvmlDeviceGetComputeRunningProcesses") or []
         pids = outcome.measured[str(gpu.index)] = [process.pid for process in processes]
         if processes:
             held = gib(sum(process.usedGpuMemory or 0 for process in processes))
             fix = f"`ps -fp {','.join(map(str, pids))}` shows whose they are; end those that are left over"
-            _adding(outcome, gpu)(NOTE, "other processes use it", held, "none, before a job starts", fix)
-    return outcome
+            outcome.add(NOTE, "other processes use it", held, "none, before a job starts", fix, gpu=gpu)
 
 
 # -- connections
@@ -227,21 +201,18 @@ def gpu_processes(node: NodeReadings) -> Outcome:
     threshold="fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
     source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
 )
-def gpu_pcie(node: NodeReadings) -> Outcome:
+def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
     """PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts."""
-    outcome = Outcome({})
     for gpu in node.gpus():
-        add = _adding(outcome, gpu)
         width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
         possible, generation = (gpu.read(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "GpuMax"))
         outcome.measured[str(gpu.index)] = {"width": width, "max_width": max_width, "generation": possible}
         if _is_below(width, max_width):
-            fix = "reseat the card, or choose a slot with all lanes"
-            add(WARNING, "PCIe runs with fewer lanes", f"{width}x", f"{max_width}x", fix)
+            what, fix = "PCIe runs with fewer lanes", "reseat the card, or choose a slot with all lanes"
+            outcome.add(WARNING, what, f"{width}x", f"{max_width}x", fix, gpu=gpu)
         if _is_below(possible, generation):
             what, fix = "the slot or a switch has an older PCIe generation", "dmesg | grep -i 'limited by'"
-            add(NOTE, what, possible, generation, fix)
-    return outcome
+            outcome.add(NOTE, what, possible, generation, fix, gpu=gpu)
 
 
 @node_check(
@@ -250,36 +221,36 @@ def gpu_pcie(node: NodeReadings) -> Outcome:
     source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )
-def gpu_links(node: NodeReadings) -> Outcome:
+def gpu_links(node: NodeReadings, outcome: Outcome) -> None:
     """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
-    gpus, outcome = node.gpus(), Outcome({})
+    gpus, uses_nvlink = node.gpus(), False
     for gpu in gpus:
-        add, states = _adding(outcome, gpu), [gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)]
+        states = [gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)]
         active, inactive = ([link for link, state in enumerate(states) if state == wanted] for wanted in (1, 0))
         outcome.measured[str(gpu.index)] = {"active_nvlinks": len(active)}
+        uses_nvlink = uses_nvlink or bool(active)
         if inactive:
-            fix = "reset the GPUs, or reboot the node"
-            add(WARNING, "NVLinks are inactive", ", ".join(map(str, inactive)), "all active", fix)
+            value, fix = ", ".join(map(str, inactive)), "reset the GPUs, or reboot the node"
+            outcome.add(WARNING, "NVLinks are inactive", value, "all active", fix, gpu=gpu)
         for link in active:
             counts = [gpu.read("nvmlDeviceGetNvLinkErrorCounter", link, counter) for counter in range(4)]
             errors = [f"{count} {name}" for name, count in zip(NVLINK_COUNTERS, counts, strict=True) if count]
             if errors:
-                fix = "if they grow in a run, report the GPU"
-                add(WARNING, f"errors on NVLink {link}", ", ".join(errors), 0, fix)
-    kind, uses_nvlink = common_gpu(node.gpu_names), any(row["active_nvlinks"] for row in outcome.measured.values())
+                what, fix = f"errors on NVLink {link}", "if they grow in a run, report the GPU"
+                outcome.add(WARNING, what, ", ".join(errors), 0, fix, gpu=gpu)
+    kind = common_gpu(node.gpu_names)
     if kind and kind.nvlink_bytes_per_second and uses_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
         fix = "keep tensor parallelism to pairs with NVLink"
         outcome.add(WARNING, "pairs of GPUs without NVLink", pairs, "NVLink between all", fix)
     if pairs := _refused_pairs(gpus, PEER_READ):
         fix = "turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none"
         outcome.add(WARNING, "pairs of GPUs have no peer access", pairs, "all pairs", fix)
-    return outcome
 
 
 def _refused_pairs(gpus: list[Nvml], capability: int) -> str:
     """`0-3` for each pair that NVML says to lack a capability of peer access."""
-    pairs = []
-    for first, second in combinations(gpus, 2):
-        if first.read("nvmlDeviceGetP2PStatus", second.handle, capability) not in (PEER_OK, None):
-            pairs.append(f"{first.index}-{second.index}")
-    return ", ".join(pairs)
+    return ", ".join(
+        f"{first.index}-{second.index}"
+        for first, second in combinations(gpus, 2)
+        if first.read("nvmlDeviceGetP2PStatus", second.handle, capability) not in (PEER_OK, None)
+    )

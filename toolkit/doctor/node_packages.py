@@ -54,28 +54,21 @@ def left_out() -> list[LeftOut]:
     return parts
 
 
-def needed_extras() -> list[str]:
-    """Return the extras of pyproject.toml that this node can use and does not have."""
-    return ["gpu"] if installed_gpus() and not all(map(is_importable, GPU_PACKAGES)) else []
-
-
 def find_nvcc() -> Path | None:
     """Return CUDA's compiler, looked for where torch looks: CUDA_HOME, PATH, /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    on_path = shutil.which("nvcc")
-    places = [Path(home) / "bin" / "nvcc"] if home else [Path(on_path)] if on_path else []
-    return next((path for path in [*places, Path("/usr/local/cuda/bin/nvcc")] if path.is_file()), None)
+    first = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or ""
+    return next((path for path in map(Path, (first, "/usr/local/cuda/bin/nvcc")) if path.is_file()), None)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Print the extras, or what is left out; return the exit code."""
+    """Print the extras that this node can use and does not have, or what is left out; return the exit code."""
     if list(argv) not in ([], ["--extras"]):
         print("error: the only option is --extras", file=sys.stderr)
         return EXIT_INVALID_INPUT
     if argv:
-        print(",".join(needed_extras()))
-        return 0
-    for part in left_out():
+        print("gpu" if installed_gpus() and not all(map(is_importable, GPU_PACKAGES)) else "")
+    for part in [] if argv else left_out():
         print(f"left out: {part.part}: {part.reason}\n  to add it: {part.add}", file=sys.stderr)
     return 0
 

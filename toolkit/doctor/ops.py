@@ -16,9 +16,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from toolkit.cache import (
     ASYNC_IO_OPS,
@@ -32,7 +33,7 @@ from toolkit.cache import (
     path_with_ninja,
     use_cached_extensions,
 )
-from toolkit.entry_point import exit_code_of
+from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.versions import installed_version
 
@@ -53,22 +54,30 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         hint = f"make setup   (in the clone), or pip install {' '.join(missing_libraries)}"
         raise ToolkitError(f"{', '.join(missing_libraries)}: not installed", hint=hint)
     check_extensions_folder()
+    folder = extensions_folder()
     if are_compiled(builders):
-        _log(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")
+        print_message(f"DeepSpeed's CPU ops are already compiled in {folder}")
         return
     check_compiler()
-    with _exclusive(extensions_folder()) as folder:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "toolkit.lock").open("w", encoding="utf-8")
+    except OSError as error:
+        hint = "set TOOLKIT_CACHE to another folder"
+        raise ToolkitError(f"cannot write the compiled ops to {folder}: {error.strerror}", hint=hint) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
         for op in builders:
             _drop_stale_lock(op_lock(folder, op))
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
             return
-        _log(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about a minute each on two cores, once")
+        print_message(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about a minute each on two cores, once")
         started = time.monotonic()
         _compile_in_child_process(folder / "compile.log", list(missing.values()))
         for op in missing:
             op_library(folder, op).touch()
-        _log(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
+        print_message(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
 
 
 def load_ops(builders: Sequence[str]) -> None:
@@ -96,42 +105,22 @@ def check_compiler() -> None:
     compiler = os.environ.get("CXX") or "c++"  # torch's own choice
     if shutil.which(compiler) is None:
         raise ToolkitError(f"no C++ compiler: {compiler!r} is not on PATH", hint="apt-get install g++   (or set CXX)")
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        raise ToolkitError(
-            f"Python.h is missing from {sysconfig.get_path('include')}; compiling needs Python's headers",
-            hint=f"apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}-dev",
-        )
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").is_file():
+        hint = f"apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}-dev"
+        raise ToolkitError(f"Python.h is missing from {include}; compiling needs Python's headers", hint=hint)
 
 
 def _compile_in_child_process(log: Path, builders: list[str]) -> None:
     """DeepSpeed logs to stdout, and fixes its accelerator for the lifetime of the process."""
     with log.open("w", encoding="utf-8") as stream:
-        child = subprocess.run(
-            [sys.executable, "-c", _LOAD_CODE, *builders],
-            env={**os.environ, "PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+        command = [sys.executable, "-c", _LOAD_CODE, *builders]
+        environment = os.environ | {"PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
+        child = subprocess.run(command, env=environment, check=False, **streams)
     if child.returncode != 0:
         last_line = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
         raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"see the log: {log}")
-
-
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[Path]:
-    """Hold the lock of the folder, which is released when the process ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / "toolkit.lock").open("w", encoding="utf-8")
-    except OSError as error:
-        raise ToolkitError(
-            f"cannot write the compiled ops to {folder}: {error.strerror}", hint="set TOOLKIT_CACHE to another folder"
-        ) from error
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield folder
 
 
 def _drop_stale_lock(lock: Path) -> None:
@@ -145,19 +134,15 @@ def _drop_stale_lock(lock: Path) -> None:
     lock.unlink(missing_ok=True)
 
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] = ()) -> int:
     """Compile the ops and return the exit code."""
     if list(argv) not in ([], ["--async-io"]):
-        _log("error: the only option is --async-io")
+        print_message("error: the only option is --async-io")
         return EXIT_INVALID_INPUT
     builders = CPU_OPS | (ASYNC_IO_BUILDERS if argv and has_libaio_header() else {})
     code = exit_code_of(lambda: compile_ops(builders))
     if argv and not code and len(builders) == len(CPU_OPS):
-        _log(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
+        print_message(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
     return code
 
 

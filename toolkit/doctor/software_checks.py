@@ -18,25 +18,24 @@ from toolkit.versions import installed_version, torch_cuda_version, version_numb
 
 
 @node_check(threshold="one is not installed", source="pyproject.toml")
-def libraries(_: NodeReadings) -> Outcome:
+def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
-    outcome = Outcome(dict(library_versions()))
+    outcome.measured = dict(library_versions())
     missing = [name for name, version in outcome.measured.items() if version is None]
     if missing:
         packages = " ".join(name for name in missing if name != "finetune-toolkit")
         fix = f"make setup   (in the clone, then `source .venv/bin/activate`), or pip install {packages}"
         outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", fix)
-    return outcome
 
 
 @node_check(
     threshold="a CPU build on a node with GPUs; torch's major version above the driver's: an error; its minor: a note",
     source="https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)",
 )
-def cuda(node: NodeReadings) -> Outcome:
+def cuda(node: NodeReadings, outcome: Outcome) -> None:
     """CUDA that torch was built with, and the newest that the driver supports."""
     torch, built, driver = installed_version("torch"), torch_cuda_version(), driver_cuda_version()
-    outcome = Outcome({"torch": torch, "built_for": built, "driver_supports": driver})
+    outcome.measured = {"torch": torch, "built_for": built, "driver_supports": driver}
     if torch is not None and built is None and node.has_gpu:
         fix = "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"
         expected = f"a build for CUDA {driver or 'of the driver'}"
@@ -46,19 +45,18 @@ def cuda(node: NodeReadings) -> Outcome:
         what = "the driver is older than torch's CUDA" + ("" if newer else "; minor versions are compatible")
         fix = f"update the driver, or install a torch built for CUDA {driver} (TORCH_PIP_ARGS)"
         outcome.add(ERROR if newer else NOTE, what, f"CUDA {driver}", f"CUDA {built} or newer", fix)
-    return outcome
 
 
 @node_check(
     threshold="two packages; another library comes first",
     source="torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
 )
-def nccl(_: NodeReadings) -> Outcome:
+def nccl(_: NodeReadings, outcome: Outcome) -> None:
     """NCCL's package, and another NCCL on LD_LIBRARY_PATH."""
     packages = {name: version for name in NCCL_PACKAGES if (version := installed_version(name))}
     folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     others = [str(path) for folder in folders for path in sorted(folder.glob("libnccl.so*"))]
-    outcome = Outcome({"packages": packages, "on_library_path": others})
+    outcome.measured = {"packages": packages, "on_library_path": others}
     installed = ", ".join(f"{name} {version}" for name, version in packages.items())
     if len(packages) > 1:
         keep = f"nvidia-nccl-cu{(torch_cuda_version() or '12').partition('.')[0]}"
@@ -68,21 +66,19 @@ def nccl(_: NodeReadings) -> Outcome:
         what = "another NCCL on LD_LIBRARY_PATH may replace the one of torch"
         fix = "remove its folder from LD_LIBRARY_PATH, unless the provider asks for it"
         outcome.add(WARNING, what, others[0], installed or "torch's own", fix)
-    return outcome
 
 
 @node_check(
     threshold="one is missing: a warning on a node with GPUs, else a note",
     source="what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
 )
-def packages(node: NodeReadings) -> Outcome:
+def packages(node: NodeReadings, outcome: Outcome) -> None:
     """Optional packages that this node could use: Liger, bitsandbytes, NVML's library, nvcc."""
     parts = left_out()
-    outcome = Outcome({"left_out": [part.part for part in parts]})
+    outcome.measured = {"left_out": [part.part for part in parts]}
     for part in parts:
         level, what = WARNING if node.has_gpu else NOTE, f"{part.part}: {part.reason}"
         outcome.add(level, what, "not installed", "installed, if a run uses it", part.add)
-    return outcome
 
 
 @node_check(
@@ -90,10 +86,10 @@ def packages(node: NodeReadings) -> Outcome:
     source="DeepSpeed accepts other minor versions only: "
     "https://github.com/deepspeedai/DeepSpeed/blob/master/op_builder/builder.py (assert_no_cuda_mismatch)",
 )
-def compilers(_: NodeReadings) -> Outcome:
+def compilers(_: NodeReadings, outcome: Outcome) -> None:
     """The C++ compiler and Python's headers, ninja, and nvcc against torch's CUDA."""
-    versions, nvcc, built = compiler_versions(os.environ), find_nvcc(), torch_cuda_version()
-    outcome = Outcome(versions | {"nvcc_path": str(nvcc) if nvcc else None})
+    versions, nvcc, built = compiler_versions(), find_nvcc(), torch_cuda_version()
+    outcome.measured = versions | {"nvcc_path": str(nvcc) if nvcc else None}
     try:
         check_compiler()
     except ToolkitError as error:
@@ -105,17 +101,16 @@ def compilers(_: NodeReadings) -> Outcome:
     if release and built and release[1] != built.partition(".")[0]:
         what = "nvcc is of another CUDA than torch: DeepSpeed's CUDA ops do not compile"
         outcome.add(WARNING, what, release[0], built, f"export CUDA_HOME=/usr/local/cuda-{built}")
-    return outcome
 
 
 @node_check(
     threshold="not compiled: a note, since the first run compiles them; writable by others: an error",
     source="docs/concepts/security.md",
 )
-def ops(_: NodeReadings) -> Outcome:
+def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
     compiled = compiled_ops()
-    outcome = Outcome({"folder": str(extensions_folder()), **compiled})
+    outcome.measured = {"folder": str(extensions_folder()), **compiled}
     try:
         check_extensions_folder()
     except ToolkitError as error:
@@ -125,4 +120,3 @@ def ops(_: NodeReadings) -> Outcome:
         what = "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it"
         fix = "python -m toolkit.doctor.ops"
         outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", fix)
-    return outcome

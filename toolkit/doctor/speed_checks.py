@@ -1,4 +1,10 @@
-"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node."""
+"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node.
+
+    python -m toolkit.doctor.speed_checks 2
+
+is the all-reduce by torch as a program. Without a GPU it runs in processes on the CPU with gloo: that tests
+collectives, and says nothing about a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +14,34 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any
 
 from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.speed_probe import PAYLOAD_BYTES
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
 from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
+from toolkit.units import MIB
 from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
 PROGRAM_SECONDS = 600.0
+# The same on every node, so that results compare; far above the sizes at which latency counts.
+PAYLOAD_BYTES = 256 * MIB
+COLLECTIVE_SECONDS = 60
 
 
 def run_program(command: Sequence[str], **variables: str) -> tuple[int, str]:
     """Run a program for at most ten minutes; return its exit code and what it printed. No process is left behind."""
-    with subprocess.Popen(
-        command,
-        env=os.environ | variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-        preexec_fn=end_with_parent,
-    ) as process:
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options: dict[str, Any] = {"start_new_session": True, "preexec_fn": end_with_parent, "text": True}
+    with subprocess.Popen(command, env=os.environ | variables, errors="replace", **options, **streams) as process:
         try:
             printed, _ = process.communicate(timeout=PROGRAM_SECONDS)
         except BaseException as error:
@@ -51,7 +57,7 @@ def _last_line(printed: str, code: int) -> str:
 
 
 @node_check(threshold="a test fails", source=f"{DCGM}dcgm-diagnostics.html", long=True)
-def dcgm(node: NodeReadings) -> Outcome:
+def dcgm(node: NodeReadings, outcome: Outcome) -> None:
     """NVIDIA's diagnostics where they are installed, `dcgmi diag -r 2`: memory, PCIe, software."""
     if not node.has_gpu:
         raise NotMeasured("no NVIDIA GPU")
@@ -59,11 +65,10 @@ def dcgm(node: NodeReadings) -> Outcome:
         raise NotMeasured(f"dcgmi is not installed: {DCGM}getting-started.html")
     code, printed = run_program(["dcgmi", "diag", "-r", "2"])
     failed = failed_tests(printed)
-    outcome = Outcome({"exit_code": code, "failed": failed})
+    outcome.measured = {"exit_code": code, "failed": failed}
     if code != 0 or failed:
         value, fix = ", ".join(failed) or _last_line(printed, code), "`dcgmi diag -r 2` shows GPU and reason"
         outcome.add(ERROR, "NVIDIA's diagnostics fail", value, "all tests pass", fix)
-    return outcome
 
 
 def failed_tests(printed: str) -> list[str]:
@@ -82,7 +87,7 @@ def failed_tests(printed: str) -> list[str]:
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
     long=True,
 )
-def all_reduce(node: NodeReadings) -> Outcome:
+def all_reduce(node: NodeReadings, outcome: Outcome) -> None:
     """Bus bandwidth of an all-reduce of 256 MiB: by nccl-tests' `all_reduce_perf` or by torch between all GPUs, by
     torch and gloo between two processes on a CPU.
     """
@@ -96,21 +101,19 @@ def all_reduce(node: NodeReadings) -> Outcome:
     elif installed_version("torch"):
         measured_by = f"torch, {'nccl' if gpus else 'gloo'}"
         variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-        code, printed = run_program([sys.executable, "-m", "toolkit.doctor.speed_probe", str(ranks)], **variables)
+        code, printed = run_program([sys.executable, "-m", "toolkit.doctor.speed_checks", str(ranks)], **variables)
     else:
         raise NotMeasured("neither torch nor nccl-tests is installed")
     bandwidth, kind = read_nccl_tests(printed), common_gpu(node.gpu_names) if gpus else None
     expected = slowest_bus_bandwidth(kind, gpus) if kind else None
-    outcome = Outcome(
-        {
-            "measured_by": measured_by,
-            "ranks": ranks,
-            "payload_bytes": PAYLOAD_BYTES,
-            "bus_bytes_per_second": bandwidth and round(bandwidth),
-            "planned_at_least_bytes_per_second": expected and round(expected),
-            "remark": None if gpus else "two processes on the CPU: says nothing about a GPU",
-        }
-    )
+    outcome.measured = {
+        "measured_by": measured_by,
+        "ranks": ranks,
+        "payload_bytes": PAYLOAD_BYTES,
+        "bus_bytes_per_second": bandwidth and round(bandwidth),
+        "planned_at_least_bytes_per_second": expected and round(expected),
+        "remark": None if gpus else "two processes on the CPU: says nothing about a GPU",
+    }
     if code != 0 or bandwidth is None:
         what, fix = f"the all-reduce of {ranks} processes fails", "NCCL_DEBUG=INFO toolkit doctor --long"
         outcome.add(ERROR, what, _last_line(printed, code), "a result", fix)
@@ -118,7 +121,6 @@ def all_reduce(node: NodeReadings) -> Outcome:
         what = f"the all-reduce of {gpus} GPUs is slower than the planner's range"
         fix = "NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables"
         outcome.add(WARNING, what, f"{bandwidth / GIGA:.0f} GB/s", f"at least {expected / GIGA:.0f} GB/s", fix)
-    return outcome
 
 
 def read_nccl_tests(printed: str) -> float | None:
@@ -142,3 +144,39 @@ def slowest_bus_bandwidth(gpu: Gpu, world_size: int) -> float:
     collective = Collective(name="all_reduce", purpose="doctor", payload_bytes=PAYLOAD_BYTES, group_size=world_size)
     node = Interconnect(gpu=gpu, world_size=world_size, gpus_per_node=world_size)
     return collective.sent_bytes / node.seconds(collective)[1]
+
+
+def measure_all_reduce(rank: int, world_size: int, store: str) -> None:
+    """Measure as one rank; rank 0 prints the bus bandwidth of the median of five, as nccl-tests do. Imports torch."""
+    import torch
+    from torch import distributed
+
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(backend, f"file://{store}", timedelta(seconds=COLLECTIVE_SECONDS), world_size, rank)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    payload, seconds = torch.ones(PAYLOAD_BYTES // 4, dtype=torch.float32, device=device), []
+    for _ in range(6):
+        payload.fill_(1.0)
+        wait()
+        distributed.barrier()
+        started = time.perf_counter()
+        distributed.all_reduce(payload)
+        wait()
+        seconds.append(time.perf_counter() - started)
+    if payload.min() != world_size or payload.max() != world_size:
+        raise RuntimeError(f"the all-reduce of ones over {world_size} ranks returned {float(payload[0])}")
+    if rank == 0:
+        sent_bytes = 2 * (world_size - 1) / world_size * PAYLOAD_BYTES
+        print("# Out of bounds values : 0 OK")
+        print(f"# Avg bus bandwidth : {sent_bytes / median(seconds[1:]) / GIGA:.6f}", flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from torch import multiprocessing
+
+    with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
+        processes = int(sys.argv[1])
+        multiprocessing.spawn(measure_all_reduce, (processes, f"{folder}/store"), nprocs=processes)

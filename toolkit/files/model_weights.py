@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object, unexpected
 from toolkit.files.reading import open_file
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 _PICKLED = "pytorch_model*.bin"
+_AGAIN = "copy or download it again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
             return {
-                name: StoredTensor(path=path, dtype=found.get_dtype(), shape=tuple(found.get_shape()))
-                for name, found in slices.items()
+                name: StoredTensor(path=path, dtype=stored.get_dtype(), shape=tuple(stored.get_shape()))
+                for name, stored in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise damaged(path, error) from None
@@ -58,7 +59,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def damaged(path: Path, error: Exception) -> ToolkitError:
     """Return the error for a safetensors file that cannot be used."""
-    return ToolkitError(f"{path} is damaged: {str(error)[:200]}", hint="copy or download it again")
+    return ToolkitError(f"{path} is damaged: {str(error)[:200]}", hint=_AGAIN)
 
 
 def read_weights(folder: Path) -> dict[str, StoredTensor]:
@@ -70,22 +71,25 @@ def read_weights(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
     if not os.path.lexists(index):
         path = next((folder / name for name in (SINGLE_FILE, ADAPTER_FILE) if os.path.lexists(folder / name)), None)
-        if path is None:
-            raise no_safetensors(folder)
-        return read_header(path)
+        if path is not None:
+            return read_header(path)
+        if any(folder.glob(_PICKLED)):
+            raise ToolkitError(
+                f"{folder} has its weights in pickles ({_PICKLED}), expected safetensors: a pickle can run code",
+                hint="load it with transformers where you trust it, and `save_pretrained` it again",
+            )
+        raise ToolkitError(f"{folder} has no {SINGLE_FILE}, {INDEX} or {ADAPTER_FILE}", hint=_AGAIN)
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ToolkitError(f"{index}: weight_map is {str(weight_map)[:80]}, expected a file for each tensor")
+        raise unexpected(index, "weight_map", weight_map, "a file for each tensor")
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise ToolkitError(
-                f"{index}: weight_map.{name[:80]} is {str(file)[:80]!r}, expected the name of a file in this folder"
-            )
+        if not isinstance(file, str) or "/" in file:
+            raise unexpected(index, f"weight_map.{name[:80]}", file, "the name of a file in this folder")
         if file not in headers:
             headers[file] = read_header(folder / file)
         if name not in headers[file]:
-            raise ToolkitError(f"{index}: {name[:80]} is not in {file}", hint="copy or download the folder again")
+            raise ToolkitError(f"{index}: {name[:80]} is not in {file}", hint=_AGAIN)
     return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
@@ -103,19 +107,7 @@ def check_weights(folder: Path) -> None:
     for path in pickles:
         with open_file(path) as file:
             if not zipfile.is_zipfile(file):
-                raise ToolkitError(f"{path} was not written by torch.save, or is cut off", hint="download it again")
-
-
-def no_safetensors(folder: Path) -> ToolkitError:
-    """Return the error for a folder without safetensors, with what to do about weights in pickles."""
-    if not any(folder.glob(_PICKLED)):
-        return ToolkitError(
-            f"{folder} has no {SINGLE_FILE}, {INDEX} or {ADAPTER_FILE}", hint="copy or download it again"
-        )
-    return ToolkitError(
-        f"{folder} has its weights in pickles ({_PICKLED}), expected safetensors: a pickle can run code",
-        hint="load it with transformers where you trust it, and `save_pretrained` it again",
-    )
+                raise ToolkitError(f"{path} was not written by torch.save, or is cut off", hint=_AGAIN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from toolkit.errors import OverLimit, ToolkitError
 from toolkit.units import KIB, MIB
 
 MAX_TEXT_BYTES = 64 * MIB
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
 
 
 def user_path(text: str | Path) -> Path:
@@ -43,11 +43,7 @@ def expand_home(text: str) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises ToolkitError for a missing file, a folder, a named pipe or a device (which might never end), and for one that
-    may not be read.
-    """
+    """Open a regular file for reading. Raises ToolkitError, also for a pipe or a device, which might never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait for a writer
     except (OSError, ValueError) as error:
@@ -81,11 +77,10 @@ def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ToolkitError:
-    name = str(path) if len(str(path)) <= 1024 else f"{str(path)[:80]}..."
+    name = str(path)[:1024]
     if isinstance(error, FileNotFoundError):
         return ToolkitError(f"no such file: {name}")
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return ToolkitError(f"{name} cannot be read: {why}")
+    return ToolkitError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def read_folder_name(path: Path) -> str:

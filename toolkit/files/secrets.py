@@ -16,7 +16,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -57,20 +57,13 @@ def is_secret_name(name: str) -> bool:
     return bool(is_secret or _KEY_VARIABLE.fullmatch(name))
 
 
-def remember_secrets(arguments: Mapping[str, Any]) -> None:
-    """Let `hide_secrets` replace the secrets among these arguments from now on, wherever they occur."""
-    _remembered.update(_secrets_in(arguments))
-
-
-def _secrets_in(content: Any) -> Iterator[str]:
-    """The texts with secret names, at any depth, also in JSON."""
-    if isinstance(content, str):
-        content = _json_mapping(content)
-    for name, value in content.items() if isinstance(content, Mapping) else ():
-        if name != SECRETS_VARIABLE and is_secret_name(str(name)) and not isinstance(value, Mapping):
-            yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if type(each) is str)
-        else:
-            yield from _secrets_in(value)
+def _changed(content: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """Return a value with `change(KEY, leaf)` for each leaf in it; a key, which is a leaf too, has the KEY ""."""
+    if isinstance(content, Mapping):
+        return {change("", key): _changed(value, change, str(key)) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_changed(each, change, name) for each in content]
+    return change(name, content)
 
 
 def _json_mapping(text: str) -> Any:
@@ -79,22 +72,38 @@ def _json_mapping(text: str) -> Any:
         return json.loads(text) if text.lstrip().startswith("{") else None
 
 
+def _named_secrets(content: Any) -> set[str]:
+    """The texts with secret names, at any depth, also in JSON."""
+    secrets: set[str] = set()
+
+    def collect(name: str, value: Any) -> Any:
+        if isinstance(value, str) and is_secret_name(name):
+            secrets.add(value)
+        elif isinstance(value, str) and (settings := _json_mapping(value)) is not None:
+            secrets.update(_named_secrets(settings))
+        return value
+
+    _changed(content, collect)
+    return secrets
+
+
+def remember_secrets(arguments: Mapping[str, Any]) -> None:
+    """Let `hide_secrets` replace the secrets among these arguments from now on, wherever they occur."""
+    _remembered.update(_named_secrets(arguments))
+
+
 def hide_secrets(value: Any, *, known: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Any:
     """Return a value with each secret in its texts replaced, also inside lists and mappings.
 
     Those are values of the environment and of this process's arguments, whatever looks like a secret, and `known`.
     """
-    secrets = {*known, *_remembered, *_secrets_in(os.environ if environment is None else environment)}
-    pattern = _pattern(frozenset(secrets))
+    variables = os.environ if environment is None else environment
+    pattern = _pattern(frozenset({*known, *_remembered, *_named_secrets(variables)}))
 
-    def hidden(item: Any) -> Any:
-        if isinstance(item, str):
-            return _SHAPES.sub(HIDDEN, pattern.sub(HIDDEN, item))
-        if isinstance(item, Mapping):
-            return {hidden(name): hidden(each) for name, each in item.items()}
-        return [hidden(each) for each in item] if isinstance(item, list | tuple) else item
+    def hidden(_: str, item: Any) -> Any:
+        return _SHAPES.sub(HIDDEN, pattern.sub(HIDDEN, item)) if isinstance(item, str) else item
 
-    return hidden(value)
+    return _changed(value, hidden)
 
 
 @functools.lru_cache(maxsize=8)
@@ -103,6 +112,17 @@ def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
     lines = {line.strip() for secret in secrets for line in secret.splitlines()}
     known = {line for line in lines if len(line) >= MIN_SECRET_CHARACTERS and not line.startswith("-----")}
     return re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or r"(?!)")
+
+
+def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys and values with the secrets among them replaced, by their keys and shapes, and remember them."""
+    remember_secrets(settings)
+
+    def named(name: str, value: Any) -> Any:
+        return HIDDEN if value and type(value) in (str, int) and is_secret_name(name) else value
+
+    hidden: dict[str, Any] = hide_secrets(_changed(settings, named))
+    return hidden
 
 
 def hide_words(words: Sequence[str]) -> list[str]:
@@ -128,24 +148,6 @@ def hide_words(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys and values with the secrets among them replaced, by their keys and shapes, and remember them."""
-
-    def named(content: Any) -> Any:
-        if isinstance(content, list):
-            return [named(each) for each in content]
-        if not isinstance(content, Mapping):
-            return content
-        return {
-            name: HIDDEN if value and type(value) in (str, int) and is_secret_name(str(name)) else named(value)
-            for name, value in content.items()
-        }
-
-    remember_secrets(settings)
-    hidden: dict[str, Any] = hide_secrets(named(settings))
-    return hidden
-
-
 class UnwrittenText(str):
     """A secret that is used like any text, and pickled and represented as `***`: `training_args.bin` is published."""
 
@@ -156,9 +158,6 @@ class UnwrittenText(str):
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (HIDDEN,)
-
-    def __copy__(self) -> UnwrittenText:
-        return self
 
     def __deepcopy__(self, _memo: object) -> UnwrittenText:
         return self
@@ -185,15 +184,10 @@ def restore_secrets(words: Sequence[str]) -> list[str]:
     return restored
 
 
-def hidden_names(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of arguments whose value, or a part of it, is `***`, as a record has them."""
-    return [name for name, value in arguments.items() if HIDDEN in str(value)]
-
-
 def refuse_hidden(arguments: Mapping[str, Any]) -> None:
     """Raise ToolkitError for a secret that was copied as `***` from a recorded or printed command."""
-    for name in hidden_names(arguments):
-        value = arguments[name] if isinstance(arguments[name], str) else json.dumps(arguments[name], default=str)
+    for name, given in arguments.items():
+        value = given if isinstance(given, str) else json.dumps(given, default=str)
         if value == HIDDEN or f'"{HIDDEN}"' in value or f"://{HIDDEN}@" in value:
             raise ToolkitError(
                 f"--{name} is {value[:80]!r}: {HIDDEN} stands for a secret, which is never recorded",

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import ToolkitError
+from toolkit.units import gib
+
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "afs"}
 BLOCK_BYTES = 4096  # alignment of direct I/O on current disks
@@ -72,6 +75,13 @@ def existing_folder(folder: Path) -> Path:
 def free_bytes(folder: Path) -> int:
     """Return the bytes that this user can still write there."""
     return shutil.disk_usage(folder).free
+
+
+def check_free_space(folder: Path, needed: int, *, user: str, hint: str = "name a folder on another disk") -> None:
+    """Raise ToolkitError for a disk with fewer than `needed` bytes free for what messages call `user`."""
+    existing = existing_folder(folder)
+    if (free := free_bytes(existing)) < needed:
+        raise ToolkitError(f"{existing} has {gib(free)} free, {user} needs about {gib(needed)}", hint=hint)
 
 
 def disk_facts(folder: Path) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from toolkit.job.compilation import Compilation
 from toolkit.parallel.layout import DEGREES, SAME_ROWS
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 
+BATCH_ARGUMENTS = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps")
+"""Tokens of a row, rows of a micro-batch, micro-batches of a step: what a GPU trains on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job(ModelArguments, DataArguments, TrainerArguments):
@@ -134,9 +137,14 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
         return PipelineSettings.of(ranks=self.pp, schedule=self.pipeline_schedule, chunks=self.pipeline_chunks)
 
     @property
+    def tokens_per_row(self) -> int:
+        """Tokens of a row at its full length."""
+        return self.max_seq_length
+
+    @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens in one micro-batch of a GPU, or of the GPUs that train on the same rows; all rows at full length."""
-        return self.per_device_train_batch_size * self.max_seq_length
+        return self.per_device_train_batch_size * self.tokens_per_row
 
     @property
     def evaluates(self) -> bool:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.value_limits import shown
+from toolkit.files.documents import shown
 from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON, parse_optimizer_arguments
 
-# Metrics of an evaluation: `EvaluatedTokens.over_all_ranks`.
+# Metrics of an evaluation: `evaluation_figures`.
 EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")
 # What people give to AdamW here, and the argument that sets it.
 OPTIM_ARGS_HINTS = {"beta1": "`--adam_beta1`", "beta2": "`--adam_beta2`", "eps": "`--adam_epsilon`"}

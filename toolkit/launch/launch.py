@@ -18,23 +18,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import check_job, check_output, check_resume, reuse_folder
+from toolkit.launch.preflight import check_job, check_output, reuse_folder
 from toolkit.launch.process import ProcessResult, RunResult, record_result, run_command
-from toolkit.launch.resume_conversion import (
-    ResumingRun,
-    checkpoint_to_convert,
+from toolkit.launch.resume import (
+    TrainingRun,
+    check_resume_settings,
     checkpoint_to_resume,
     convert_checkpoint,
+    converts,
     remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.presets.preset import load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 from toolkit.record.attempts import restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete
@@ -49,10 +50,7 @@ class PreparedRun:
     """A run that passed every check that needs no torch, with the command that starts it."""
 
     options: TrainOptions
-    job: Job
-    warnings: tuple[str, ...]
-    """One line for each argument that has no effect, and for each package that the run needs on another node."""
-    output_dir: Path
+    run: TrainingRun
     nvme: NvmeDisk | None
     converted: Path | None
     """The copy of the checkpoint that another preset or number of processes wrote."""
@@ -65,43 +63,32 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     A checkpoint of another preset or number of processes is converted into the run folder, unless this is a dry run;
     `train` removes it at the end. Raises ToolkitError for the first problem.
     """
-    preset, argv = load_preset(options.preset), options.training_arguments
-    num_processes, cpu = options.world_size(preset), options.on_cpu
-    gpus = None if options.gpu is None else num_processes
-    checked = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu, gpus=gpus)
-    output_dir = check_output(checked.job, engine=preset.engine)
-    nvme = check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=cpu)
-    batch, job = checked.global_batch_size, checked.job
-    run = ResumingRun.of(job, preset, num_processes=num_processes, global_batch_size=batch)
-    checkpoint, converted = checkpoint_to_convert(checkpoint_to_resume(job), run), None
-    if checkpoint is None:
-        check_resume(preset, num_processes=num_processes, job=job)
-    elif options.dry_run:
-        on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
-    else:
-        converted = convert_checkpoint(checkpoint, run, on_message=on_message)
-        try:
-            resuming = job.with_values(resume_from_checkpoint=str(converted))
-            check_resume(preset, num_processes=num_processes, job=resuming)
-        except ToolkitError:
-            remove_converted(output_dir)
-            raise
-    return PreparedRun(
-        options=options,
-        job=job,
-        warnings=checked.warnings,
-        output_dir=output_dir,
-        nvme=nvme,
-        converted=converted,
-        command=command_of(options, nvme=nvme, resume_from=converted),
+    preset = load_preset(options.preset)
+    run = check_job(
+        preset,
+        num_processes=options.world_size(preset),
+        training_argv=options.training_arguments,
+        cpu=options.on_cpu,
+        gpus=None if options.gpu is None else options.world_size(preset),
     )
+    check_output(run.job, engine=preset.engine)
+    nvme = check_nvme(preset, nvme_path=options.nvme_path, job=run.job, cpu=options.on_cpu)
+    checkpoint, converted = checkpoint_to_resume(run.job), None
+    if checkpoint is not None:
+        groups, batch = run.data_parallel_size, run.global_batch_size
+        check_resume_settings(checkpoint, run.job, global_batch_size=batch, data_parallel_size=groups)
+        if converts(checkpoint, run) and options.dry_run:
+            on_message(f"{checkpoint.path} would be converted for {preset.name} on {run.num_processes} processes first")
+        elif converts(checkpoint, run):
+            converted = convert_checkpoint(checkpoint, run, on_message=on_message)
+    command = command_of(options, preset, nvme=nvme, resume_from=converted)
+    return PreparedRun(options=options, run=run, nvme=nvme, converted=converted, command=command)
 
 
 def command_of(
-    options: TrainOptions, *, nvme: NvmeDisk | None = None, resume_from: Path | None = None
+    options: TrainOptions, preset: PresetSpec, *, nvme: NvmeDisk | None = None, resume_from: Path | None = None
 ) -> LaunchCommand:
     """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name."""
-    preset = load_preset(options.preset)
     resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
     return launch_command(
         preset,
@@ -120,7 +107,7 @@ def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Cal
         return run_training(
             prepared.command,
             options=prepared.options,
-            output_dir=prepared.output_dir,
+            output_dir=prepared.run.output_dir,
             nvme=prepared.nvme,
             plan=plan,
             on_line=on_message,
@@ -128,7 +115,7 @@ def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Cal
         )
     finally:
         if prepared.converted is not None:  # the next resume starts from a checkpoint of the run again
-            remove_converted(prepared.output_dir)
+            remove_converted(prepared.run.output_dir)
 
 
 def run_training(

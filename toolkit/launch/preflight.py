@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from toolkit.data.template_limits import check_templates, read_template, templat
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
-from toolkit.hardware.disks import existing_folder, free_bytes
+from toolkit.hardware.disks import check_free_space
 from toolkit.hardware.gpus import count_gpus
 from toolkit.job.argument_values import as_list
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
-from toolkit.job.global_batch import global_batch_size, with_accumulation
+from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
+from toolkit.launch.resume import TrainingRun
 from toolkit.models.config_fields import read_config
 from toolkit.models.read_model import download_config, no_such_model
 from toolkit.presets.compatibility import CPU, Device
@@ -30,10 +31,8 @@ from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.record.attempts import Reuse, check_start, reuse_of
-from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, list_checkpoints, read_complete_checkpoint
+from toolkit.record.checkpoints import LATEST_WORDS, list_checkpoints
 from toolkit.record.folder import RunFolder, read_json
-from toolkit.record.resume_checks import TargetLayout, check_resume_settings, check_same_layout
-from toolkit.units import gib
 
 # Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.
 LARGEST_NODE = 1024
@@ -51,17 +50,6 @@ WRITTEN = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedJob:
-    """A job that passed every check."""
-
-    job: Job
-    global_batch_size: int
-    """Sequences per optimizer step, over all ranks."""
-    warnings: tuple[str, ...]
-    """One line for each argument that has no effect, and for each package that the job needs on another node."""
-
-
 def check_job(
     preset: PresetSpec,
     *,
@@ -70,7 +58,7 @@ def check_job(
     cpu: bool,
     gpus: int | None = None,
     nodes: int = 1,
-) -> CheckedJob:
+) -> TrainingRun:
     """Check everything but the output folder, which a comparison chooses itself.
 
     `gpus` is the number of GPUs of the other nodes, where the job runs there; default: those that are visible here.
@@ -94,11 +82,11 @@ def check_job(
     if job.eval_dataset is not None:
         _rows_of([job.eval_dataset], job.eval_dataset_config, "eval_dataset")
     check_chat_template(job)
-    groups = data_parallel_size(preset, job, num_processes)
-    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=num_processes // groups)
-    batch = global_batch_size(job, groups)
-    check_rows_fill_a_step(rows, batch, names, packing=job.packing)
-    return CheckedJob(job=job, global_batch_size=batch, warnings=tuple(warnings))
+    run = TrainingRun(preset=preset, job=job, num_processes=num_processes, warnings=tuple(warnings))
+    groups = run.data_parallel_size
+    run = replace(run, job=with_accumulation(job, data_parallel_size=groups, ranks_per_batch=num_processes // groups))
+    check_rows_fill_a_step(rows, run.global_batch_size, names, packing=job.packing)
+    return run
 
 
 def check_process_count(num_processes: int, *, gpus: int | None, preset: PresetSpec, nodes: int = 1) -> None:
@@ -172,12 +160,6 @@ def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int 
     return found
 
 
-def data_parallel_size(preset: PresetSpec, job: Job, num_processes: int) -> int:
-    """Return how many ranks, or groups of ranks, train on different rows."""
-    layout = preset.layout(num_processes, job.degrees)
-    return num_processes if layout is None else layout.data_parallel_size
-
-
 def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
     check_required(job, ("output_dir",))
@@ -186,7 +168,8 @@ def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     folder.check_free()
     check_start(folder, reuse_folder(job))
     folder.check_writable()
-    check_disk(folder.path, needed=saved_bytes(job, engine=engine))
+    hint = "name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint"
+    check_free_space(folder.path, saved_bytes(job, engine=engine), user="the run", hint=hint)
     return folder.path
 
 
@@ -223,44 +206,9 @@ def reuse_folder(job: Job) -> Reuse:
 
 def continues(job: Job) -> bool:
     """Return True if the run resumes and there is something to resume from: `latest` may find no checkpoint."""
-    if not job.resumes:
-        return False
-    if str(job.resume_from_checkpoint).lower() not in LATEST_WORDS:
-        return True
-    checkpoints = list_checkpoints(Path(str(job.output_dir)))
-    return any(checkpoint.problem() is None for checkpoint in checkpoints)
-
-
-def check_resume(preset: PresetSpec, *, num_processes: int, job: Job) -> None:
-    """Check the checkpoint that the run resumes from against the run.
-
-    A checkpoint given by its path is read completely. `latest` is resolved and read by rank 0; here its manifest is
-    enough.
-    """
-    if not job.resumes:
-        return
-    named = str(job.resume_from_checkpoint)
-    if named.lower() not in LATEST_WORDS:
-        checkpoint: Checkpoint = read_complete_checkpoint(Path(named))
-    elif continues(job):
-        checkpoint = next(each for each in list_checkpoints(Path(str(job.output_dir))) if each.problem() is None)
-    else:
-        return
-    check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=job.degrees))
-    groups = data_parallel_size(preset, job, num_processes)
-    pipeline = job.pipeline
-    check_resume_settings(
-        checkpoint,
-        global_batch_size=global_batch_size(job, groups),
-        seed=job.seed,
-        max_steps=job.max_steps,
-        optim=job.optim,
-        streaming_buffer_size=job.shuffle_buffer_size,
-        dataset_weights=list(job.dataset_weights),
-        data_parallel_size=groups,
-        order_of_ranks=job.order_of_ranks,
-        pipeline_chunks=None if pipeline is None else pipeline.chunks,
-    )
+    if not job.resumes or str(job.resume_from_checkpoint).lower() not in LATEST_WORDS:
+        return job.resumes
+    return any(checkpoint.problem() is None for checkpoint in list_checkpoints(Path(str(job.output_dir))))
 
 
 def saved_bytes(job: Job, *, engine: str) -> int:
@@ -293,14 +241,3 @@ def weight_bytes(model: Path) -> int:
     is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
     stored = sum(path.stat().st_size for path in model.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     return stored * 2 if is_half else stored
-
-
-def check_disk(folder: Path, *, needed: int) -> None:
-    """Raise ToolkitError for a disk without enough space for `needed` bytes."""
-    existing = existing_folder(folder)
-    free = free_bytes(existing)
-    if free < needed:
-        raise ToolkitError(
-            f"{existing} has {gib(free)} free, and the run saves about {gib(needed)}",
-            hint="name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint",
-        )

@@ -307,7 +307,7 @@ def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResu
     if printed:  # by a rank that refused its input before it had a run folder
         return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"invalid_input": True}
     checkpoint = describe_latest_checkpoint(folder.path)
-    causes = {
+    causes: dict[str, str] = {
         status.INTERRUPTED: f"ended by a signal, without a checkpoint of its last step; {checkpoint}",
         status.TIMED_OUT: f"still running after {ended.seconds:.0f} s",
         status.HOST_OUT_OF_MEMORY: "a process was killed by the kernel because host memory ran out",

@@ -2,8 +2,9 @@
 
 There is one model of activations, `SavedActivations`, with two sources:
 
-- **Counting**: `toolkit.models.count_activations` runs the model on fake tensors and sums up what autograd saves. It
-  works for almost any architecture, but needs torch, transformers and peft: 10 to 30 s in a child process, then cached.
+- **Counting**: `toolkit.models.count_from_transformers` runs the model on fake tensors and sums up what autograd
+  saves. It works for almost any architecture, but needs torch, transformers and peft: 10 to 30 s in a child process,
+  then cached.
 - **Formulas**, in this module, for the architectures of `toolkit.models.decoders`: 0.1 s without torch, so that
   `toolkit plan` and `toolkit recommend` answer at once and `toolkit train` can plan every run before it starts.
 
@@ -35,7 +36,6 @@ adapters' own weights are copied.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from toolkit.models.lora import adapts_experts, lora_layer
 from toolkit.models.shape import Layer, ModelShape, SavedActivations, SavedBytes, Tensor
@@ -179,12 +179,7 @@ class Activations:
         layers = self._sum(by_kind)
         if mask == "window":  # only sliding layers have a mask
             plain = self._sum({kind: self._layer(kind, masked=False) for kind in kinds})
-            sliding, count = self.shape.num_sliding_layers, self.shape.num_layers
-            layers = SavedBytes(
-                fixed=plain.fixed,
-                per_token=plain.per_token + (layers.per_token - plain.per_token) * sliding // count,
-                per_position=plain.per_position + (layers.per_position - plain.per_position) * sliding / count,
-            )
+            layers = plain.plus(layers.plus(plain, -1), self.shape.num_sliding_layers / self.shape.num_layers)
         largest = max(by_kind.values(), key=lambda saved: saved.per_token)
         return SavedActivations(
             layers=layers,
@@ -205,29 +200,33 @@ class Activations:
         return SavedBytes(per_token=4 * width * routed + 2 * self.residual_bytes * self.shape.hidden_size)
 
     def _sum(self, by_kind: dict[Layer, SavedBytes]) -> SavedBytes:
-        counts = self.shape.layer_kinds
-        return SavedBytes(
-            fixed=self._fixed_of_all_layers,
-            per_token=sum(saved.per_token * counts[kind] for kind, saved in by_kind.items()) + self._first_layer(),
-            per_position=sum(saved.per_position * counts[kind] for kind, saved in by_kind.items()),
-        )
+        total = self._first_layer()
+        for kind, count in self.shape.layer_kinds.items():
+            total = total.plus(by_kind[kind], count)
+        return total
 
-    def _first_layer(self) -> int:
+    def _first_layer(self) -> SavedBytes:
         """What the first layer saves in addition: cosines and sines; less its first norm, if no input needs a gradient.
 
-        With adapters the embedding is frozen, so nothing below the first adapter has a backward.
+        With adapters the embedding is frozen, so nothing below the first adapter has a backward, and under autocast the
+        A matrices that read the input of the first layer are not copied.
         """
-        shape = self.shape
+        shape, rank = self.shape, self.lora_r
         rotary_bytes = 4 if shape.model_type in FP32_ROTARY_EMBEDDINGS else self.residual_bytes
         rotary = 0 if shape.model_type in LEARNED_POSITIONS else 2 * rotary_bytes * shape.head_dim
         if shape.model_type in TWO_ROTARY_EMBEDDINGS and 0 < shape.num_sliding_layers < shape.num_layers:
             rotary *= 2
-        if self.lora_r is None:
-            return rotary
-        names = {tensor.name for tensor in shape.layers[0]}
+        if rank is None:
+            return SavedBytes(per_token=rotary)
+        names, norm = {tensor.name for tensor in shape.layers[0]}, 0
+        if shape.model_type in NORMS_WITHOUT_WEIGHTS:
+            norm = self._norm_without_weight
         for first in names.intersection(FIRST_NORMS):
-            return rotary - self._norm(has_bias=first.replace("weight", "bias") in names)
-        return rotary - (self._norm_without_weight if shape.model_type in NORMS_WITHOUT_WEIGHTS else 0)
+            norm = self._norm(has_bias=first.replace("weight", "bias") in names)
+        shares_input = shape.model_type in (*PARALLEL_ATTENTION_AND_MLP, *SHARED_NORM_INPUT)
+        readers = _count(shape.layers[0], (*ATTENTION_INPUTS, *MLP_INPUTS) if shares_input else ATTENTION_INPUTS)
+        not_copied = 2 * readers * rank * shape.hidden_size if self.autocast else 0
+        return SavedBytes(fixed=-not_copied, per_token=rotary - norm)
 
     def _outer(self) -> int:
         """The final norm, and if the head is trained its input and the tokens that were looked up."""
@@ -239,16 +238,6 @@ class Activations:
             return norm
         masked = self.shape.dropout and self.shape.model_type not in NO_EMBEDDING_DROPOUT
         return norm + 2 * hidden + TOKEN_BYTES + (hidden if masked else 0)  # a dropout mask of one byte per element
-
-    @cached_property
-    def _fixed_of_all_layers(self) -> int:
-        every = sum(self._fixed(kind) * count for kind, count in self.shape.layer_kinds.items())
-        if self.lora_r is None or not self.autocast:
-            return every
-        # The input of the first layer needs no gradient, so the A matrices that read it are not copied.
-        shares_input = self.shape.model_type in (*PARALLEL_ATTENTION_AND_MLP, *SHARED_NORM_INPUT)
-        readers = _count(self.shape.layers[0], (*ATTENTION_INPUTS, *MLP_INPUTS) if shares_input else ATTENTION_INPUTS)
-        return every - 2 * readers * self.lora_r * self.shape.hidden_size
 
     def _fixed(self, kind: Layer) -> int:
         """bf16 copies of trained weights under autocast, and experts merged with their adapters."""
@@ -263,8 +252,11 @@ class Activations:
 
     def _layer(self, kind: Layer, *, masked: bool) -> SavedBytes:
         attention = self._attention(kind, masked=masked)
-        parts = (self._norms(kind), self._linear_inputs(kind), self._mlp(kind), self._adapters(kind))
-        return replace(attention, fixed=self._fixed(kind), per_token=attention.per_token + sum(parts))
+        per_token = attention.per_token + self._norms(kind) + self._linear_inputs(kind) + self._mlp(kind)
+        if self.lora_r is not None:  # the output of each A
+            frozen = _count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0
+            per_token += 2 * self.lora_r * (sum(tensor.is_linear_weight for tensor in kind) - frozen)
+        return replace(attention, fixed=self._fixed(kind), per_token=per_token)
 
     def _norm(self, *, has_bias: bool) -> int:
         """A LayerNorm, which has a bias, or an RMSNorm of the hidden width."""
@@ -286,7 +278,8 @@ class Activations:
     def _norms(self, kind: Layer) -> int:
         """Norms of the hidden width, and those of query and key: in fp32, with one statistic for what is normed."""
         shape, hidden = self.shape, self.shape.hidden_size
-        norms = [tensor for tensor in kind if _is_norm(tensor) and tensor.name.endswith(".weight")]
+        weights = (tensor for tensor in kind if len(tensor.shape) == 1 and tensor.name.endswith(".weight"))
+        norms = [tensor for tensor in weights if not tensor.has_weight_decay]
         with_bias = {tensor.name.removesuffix(".bias") for tensor in kind if tensor.name.endswith(".bias")}
         total = DROPOUT_MASKS * hidden if shape.dropout else 0
         for number, tensor in enumerate(norms):
@@ -353,13 +346,6 @@ class Activations:
         ranks = self.layout.tp if self.layout is not None and self.layout.ep > 1 else 1
         return routed * row * (2 if self.casts_weights else 1) // ranks + router + shared
 
-    def _adapters(self, kind: Layer) -> int:
-        """The output of each A."""
-        if self.lora_r is None:
-            return 0
-        frozen = _count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0
-        return 2 * self.lora_r * (sum(tensor.is_linear_weight for tensor in kind) - frozen)
-
 
 def _is_linear(tensor: Tensor, names: tuple[str, ...]) -> bool:
     return tensor.is_linear_weight and tensor.name.split(".")[-2] in names
@@ -371,7 +357,3 @@ def _count(kind: Layer, names: tuple[str, ...]) -> int:
 
 def _has_experts(kind: Layer) -> bool:
     return any(tensor.is_expert for tensor in kind)
-
-
-def _is_norm(tensor: Tensor) -> bool:
-    return len(tensor.shape) == 1 and not tensor.has_weight_decay and ("norm" in tensor.name or "ln_" in tensor.name)

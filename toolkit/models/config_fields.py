@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.json_files import read_json_object
-from toolkit.files.value_limits import unexpected
+from toolkit.files.documents import read_json_object, unexpected
 from toolkit.units import MIB
 
 MISSING = object()
@@ -54,38 +53,37 @@ class ConfigFields:
         raise ToolkitError(f"{self.source} has no {' or '.join(f'`{name}`' for name in names)}", hint=hint)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a boolean field. Raises ToolkitError for any other type."""
-        value = self._checked(name, lambda value: isinstance(value, bool), "true or false")
-        return default if value is None else bool(value)
+        """Return a boolean field. Raises ToolkitError for any other type, as the methods below do."""
+        return bool(self._checked(name, lambda value: isinstance(value, bool), "true or false", default))
 
     def fraction(self, name: str, *, default: float) -> float:
-        """Return a number from 0 to 1. Raises ToolkitError for anything else."""
-        value = self._checked(
-            name, lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"
-        )
-        return default if value is None else float(value)
+        """Return a number from 0 to 1."""
+
+        def is_fraction(value: Any) -> bool:
+            return type(value) in (int, float) and 0 <= value <= 1
+
+        return float(self._checked(name, is_fraction, "a number from 0 to 1", default))
 
     def text(self, *names: str, default: str) -> str:
-        """Return the text under the first of the names that is present. Raises ToolkitError for any other type."""
-        name = next((name for name in names if self.values.get(name)), None)
-        return default if name is None else str(self._checked(name, lambda value: isinstance(value, str), "text"))
+        """Return the text under the first of the names that is present."""
+        name = next((name for name in names if self.values.get(name)), names[0])
+        return str(self._checked(name, lambda value: isinstance(value, str), "text") or default)
 
     def items(self, name: str, kind: type[int] | type[str]) -> list[Any] | None:
-        """Return a list of integers or of texts, or None where it is missing. Raises ToolkitError for anything else."""
+        """Return a list of integers or of texts, or None where it is missing."""
 
         def is_list(value: Any) -> bool:
             return isinstance(value, list) and all(type(each) is kind for each in value)
 
-        items: list[Any] | None = self._checked(
-            name, is_list, f"a list of {'whole numbers' if kind is int else 'names'}"
-        )
+        expected = f"a list of {'whole numbers' if kind is int else 'names'}"
+        items: list[Any] | None = self._checked(name, is_list, expected)
         return items
 
-    def _checked(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
+    def _checked(self, name: str, is_valid: Callable[[Any], bool], expected: str, default: Any = None) -> Any:
         value = self.values.get(name)
         if value is not None and not is_valid(value):
             raise unexpected(self.source, name, value, expected)
-        return value
+        return default if value is None else value
 
     def kv_heads(self, heads: int, *, default: int | None = None) -> int:
         """Return the number of key and value heads: as many as attention heads where nothing says otherwise."""

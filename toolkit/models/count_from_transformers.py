@@ -3,14 +3,24 @@
     $ python -m toolkit.models.count_from_transformers config.json
 
 Prints one line of JSON for `toolkit.models.read_model`, which imports no torch.
+
+What a forward pass saves for the backward pass is counted on fake tensors. Each storage that autograd saves counts
+once, for the layer that saves it first. Forward passes over rows of two lengths separate what is constant, what each
+token adds, and what each position of its row adds to each token: a storage stays the same, doubles, or quadruples in
+rows twice as long. A third length is run for a model with a storage that does none of these. Layers of one kind save
+the same, except the first layer, so only as many layers are run as it takes to meet each kind.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import signal
 import sys
 import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +28,34 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils import transformers_weight_conversion as conversion
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from toolkit.models.count_activations import RANKS, count_activations, decoder_layers
+from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
+from toolkit.models.lora import share_inputs
+from toolkit.models.shape import COUNTED_PARTS
 
 # Of processor time, so that the answer, which is cached, does not depend on how busy the node is. Linear attention in
 # Python, which loops over a row, takes longer.
 ACTIVATION_SECONDS = 60
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
+ROWS = 2
+# Lengths that people train with: in short rows another allocation would be the highest.
+LENGTHS = (1024, 2048, 3072)
+WINDOW = 32  # shorter than each of them
+NO_WINDOW = 1 << 20
+RANKS = (8, 16)  # LoRA ranks: what adapters save is linear in the rank
+OUTSIDE, LOGITS, PEAK = "outside", "logits", "peak"
+Row = dict[str, Any]
+Coefficients = list[Any]
+"""Constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`."""
+Storages = dict[int, int]
+"""Bytes of each storage by its number in the order of a pass."""
 
 
 def main(argv: list[str]) -> None:
@@ -152,6 +179,217 @@ def describe_tensors(model: Any) -> dict[str, Any]:
 def _first_integer(config: Any, *names: str) -> int | None:
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+def count_activations(model: Any) -> list[Row]:
+    """Return one row per compute dtype, training method and mask, for a model on the meta device.
+
+    Raises whatever the model's code raises where it reads tensor values, which fake tensors do not have.
+    """
+    kinds = _kind_of_each_layer(model)
+    config = _with_fewer_layers(model.config, kinds)
+    return [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
+
+
+def decoder_layers(model: Any) -> dict[str, Any]:
+    """Return the modules that are never split, by name: FSDP2 wraps them, activation checkpointing recomputes them."""
+    classes = set(model._no_split_modules or ())
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in classes}
+
+
+def _kind_of_each_layer(model: Any) -> list[str]:
+    """Each layer's tensors and its type in the configuration, as text."""
+    layers = list(decoder_layers(model).values())
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    tensors = (str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]) for layer in layers)
+    return [f"{layer_type} {own}" for layer_type, own in zip(types, tensors, strict=False)]
+
+
+def _with_fewer_layers(config: Any, kinds: list[str]) -> Any:
+    """The configuration cut to the first layers, as many as contain each kind after the first layer."""
+    needed = max((kinds.index(kind, 1) + 1 for kind in set(kinds[1:])), default=1)
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if getattr(text, "num_hidden_layers", None) == len(kinds):
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == len(kinds):  # one entry per layer
+                setattr(text, name, value[:needed])
+        text.num_hidden_layers = needed
+    return config
+
+
+def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
+    key = {"autocast": autocast, "per_rank": False}
+    with as_on_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+        # Trained weights are fp32 under autocast; DeepSpeed and FSDP2 compute with bf16 weights.
+        model = _build(config, torch.float32 if autocast else torch.bfloat16)
+        yield from (key | {"lora": False} | row for row in _rows_by_mask(model, kinds, autocast=autocast))
+        smaller, larger = (_with_adapters(config, rank, autocast=autocast) for rank in RANKS)
+        rows = list(_rows_by_mask(smaller, kinds, autocast=autocast))
+        yield from (key | {"lora": True} | row for row in rows)
+        row, ranks = _count(larger, kinds, "none", autocast=autocast), RANKS[1] - RANKS[0]
+        slope = {
+            part: [round((more - less) / ranks) for less, more in zip(rows[0][part], row[part], strict=True)]
+            for part in COUNTED_PARTS
+        }
+        yield {"autocast": autocast, "per_rank": True, "lora": True, "mask": "none"} | slope | {"logit_bytes": 0}
+
+
+def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
+    """The backward peak is counted without a mask only: a mask does not change it."""
+    unmasked = _count(model, kinds, "none", autocast=autocast)
+    yield {"mask": "none"} | unmasked
+    has_window = getattr(model.config.get_text_config(), "sliding_window", None)
+    for mask in ("padding", "window") if has_window else ("padding",):
+        row = _count(model, kinds, mask, autocast=autocast, peaks=False)
+        yield {"mask": mask} | row | {"backward": unmasked["backward"]}
+
+
+def _build(config: Any, dtype: torch.dtype) -> Any:
+    config = copy.deepcopy(config)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.use_cache = False
+    return model.train()
+
+
+def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
+    """A frozen model in bf16; its adapters are in fp32 under autocast."""
+    lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(_build(config, torch.bfloat16), lora, autocast_adapter_dtype=autocast)
+    share_inputs(model)
+    return model.train()
+
+
+def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bool = True) -> Row:
+    """Coefficients of each of `COUNTED_PARTS`; without `peaks`, `backward` is zero."""
+    names = list(decoder_layers(model))
+    name_of_kind = dict(zip(kinds, names, strict=False))  # the last layer of each kind
+    measure_peaks = name_of_kind.values() if peaks else ()
+    forward = functools.partial(_forward, model, mask=mask, peaks_of=measure_peaks, autocast=autocast)
+    forwards = [forward(length=length) for length in LENGTHS[:2]]
+    if any(_fit_two(*(sizes[part] for sizes in forwards)) is None for part in set().union(*forwards)):
+        forwards.append(forward(length=LENGTHS[2]))
+    saved = {kind: _fit([sizes[name] for sizes in forwards]) for kind, name in name_of_kind.items()}
+    highest = saved
+    if peaks:
+        highest = {kind: _fit([sizes[name, PEAK] for sizes in forwards]) for kind, name in name_of_kind.items()}
+    # The first layer saves what is computed once for all layers; with adapters, only layers after it receive an input
+    # that needs a gradient.
+    all_layers = [_fit([sizes[names[0]] for sizes in forwards]), *(saved[kind] for kind in kinds[1:])]
+    largest = max(dict.fromkeys(kinds[1:] or kinds), key=lambda kind: highest[kind][1] + highest[kind][2] * LENGTHS[-1])
+    return {
+        "layers": [sum(parts) for parts in zip(*all_layers, strict=True)],
+        "largest_layer": saved[largest],
+        "backward": [peak - own for peak, own in zip(highest[largest], saved[largest], strict=True)],
+        "outer": _fit([sizes[OUTSIDE] for sizes in forwards]),
+        "logit_bytes": sum(forwards[0][LOGITS].values()) // (ROWS * LENGTHS[0] * _vocab_size(model)),
+    }
+
+
+def _vocab_size(model: Any) -> int:
+    """Tensors whose last dimension this is hold logits."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _fit(passes: list[Storages]) -> Coefficients:
+    """The coefficients from two passes, or the parabola through the sums of three."""
+    if len(passes) == 2 and (coefficients := _fit_two(*passes)) is not None:
+        return coefficients
+    sizes = [sum(storages.values()) for storages in passes]
+    square = (sizes[2] - 2 * sizes[1] + sizes[0]) / 2
+    line = sizes[1] - sizes[0] - 3 * square
+    return _coefficients(sizes[0] - line - square, line, square)
+
+
+def _fit_two(short: Storages, long: Storages) -> Coefficients | None:
+    """The coefficients from the growth of each storage in rows twice as long; None where one grows in another way."""
+    if short.keys() != long.keys():
+        return None
+    by_growth: dict[float, int] = {1: 0, 2: 0, 4: 0}
+    for number, size in short.items():
+        growth = long[number] / size if size else 1
+        if growth not in by_growth:
+            return None
+        by_growth[growth] += size
+    return _coefficients(*by_growth.values())
+
+
+def _coefficients(constant: float, line: float, square: float) -> Coefficients:
+    """From bytes in rows of the first length."""
+    first, tokens = LENGTHS[0], ROWS * LENGTHS[0]
+    return [round(constant), round(line / tokens), square / (tokens * first)]
+
+
+def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], autocast: bool) -> dict[Any, Storages]:
+    """What one forward saves, by the layer that is running, and what is alive at the backward peaks of some layers."""
+    inputs: dict[str, tuple[Any, Any]] = {}
+    running, alive = [OUTSIDE], []
+    sizes: dict[Any, Storages] = defaultdict(dict)
+    seen = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    vocab_size, layers = _vocab_size(model), decoder_layers(model)
+
+    def enter(name: str, args: Any, kwargs: Any) -> None:
+        inputs[name] = (args, kwargs)
+        running.append(name)
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            alive.append(tensor)  # a freed storage's address would be used again
+            is_logits = tensor.dim() == 3 and tensor.shape[-1] == vocab_size
+            sizes[LOGITS if is_logits else running[-1]][len(alive)] = storage.nbytes()
+        return tensor
+
+    hooks = []
+    for name, layer in layers.items():
+        entering = functools.partial(lambda name, _, args, kwargs: enter(name, args, kwargs), name)
+        hooks += [layer.register_forward_pre_hook(entering, with_kwargs=True)]
+        hooks += [layer.register_forward_hook(lambda *_: running.pop() and None)]
+    compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute:
+        model(**_batch(model, length, mask))
+    for hook in hooks:
+        hook.remove()
+    for name in peaks_of:
+        sizes[name, PEAK] = _layer_peak(layers[name], *inputs[name], autocast=autocast)
+    return sizes
+
+
+def _layer_peak(layer: Any, args: Any, kwargs: Any, *, autocast: bool) -> Storages:
+    """Storages, without its inputs, at the peak of one layer's forward and backward, as with checkpointing."""
+    args, kwargs = tree_map(_as_input, (args, kwargs))
+    memory = LiveMemory(vocab_size=0)
+    with memory:
+        memory.exclude(t for t in (*layer.parameters(), *tree_leaves((args, kwargs))) if isinstance(t, torch.Tensor))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            output = next(t for t in tree_leaves(layer(*args, **kwargs)) if isinstance(t, torch.Tensor))
+        with memory.phase(PEAK):
+            output.backward(torch.empty_like(output))
+    layer.zero_grad()
+    return {number: size for number, (_, size) in memory.peaks[PEAK].storages.items()}
+
+
+def _as_input(value: Any) -> Any:
+    """A leaf that needs a gradient where the value did, as the residual stream does."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _batch(model: Any, length: int, mask: str) -> dict[str, Any]:
+    """Inputs with explicit positions: without them, a model would read the values of the mask."""
+    config = model.config.get_text_config()
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = WINDOW if mask == "window" else NO_WINDOW
+    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens) if mask == "padding" else None,
+        "position_ids": torch.arange(length).expand(ROWS, length),
+        "use_cache": False,
+    }
 
 
 if __name__ == "__main__":

@@ -14,24 +14,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import MISSING, ConfigFields
 from toolkit.models.shape import ROUTER, Layer, ModelShape, Tensor, layer_norm, linear
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dimensions:
-    """Sizes that every decoder has."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,51 +105,45 @@ def llama_shape(model_type: str, fields: ConfigFields) -> ModelShape | None:
     variant = LLAMA_FAMILY[model_type]
     if any(fields.values.get(flag) for flag in variant.unsupported_flags):
         return None
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    size = Dimensions(
-        num_layers=fields.size("num_hidden_layers"),
+    hidden, heads, num_layers = map(fields.size, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    window, num_sliding = sliding_window(model_type, fields, num_layers=num_layers)
+    shape = ModelShape(
+        model_type=model_type,
+        num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size", default=1 if variant.experts else MISSING),
         num_attention_heads=heads,
         num_kv_heads=fields.kv_heads(heads, default=variant.num_kv_heads),
         head_dim=fields.head_dim(hidden, heads, default=variant.head_dim),
         vocab_size=fields.size("vocab_size"),
-    )
-    attention = _attention(variant, fields, size)
-    norms = tuple(
-        Tensor(name=f"{name}.{part}", shape=(hidden,)) for name in variant.norms for part in variant.norm_parts
-    )
-    dense = (*attention, *_mlp(variant, fields, size), *norms)
-    layers, experts = (dense,) * size.num_layers, None
-    if variant.experts is not None:
-        experts = _Experts.read(variant.experts, fields, size)
-        sparse = (*attention, *experts.tensors(hidden), *norms)
-        layers = tuple(sparse if experts.is_sparse(index) else dense for index in range(size.num_layers))
-    tied = fields.flag("tie_word_embeddings", default=variant.tied)
-    final_norm = tuple(Tensor(name=f"model.norm.{part}", shape=(hidden,)) for part in variant.norm_parts)
-    window, num_sliding = sliding_window(model_type, fields, num_layers=size.num_layers)
-    return ModelShape(
-        model_type=model_type,
-        **asdict(replace(size, intermediate_size=experts.width) if experts else size),
         gated_mlp=True,
-        tied_embeddings=tied,
-        num_experts=experts.count if experts else None,
-        experts_per_token=experts.per_token if experts else None,
-        layers=layers,
-        outer=(
-            Tensor(name="model.embed_tokens.weight", shape=(size.vocab_size, hidden)),
-            *(final_norm if variant.final_norm else ()),
-            *_head("lm_head", size, tied=tied),
-        ),
+        tied_embeddings=fields.flag("tie_word_embeddings", default=variant.tied),
+        layers=(),
+        outer=(),
         attention=variant.attention,
         activation=fields.text("hidden_act", "hidden_activation", default=variant.activation),
         sliding_window=window,
         num_sliding_layers=num_sliding,
     )
+    attention = _attention(variant, fields, shape)
+    norms = tuple(
+        Tensor(name=f"{name}.{part}", shape=(hidden,)) for name in variant.norms for part in variant.norm_parts
+    )
+    dense = (*attention, *_mlp(variant, fields, shape), *norms)
+    layers = (dense,) * num_layers
+    if variant.experts is not None:
+        shape, experts = _experts(variant.experts, fields, shape)
+        sparse, every = (*attention, *experts, *norms), fields.size("decoder_sparse_step", default=1)
+        without = fields.items("mlp_only_layers", int) or ()
+        layers = tuple(dense if index in without or (index + 1) % every else sparse for index in range(num_layers))
+    final_norm = tuple(Tensor(name=f"model.norm.{part}", shape=(hidden,)) for part in variant.norm_parts)
+    embedding = Tensor(name="model.embed_tokens.weight", shape=(shape.vocab_size, hidden))
+    outer = (embedding, *(final_norm if variant.final_norm else ()), *_head("lm_head", shape))
+    return replace(shape, layers=layers, outer=outer)
 
 
-def _head(name: str, size: Dimensions, *, tied: bool) -> Layer:
-    return () if tied else linear(name, size.vocab_size, size.hidden_size)
+def _head(name: str, shape: ModelShape) -> Layer:
+    return () if shape.tied_embeddings else linear(name, shape.vocab_size, shape.hidden_size)
 
 
 def _has_bias(fields: ConfigFields, option: str | bool) -> bool:
@@ -171,7 +152,7 @@ def _has_bias(fields: ConfigFields, option: str | bool) -> bool:
     return option if isinstance(option, bool) else fields.flag(option)
 
 
-def _attention(variant: LlamaVariant, fields: ConfigFields, size: Dimensions) -> Layer:
+def _attention(variant: LlamaVariant, fields: ConfigFields, size: ModelShape) -> Layer:
     queries, keys = size.num_attention_heads * size.head_dim, size.num_kv_heads * size.head_dim
     output = linear("self_attn.o_proj", size.hidden_size, queries, bias=_has_bias(fields, variant.output_bias))
     if variant.fused:
@@ -188,7 +169,7 @@ def _attention(variant: LlamaVariant, fields: ConfigFields, size: Dimensions) ->
     return (*projections, *output, *norms)
 
 
-def _mlp(variant: LlamaVariant, fields: ConfigFields, size: Dimensions) -> Layer:
+def _mlp(variant: LlamaVariant, fields: ConfigFields, size: ModelShape) -> Layer:
     bias = _has_bias(fields, variant.mlp_bias)
     down = linear("mlp.down_proj", size.hidden_size, size.intermediate_size, bias=bias)
     if variant.fused:
@@ -197,56 +178,29 @@ def _mlp(variant: LlamaVariant, fields: ConfigFields, size: Dimensions) -> Layer
     return (*gate, *linear("mlp.up_proj", size.intermediate_size, size.hidden_size, bias=bias), *down)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Experts:
-    """A mixture of experts, whose weights transformers 5 stores as one tensor for all experts of a layer."""
+def _experts(kind: str, fields: ConfigFields, size: ModelShape) -> tuple[ModelShape, Layer]:
+    """The sizes of a mixture, and router, experts and shared expert of a layer, in transformers' order.
 
-    kind: str
-    count: int
-    per_token: int
-    width: int
-    shared_width: int | None
-    every: int
-    dense_layers: frozenset[int]
-
-    @classmethod
-    def read(cls, kind: str, fields: ConfigFields, size: Dimensions) -> _Experts:
-        experts = cls(
-            kind=kind,
-            count=fields.size("num_experts", "num_local_experts"),
-            per_token=fields.size("num_experts_per_tok"),
-            width=size.intermediate_size if kind == "mixtral" else fields.size("moe_intermediate_size"),
-            shared_width=fields.size("shared_expert_intermediate_size") if kind == "qwen2_moe" else None,
-            every=fields.size("decoder_sparse_step", default=1),
-            dense_layers=frozenset(fields.items("mlp_only_layers", int) or ()),
-        )
-        if experts.per_token > experts.count:
-            raise ToolkitError(
-                f"{fields.source}: num_experts_per_tok is {experts.per_token}, expected at most {experts.count} experts"
-            )
-        return experts
-
-    def is_sparse(self, layer: int) -> bool:
-        return layer not in self.dense_layers and (layer + 1) % self.every == 0
-
-    def tensors(self, hidden: int) -> Layer:
-        """Router, experts, and the shared expert if there is one, in transformers' order."""
-        router = Tensor(name=ROUTER, shape=(self.count, hidden))
-        experts = (
-            Tensor(name="mlp.experts.gate_up_proj", shape=(self.count, 2 * self.width, hidden)),
-            Tensor(name="mlp.experts.down_proj", shape=(self.count, hidden, self.width)),
-        )
-        if self.kind == "qwen3_moe":
-            return (*experts, router)
-        if self.shared_width is None:
-            return (router, *experts)
-        return (
-            *(router, *experts),
-            *linear("mlp.shared_expert.gate_proj", self.shared_width, hidden),
-            *linear("mlp.shared_expert.up_proj", self.shared_width, hidden),
-            *linear("mlp.shared_expert.down_proj", hidden, self.shared_width),
-            *linear("mlp.shared_expert_gate", 1, hidden),
-        )
+    transformers 5 stores the weights of all experts of a layer as one tensor.
+    """
+    count, per_token = fields.size("num_experts", "num_local_experts"), fields.size("num_experts_per_tok")
+    if per_token > count:
+        raise ToolkitError(f"{fields.source}: num_experts_per_tok is {per_token}, expected at most {count} experts")
+    hidden = size.hidden_size
+    width = size.intermediate_size if kind == "mixtral" else fields.size("moe_intermediate_size")
+    router = Tensor(name=ROUTER, shape=(count, hidden))
+    tensors: Layer = (
+        Tensor(name="mlp.experts.gate_up_proj", shape=(count, 2 * width, hidden)),
+        Tensor(name="mlp.experts.down_proj", shape=(count, hidden, width)),
+    )
+    tensors = (*tensors, router) if kind == "qwen3_moe" else (router, *tensors)
+    if kind == "qwen2_moe":
+        shared = fields.size("shared_expert_intermediate_size")
+        tensors += linear("mlp.shared_expert.gate_proj", shared, hidden)
+        tensors += linear("mlp.shared_expert.up_proj", shared, hidden)
+        tensors += linear("mlp.shared_expert.down_proj", hidden, shared)
+        tensors += linear("mlp.shared_expert_gate", 1, hidden)
+    return replace(size, num_experts=count, experts_per_token=per_token, intermediate_size=width), tensors
 
 
 # Sliding windows. A row as long as the window needs a mask, and SDPA with a mask repeats keys and values for each head
@@ -297,27 +251,21 @@ def _layer_rule(model_type: str, fields: ConfigFields) -> Callable[[int], bool]:
     return rules.get(model_type, lambda _: True)
 
 
-def _plain_shape(
-    model_type: str, size: Dimensions, layer: Layer, outer: Layer, *, tied: bool, activation: str, dropout: float
+def _plain(
+    model_type: str,
+    fields: ConfigFields,
+    *,
+    mlp: str,
+    mlp_default: int | None = None,
+    kv: bool = False,
+    tied: bool = False,
+    activation: tuple[str, str],
+    dropout: tuple[str, float],
 ) -> ModelShape:
-    """Shape of a model with identical layers, no gates and no experts."""
+    """Sizes of a model with identical layers, no gates and no experts; fields with defaults, and no tensors yet."""
+    hidden, heads = fields.size("n_embd", "hidden_size"), fields.size("n_head", "num_attention_heads")
     return ModelShape(
         model_type=model_type,
-        **asdict(size),
-        gated_mlp=False,
-        tied_embeddings=tied,
-        layers=(layer,) * size.num_layers,
-        outer=outer,
-        activation=activation,
-        dropout=dropout > 0,
-    )
-
-
-def _plain_dimensions(
-    fields: ConfigFields, mlp: str, *, kv: bool = False, mlp_default: int | None = None
-) -> Dimensions:
-    hidden, heads = fields.size("n_embd", "hidden_size"), fields.size("n_head", "num_attention_heads")
-    return Dimensions(
         num_layers=fields.size("n_layer", "num_hidden_layers"),
         hidden_size=hidden,
         intermediate_size=fields.size(mlp, default=MISSING if mlp_default is None else mlp_default * hidden),
@@ -325,7 +273,19 @@ def _plain_dimensions(
         num_kv_heads=fields.kv_heads(heads) if kv else heads,
         head_dim=ConfigFields({}, fields.source).head_dim(hidden, heads),
         vocab_size=fields.size("vocab_size"),
+        gated_mlp=False,
+        tied_embeddings=fields.flag("tie_word_embeddings", default=tied),
+        layers=(),
+        outer=(),
+        activation=fields.text(activation[0], default=activation[1]),
+        dropout=fields.fraction(dropout[0], default=dropout[1]) > 0,
     )
+
+
+def _with_tensors(size: ModelShape, layer: Layer, embeddings: dict[str, int], *rest: Tensor) -> ModelShape:
+    """The model with this layer throughout; `embeddings` has the rows of each."""
+    tables = (Tensor(name=f"{name}.weight", shape=(rows, size.hidden_size)) for name, rows in embeddings.items())
+    return replace(size, layers=(layer,) * size.num_layers, outer=(*tables, *rest))
 
 
 def _conv1d(name: str, rows: int, columns: int) -> Layer:
@@ -334,7 +294,8 @@ def _conv1d(name: str, rows: int, columns: int) -> Layer:
 
 
 def _gpt2(fields: ConfigFields) -> ModelShape | None:
-    size = _plain_dimensions(fields, "n_inner", mlp_default=4)
+    activation, dropout = ("activation_function", "gelu_new"), ("resid_pdrop", 0.1)
+    size = _plain("gpt2", fields, mlp="n_inner", mlp_default=4, tied=True, activation=activation, dropout=dropout)
     hidden = size.hidden_size
     layer = (
         *layer_norm("ln_1", hidden),
@@ -344,23 +305,16 @@ def _gpt2(fields: ConfigFields) -> ModelShape | None:
         *_conv1d("mlp.c_fc", hidden, size.intermediate_size),
         *_conv1d("mlp.c_proj", size.intermediate_size, hidden),
     )
-    tied = fields.flag("tie_word_embeddings", default=True)
     positions = fields.size("n_positions", "max_position_embeddings")
-    outer = (
-        Tensor(name="transformer.wte.weight", shape=(size.vocab_size, hidden)),
-        Tensor(name="transformer.wpe.weight", shape=(positions, hidden)),
-        *layer_norm("transformer.ln_f", hidden),
-        *_head("lm_head", size, tied=tied),
-    )
-    activation = fields.text("activation_function", default="gelu_new")
-    dropout = fields.fraction("resid_pdrop", default=0.1)
-    return _plain_shape("gpt2", size, layer, outer, tied=tied, activation=activation, dropout=dropout)
+    embeddings = {"transformer.wte": size.vocab_size, "transformer.wpe": positions}
+    return _with_tensors(size, layer, embeddings, *layer_norm("transformer.ln_f", hidden), *_head("lm_head", size))
 
 
 def _phi(fields: ConfigFields) -> ModelShape | None:
     if fields.values.get("qk_layernorm"):
         return None
-    size = _plain_dimensions(fields, "intermediate_size", kv=True)
+    activation, dropout = ("hidden_act", "gelu_new"), ("resid_pdrop", 0.0)
+    size = _plain("phi", fields, mlp="intermediate_size", kv=True, activation=activation, dropout=dropout)
     hidden, keys = size.hidden_size, size.num_kv_heads * size.head_dim
     projections = (("q", hidden), ("k", keys), ("v", keys))
     layer = (
@@ -370,17 +324,14 @@ def _phi(fields: ConfigFields) -> ModelShape | None:
         *linear("mlp.fc2", hidden, size.intermediate_size, bias=True),
         *layer_norm("input_layernorm", hidden),
     )
-    tied = fields.flag("tie_word_embeddings")
-    embedding = Tensor(name="model.embed_tokens.weight", shape=(size.vocab_size, hidden))
     head = linear("lm_head", size.vocab_size, hidden, bias=True)
-    outer = (embedding, *layer_norm("model.final_layernorm", hidden), *(head[1:] if tied else head))
-    activation = fields.text("hidden_act", default="gelu_new")
-    dropout = fields.fraction("resid_pdrop", default=0.0)
-    return _plain_shape("phi", size, layer, outer, tied=tied, activation=activation, dropout=dropout)
+    outer = (*layer_norm("model.final_layernorm", hidden), *(head[1:] if size.tied_embeddings else head))
+    return _with_tensors(size, layer, {"model.embed_tokens": size.vocab_size}, *outer)
 
 
 def _gpt_neox(fields: ConfigFields) -> ModelShape | None:
-    size = _plain_dimensions(fields, "intermediate_size")
+    activation, dropout = ("hidden_act", "gelu"), ("hidden_dropout", 0.0)
+    size = _plain("gpt_neox", fields, mlp="intermediate_size", activation=activation, dropout=dropout)
     hidden, bias = size.hidden_size, fields.flag("attention_bias", default=True)
     layer = (
         *layer_norm("input_layernorm", hidden),
@@ -390,22 +341,18 @@ def _gpt_neox(fields: ConfigFields) -> ModelShape | None:
         *linear("mlp.dense_h_to_4h", size.intermediate_size, hidden, bias=True),
         *linear("mlp.dense_4h_to_h", hidden, size.intermediate_size, bias=True),
     )
-    tied = fields.flag("tie_word_embeddings")
-    embedding = Tensor(name="gpt_neox.embed_in.weight", shape=(size.vocab_size, hidden))
-    outer = (embedding, *layer_norm("gpt_neox.final_layer_norm", hidden), *_head("lm_head", size, tied=tied))
-    activation = fields.text("hidden_act", default="gelu")
-    dropout = fields.fraction("hidden_dropout", default=0.0)
-    return _plain_shape("gpt_neox", size, layer, outer, tied=tied, activation=activation, dropout=dropout)
+    embeddings, norm = {"gpt_neox.embed_in": size.vocab_size}, layer_norm("gpt_neox.final_layer_norm", hidden)
+    return _with_tensors(size, layer, embeddings, *norm, *_head("lm_head", size))
 
 
 def _opt(fields: ConfigFields) -> ModelShape | None:
     """The layout of 125M and of 1.3B and above: pre-norm, one width, biases; None for the others."""
-    size = _plain_dimensions(fields, "ffn_dim")
+    activation, dropout = ("activation_function", "relu"), ("dropout", 0.1)
+    size = _plain("opt", fields, mlp="ffn_dim", tied=True, activation=activation, dropout=dropout)
     hidden, required = size.hidden_size, ("enable_bias", "do_layer_norm_before", "layer_norm_elementwise_affine")
     one_width = fields.size("word_embed_proj_dim", default=hidden) == hidden
-    if not one_width or not all(fields.flag(name, default=True) for name in required):
-        return None
-    if fields.values.get("_remove_final_layer_norm"):
+    is_known = one_width and all(fields.flag(name, default=True) for name in required)
+    if not is_known or fields.values.get("_remove_final_layer_norm"):
         return None
     layer = (
         *(part for name in "kvq" for part in linear(f"self_attn.{name}_proj", hidden, hidden, bias=True)),
@@ -415,18 +362,11 @@ def _opt(fields: ConfigFields) -> ModelShape | None:
         *linear("fc2", hidden, size.intermediate_size, bias=True),
         *layer_norm("final_layer_norm", hidden),
     )
-    tied = fields.flag("tie_word_embeddings", default=True)
-    positions = fields.size("max_position_embeddings") + OPT_POSITION_ROWS
-    outer = (
-        Tensor(name="model.decoder.embed_tokens.weight", shape=(size.vocab_size, hidden)),
-        Tensor(name="model.decoder.embed_positions.weight", shape=(positions, hidden)),
-        *layer_norm("model.decoder.final_layer_norm", hidden),
-        *_head("lm_head", size, tied=tied),
-    )
-    activation = fields.text("activation_function", default="relu")
-    dropout = fields.fraction("dropout", default=0.1)
-    return _plain_shape("opt", size, layer, outer, tied=tied, activation=activation, dropout=dropout)
+    # its position embedding starts after the padding index
+    positions = fields.size("max_position_embeddings") + 2
+    embeddings = {"model.decoder.embed_tokens": size.vocab_size, "model.decoder.embed_positions": positions}
+    norm = layer_norm("model.decoder.final_layer_norm", hidden)
+    return _with_tensors(size, layer, embeddings, *norm, *_head("lm_head", size))
 
 
-OPT_POSITION_ROWS = 2  # OPT's position embedding starts after the padding index
 OTHER_DECODERS = {"gpt2": _gpt2, "phi": _phi, "gpt_neox": _gpt_neox, "opt": _opt}

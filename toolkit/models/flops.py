@@ -1,8 +1,5 @@
 """Floating-point operations per token, and model FLOPs utilisation (MFU).
 
-    >>> token_flops(num_params=125_311_488, num_layers=12, attention_width=768, seq_length=2048).model_flops
-    978361344
-
 A multiply-add is two operations. Norms, activation functions, softmax and the optimizer are not counted, as in
 published figures (PaLM, appendix B, https://arxiv.org/abs/2204.02311).
 """
@@ -44,33 +41,6 @@ class TokenFlops:
         return self.model_flops + self.recomputed
 
 
-def token_flops(
-    *,
-    num_params: int,
-    num_layers: int,
-    attention_width: int,
-    seq_length: int,
-    num_trainable_params: int | None = None,
-    causal: bool = False,
-    recompute: bool = False,
-) -> TokenFlops:
-    """Return the operations from plain numbers: 6·N + 12·L·d·s for full fine-tuning with full attention.
-
-    `num_trainable_params` is None if all are trained; with N_f frozen and N_t trained ones it is 4·N_f + 6·N_t. The
-    gradient is assumed to flow through all layers, which counts too much if only the last ones are trained. `causal`
-    counts only the half of the scores that causal attention needs; most published figures count all.
-    """
-    trained = num_params if num_trainable_params is None else num_trainable_params
-    attention = 4 * num_layers * attention_width * seq_length // (2 if causal else 1)
-    return TokenFlops(
-        dense_forward=2 * num_params,
-        attention_forward=attention,
-        dense_backward=2 * num_params + 2 * trained,
-        attention_backward=2 * attention,
-        recomputed=2 * num_params + attention if recompute else 0,
-    )
-
-
 def flops_of(
     shape: ModelShape,
     *,
@@ -81,32 +51,29 @@ def flops_of(
     recompute: bool = False,
     count_embeddings: bool = True,
 ) -> TokenFlops:
-    """Return the operations for a model; a mixture of experts counts what one token passes through.
+    """Return the operations for a model: 6·N + 12·L·d·s for full fine-tuning with full attention.
 
-    `num_adapter_params` are the parameters of LoRA, in addition to the model's; only they are trained, unless
-    `num_trainable_params` is given. `count_embeddings=False` leaves out embeddings that are only looked up; a tied one
-    is also the head, and counts. Most published figures count all parameters.
+    A mixture of experts counts what one token passes through. With N_f frozen and N_t trained parameters it is
+    4·N_f + 6·N_t: `num_adapter_params` are those of LoRA, in addition to the model's; only they are trained, unless
+    `num_trainable_params` is given. The gradient is assumed to flow through all layers, which counts too much if only
+    the last ones are trained. `causal` counts only the half of the scores that causal attention needs; most published
+    figures count all. `count_embeddings=False` leaves out embeddings that are only looked up; a tied one is also the
+    head, and counts.
     """
-    num_params = shape.num_active_params if count_embeddings else num_matmul_params(shape)
-    if num_trainable_params is None and num_adapter_params:
-        num_trainable_params = num_adapter_params
-    if num_trainable_params is not None:
-        num_trainable_params = min(num_trainable_params, num_params + num_adapter_params)
-    return token_flops(
-        num_params=num_params + num_adapter_params,
-        num_layers=shape.num_layers,
-        attention_width=shape.num_attention_heads * shape.head_dim,
-        seq_length=seq_length,
-        num_trainable_params=num_trainable_params,
-        causal=causal,
-        recompute=recompute,
+    num_params = shape.num_active_params + num_adapter_params
+    if not count_embeddings:
+        num_params -= shape.num_embedding_params
+        num_params += shape.vocab_size * shape.hidden_size if shape.tied_embeddings else 0
+    trained = (num_adapter_params or num_params) if num_trainable_params is None else num_trainable_params
+    width = shape.num_attention_heads * shape.head_dim
+    attention = 4 * shape.num_layers * width * seq_length // (2 if causal else 1)
+    return TokenFlops(
+        dense_forward=2 * num_params,
+        attention_forward=attention,
+        dense_backward=2 * num_params + 2 * min(trained, num_params),
+        attention_backward=2 * attention,
+        recomputed=2 * num_params + attention if recompute else 0,
     )
-
-
-def num_matmul_params(shape: ModelShape) -> int:
-    """Return the parameters that take part in matrix multiplications: without embeddings that are only looked up."""
-    tied_head = shape.vocab_size * shape.hidden_size if shape.tied_embeddings else 0
-    return shape.num_active_params - shape.num_embedding_params + tied_head
 
 
 def mfu(*, tokens_per_second_per_gpu: float, flops_per_token: int, peak_flops: float | None) -> float | None:

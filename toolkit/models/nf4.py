@@ -73,17 +73,15 @@ def as_in_training(model: Any) -> Iterator[str | None]:
 
 
 def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
-    """Return the layer's tensors as they are stored: 4-bit ones in one column of elements of the compute dtype."""
+    """Return a decoder layer's tensors as they are stored: 4-bit ones in one column of elements of the compute dtype.
+
+    bitsandbytes quantizes the weights of linear layers: no fused experts and no norms.
+    """
 
     def packed(tensor: Tensor) -> Tensor:
         return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)
 
-    return tuple(packed(tensor) if is_in_4bit(tensor) else tensor for tensor in layer)
-
-
-def is_in_4bit(tensor: Tensor) -> bool:
-    """Return True for a tensor of a decoder layer that bitsandbytes quantizes: no fused experts and no norms."""
-    return tensor.is_linear_weight
+    return tuple(packed(tensor) if tensor.is_linear_weight else tensor for tensor in layer)
 
 
 def constant_bytes(tensor: Tensor) -> int:
@@ -93,5 +91,5 @@ def constant_bytes(tensor: Tensor) -> int:
 
 
 def _4bit_modules(model: Any) -> list[Any]:
-    """Return bitsandbytes' `Linear4bit` layers, recognised without importing it."""
+    """bitsandbytes' `Linear4bit` layers, recognised without importing it."""
     return [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]

@@ -146,7 +146,7 @@ class SavedActivations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedActivations:
-    """Everything that `toolkit.models.count_activations` counted for one model."""
+    """Everything that `toolkit.models.count_from_transformers` counted for one model."""
 
     saved: Mapping[tuple[bool, bool, str], SavedActivations]
     """By autocast (against bf16 weights), LoRA (against full fine-tuning) and mask, one of `MASKS`."""

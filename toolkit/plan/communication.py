@@ -21,8 +21,7 @@ from toolkit.models.shape import Layer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.interconnect import Collective
-from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, stage_shape
-from toolkit.plan.planned_job import TrainingSetup
+from toolkit.plan.planned_job import ACTIVATION_BYTES, TrainingSetup, stage_shape
 
 DDP_BUCKET_BYTES = 25 * 2**20
 

@@ -5,7 +5,7 @@
     >>> from toolkit.presets import load_preset
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     >>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
-    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=PlannedJob(max_seq_length=2048))
+    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=PlannedJob())
     >>> plan.peak.phase
     'backward'
 
@@ -27,8 +27,14 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
-from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, StageLoad, stage_load, stage_shape
-from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planned_job import (
+    ACTIVATION_BYTES,
+    LOG_PROBABILITY_BYTES,
+    PlannedJob,
+    StageLoad,
+    stage_load,
+    stage_shape,
+)
 from toolkit.presets.spec import PresetSpec
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
@@ -263,7 +269,7 @@ class _Phases:
             self.received = activation * load.buffered_activations
 
     def _set_activations(self, shape: ModelShape) -> None:
-        job, length, frozen = self.job, self.job.max_seq_length, bool(self.weights.frozen)
+        job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
         activations = _activations(shape, self.engine.autocasts, job.lora_r, self.engine.layout)
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
         padded = self.engine.ranks_per_sequence == 1 and job.needs_mask(shape)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
-from toolkit.models.nf4 import constant_bytes, is_in_4bit, packed_layer
+from toolkit.models.nf4 import constant_bytes, packed_layer
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
@@ -161,7 +161,7 @@ def job_weights(
     kinds = shape.layer_kinds
     if lora_r is None:
         return JobWeights(shape=shape, stored={kind: kind for kind in kinds})
-    quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if is_in_4bit(tensor))
+    quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if tensor.is_linear_weight)
     return JobWeights(
         shape=shape,
         stored={kind: packed_layer(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},

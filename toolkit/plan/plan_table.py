@@ -56,7 +56,7 @@ def _heading(request: PlanRequest) -> str:
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
-        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per {batch_group}",
+        f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per {batch_group}",
         "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",

@@ -1,20 +1,21 @@
 """A training job as the planner sees it, and one setup of it: model, preset, world size and job together.
 
->>> PlannedJob(per_device_train_batch_size=2, max_seq_length=1024).tokens_per_micro_batch
+>>> PlannedJob(per_device_train_batch_size=2).tokens_per_micro_batch
 2048
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.job.accumulation import ACCUMULATE, WHOLE
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_values import Range, check_range, check_word
-from toolkit.job.job import Job
+from toolkit.job.job import BATCH_ARGUMENTS, Job
 from toolkit.models.attention import (
     AUTO,
     KERNEL,
@@ -25,12 +26,12 @@ from toolkit.models.attention import (
 )
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
-from toolkit.models.shape import Layer, ModelShape
+from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.split import part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, ParallelLayout
+from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.model_states import JobWeights, job_weights
-from toolkit.plan.pipeline_stages import stage_shape
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
@@ -39,12 +40,13 @@ LOSSES = ("chunked", "full", "fused", "chunked_output")
 # Larger values are typing errors: no cluster has so many GPUs.
 LARGEST_DEGREE = 2**10
 LARGEST_WORLD_SIZE = 2**20
+ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
+LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "packing", "attn_implementation"),
-    *("lora_r", "lora_target_modules", "load_in_4bit", "optim", "loss_chunk_tokens", "async_save"),
-    *("pipeline_schedule", "pipeline_chunks", *DEGREES),
+    *(*BATCH_ARGUMENTS, "packing", "attn_implementation", "lora_r", "lora_target_modules", "load_in_4bit", "optim"),
+    *("loss_chunk_tokens", "async_save", "pipeline_schedule", "pipeline_chunks", *DEGREES),
 )
 
 
@@ -63,7 +65,7 @@ class PlannedJob(Job):
     def of(cls, job: Job) -> PlannedJob:
         """Return the planner's view of a job. Raises ToolkitError for an optimizer that is not planned.
 
-        >>> PlannedJob.of(Job(max_seq_length=512, use_liger_kernel=True)).loss
+        >>> PlannedJob.of(Job(use_liger_kernel=True)).loss
         'fused'
         """
         check_supported(None, Job(optim=job.optim), purpose="plan")
@@ -139,8 +141,7 @@ class PlannedJob(Job):
     @property
     def argument_values(self) -> dict[str, Any]:
         """Length, batch, degrees, and what is not the default, as training arguments."""
-        always = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps")
-        values = {name: self.value(name) for name in always} | self.degrees
+        values = {name: self.value(name) for name in BATCH_ARGUMENTS} | self.degrees
         chosen = ("accumulate", "activation_checkpointing", "lora_r", "load_in_4bit")
         values |= {name: self.value(name) for name in chosen if self.value(name)}
         return values | ({} if self.optim == DEFAULT_OPTIMIZER else {"optim": self.optim})
@@ -151,6 +152,60 @@ class PlannedJob(Job):
         if self.lora_r is None:
             return "full fine-tune"
         return f"{'QLoRA' if self.load_in_4bit else 'LoRA'} r={self.lora_r}"
+
+
+# -- the stages of a pipeline: the one with the head has its logits, the first one the most micro-batches in flight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageLoad:
+    """What one rank of a pipeline holds beside model states, in micro-batches of all its layers."""
+
+    micro_batches_in_flight: float
+    buffered_activations: int = 0
+    """Buffers for activations and gradients from other ranks, each of one micro-batch: torch allocates all at once."""
+    logits_in_flight: int = 0
+    """Micro-batches whose log-probabilities wait for their backward, beside the one that computes."""
+
+
+def stage_shape(shape: ModelShape, settings: PipelineSettings, rank: int) -> ModelShape:
+    """Return the part of a model that one rank of a pipeline holds."""
+    return model_part(shape, settings.stages, tuple(settings.stages_of(rank)))
+
+
+@lru_cache(maxsize=1024)
+def model_part(shape: ModelShape, stages: int, own: tuple[int, ...]) -> ModelShape:
+    """Return what some of the stages into which a model is divided hold of it.
+
+    The first has the embedding, the last the final norm and the head; a tied head is a tensor of its own there.
+    """
+    ranges = divide_layers(shape.num_layers, stages)
+    layers = tuple(chain.from_iterable(shape.layers[ranges[stage].start : ranges[stage].stop] for stage in own))
+    embeddings = tuple(tensor for tensor in shape.outer if tensor.is_embedding)
+    head = tuple(tensor for tensor in shape.outer if not tensor.is_embedding)
+    if shape.tied_embeddings and stages > 1:
+        head += (Tensor(name="lm_head.weight", shape=embeddings[0].shape),)
+    is_last = stages - 1 in own
+    outer: Layer = (*(embeddings if 0 in own else ()), *(head if is_last else ()))
+    return replace(
+        shape,
+        layers=layers,
+        num_layers=len(layers),
+        outer=outer,
+        tied_embeddings=shape.tied_embeddings and stages == 1,
+        vocab_size=shape.vocab_size if is_last else 0,
+        num_sliding_layers=round(shape.num_sliding_layers * len(layers) / shape.num_layers),
+    )
+
+
+def stage_load(settings: PipelineSettings, rank: int, *, micro_batches: int) -> StageLoad:
+    """Return what one rank of a pipeline holds beside its model states."""
+    is_first, is_last = rank == 0, rank == settings.ranks - 1
+    return StageLoad(
+        micro_batches_in_flight=settings.in_flight(rank, micro_batches) / settings.chunks,
+        buffered_activations=(2 * settings.chunks - is_first - is_last) * micro_batches,
+        logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ def recommendation_lines(
     every_row = " in every row" if request.job.lengths_differ is False else ""
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
-        f"{request.job.max_seq_length:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
+        f"{request.job.tokens_per_row:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
         f"on {request.world_size} × {request.gpu.name}",
         "",
         f"  use       {choice.preset.name}: {choice.settings}",

@@ -19,8 +19,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Collective, Interconnect, Range
-from toolkit.plan.pipeline_stages import stage_shape
-from toolkit.plan.planned_job import TrainingSetup
+from toolkit.plan.planned_job import TrainingSetup, stage_shape
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
 # compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry.
@@ -174,7 +173,7 @@ def _bubble_factor(setup: TrainingSetup) -> float:
     if setup.preset.engine != "pipeline" or settings is None:
         return 1.0
     job, parts = setup.job, [stage_shape(setup.shape, settings, rank) for rank in range(settings.ranks)]
-    length, recompute = job.max_seq_length, job.activation_checkpointing
+    length, recompute = job.tokens_per_row, job.activation_checkpointing
     flops = [flops_of(part, seq_length=length, recompute=recompute, count_embeddings=False) for part in parts]
     work = [each.hardware_flops for each in flops]
     return settings.bubble_factor(setup.accumulation_steps, slowest=max(work) / (sum(work) / len(work)))
@@ -184,7 +183,7 @@ def setup_flops(setup: TrainingSetup) -> TokenFlops:
     """Return the operations per token of the job."""
     return flops_of(
         setup.shape,
-        seq_length=setup.job.max_seq_length,
+        seq_length=setup.job.tokens_per_row,
         num_adapter_params=setup.weights.num_trained if setup.weights.adapters else 0,
         recompute=setup.job.activation_checkpointing,
     )

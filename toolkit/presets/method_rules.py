@@ -206,7 +206,7 @@ def auto_find_batch_size(case: Case) -> Answers:
 # Presets to name where a preset that offloads, or splits layers, cannot run an optimizer, and their engines.
 _WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
 # engine -> name or library of an optimizer -> why it does not work there, and what does.
-# benchmarks/optimizers.py reproduces those of FSDP2.
+# tests/train/test_training_methods.py shows those of FSDP2.
 _NO_OPTIMIZER = {
     "deepspeed": {
         "adafactor": (

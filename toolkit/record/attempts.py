@@ -63,10 +63,7 @@ def start_attempt(folder: RunFolder, reuse: Reuse = "never") -> None:
         number = (folder.read_run() or {}).get("attempt")
         outdated = [folder.failure_json, folder.attestation_json]
         if reuse != "resume":
-            for trained in [
-                *(checkpoint.path for checkpoint in list_checkpoints(folder.path)),
-                folder.path / "profile",
-            ]:
+            for trained in [*(each.path for each in list_checkpoints(folder.path)), folder.path / "profile"]:
                 if trained.is_dir():
                     shutil.rmtree(trained)
             outdated += [*(folder.path / "ranks").glob("rank*.jsonl"), folder.log, folder.timeline]
@@ -117,11 +114,9 @@ def record_restart(folder: RunFolder, *, resumed_step: int) -> list[dict[str, An
     run = folder.read_run() or {}
     if not has_trained(folder) or run.get("status") == status.COMPLETED:
         return list(run.get("restarts", []))
-    failure, ended = read_json(folder.failure_json) or {}, str(run.get("status"))
+    failure, ended, ranks = read_json(folder.failure_json) or {}, str(run.get("status")), run.get("world_size")
     if ended == status.RUNNING:
         unreported = "no rank reported why it ended: they were killed, or their node was lost"
         ended, failure = status.FAILED, failure or {"message": unreported}
-    record = restart_record(
-        folder, ended=ended, failure=failure, world_size=run.get("world_size"), resumed_step=resumed_step
-    )
+    record = restart_record(folder, ended=ended, failure=failure, world_size=ranks, resumed_step=resumed_step)
     return [*run.get("restarts", []), record]

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import as_mapping, read_json_object
+from toolkit.files.documents import Limits, read_json_object, validate
 from toolkit.files.reading import open_file
-from toolkit.files.value_limits import Limits, validate
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount
 from toolkit.record.folder import write_json
@@ -140,9 +139,8 @@ class Manifest(_Record):
     def sequences_per_step(self) -> int | None:
         """Sequences of an optimizer step over all ranks; None where they are not recorded."""
         ranks = self.data_parallel_size or self.world_size
-        sizes = [self.per_device_train_batch_size, self.gradient_accumulation_steps, ranks]
-        known = [size for size in sizes if size is not None]
-        return self.global_batch_size or (math.prod(known) if len(known) == len(sizes) else None)
+        sizes = (self.per_device_train_batch_size, self.gradient_accumulation_steps, ranks)
+        return self.global_batch_size or math.prod(size or 0 for size in sizes) or None
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
@@ -152,7 +150,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
 
 def read_step(trainer_state: Path) -> int:
     """Return the step in the Trainer's own state. Raises ToolkitError."""
-    state = as_mapping(read_json_object(trainer_state, allow_nan=True), str(trainer_state))
+    state = read_json_object(trainer_state, allow_nan=True)
     return validate(TypeAdapter(Count), state.get("global_step"), f"{trainer_state}: global_step")
 
 
@@ -207,10 +205,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         try:
             content = read_json_object(file, limits=_LIMITS)
             manifest = validate(TypeAdapter(Manifest), content, str(file))
+            if manifest.sha256 not in (None, _manifest_sha256(content)):
+                manifest, unreadable = None, f"{MANIFEST} is damaged (checksum)"
         except ToolkitError as error:
             unreadable = error.message.removeprefix(f"{path}{os.sep}")
-        if manifest is not None and manifest.sha256 not in (None, _manifest_sha256(content)):
-            manifest, unreadable = None, f"{MANIFEST} is damaged (checksum)"
     named = _NAME.fullmatch(path.name)
     step = manifest.step if manifest is not None else int(named[1]) if named else 0
     return Checkpoint(path=path, step=step, manifest=manifest, unreadable=unreadable)

@@ -36,7 +36,7 @@ HANG_CLAIM = "hang.claim"
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_CHARACTERS = 8000
 # The outermost frame of a main thread, or the mark of a stack that is too deep. faulthandler writes that thread last.
-_LAST_LINE = re.compile(r" in (<module>|_run_module_as_main)$|^  \.\.\.$")
+_LAST_LINE = re.compile(r"(?: in (?:<module>|_run_module_as_main)|\n  \.\.\.)\s*\Z")
 # Frames of a main thread that waits for other ranks in a collective.
 _COLLECTIVE = re.compile(r"\((distributed/|comm/|autograd/graph\.py|utils/operations\.py)")
 # A rank writes every second; one that has not for this long does not run.
@@ -135,8 +135,8 @@ def read_heartbeats(ranks: Path) -> list[Heartbeat]:
     for path in ranks.glob("rank*.heartbeat"):
         with contextlib.suppress(ToolkitError, ValidationError):
             found.append(Heartbeat.model_validate_json(read_bytes(path)))
-    own = [heartbeat for heartbeat in found if current is None or heartbeat.attempt_id in (None, current)]
-    return sorted(own, key=lambda heartbeat: heartbeat.rank)
+    of_attempt = [each for each in found if current is None or each.attempt_id in (None, current)]
+    return sorted(of_attempt, key=lambda heartbeat: heartbeat.rank)
 
 
 # -- stacks
@@ -155,16 +155,12 @@ def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: flo
             with contextlib.suppress(OSError):
                 os.kill(heartbeat.pid, STACKS_SIGNAL)
     deadline, answers = time.monotonic() + seconds, {rank.rank: "" for rank in heartbeats}
-    while time.monotonic() < deadline and not all(map(_is_complete, answers.values())):
+    while time.monotonic() < deadline and not all(map(_LAST_LINE.search, answers.values())):
         time.sleep(0.01)
         for rank in answers:
             with contextlib.suppress(OSError):
                 answers[rank] = stacks_path(ranks, rank).read_text(errors="replace")[-STACKS_CHARACTERS:]
     return {str(rank): stacks or "no answer" for rank, stacks in answers.items()}
-
-
-def _is_complete(stacks: str) -> bool:
-    return bool(stacks) and _LAST_LINE.search(stacks.splitlines()[-1]) is not None
 
 
 def main_thread(stacks: str) -> list[str]:
@@ -213,11 +209,9 @@ def hang_failure(ranks: Path, *, limit_seconds: float) -> dict[str, Any]:
         where = f", in {frames[0]}" if frames else ""
         return f"rank {heartbeat.rank}{state} in step {heartbeat.step + 1}, phase {heartbeat.phase}{where}"
 
-    if blocking:
-        cause = "; ".join(describe(heartbeat) for heartbeat in heartbeats if heartbeat.rank in blocking)
-    else:
-        cause = "; ".join(map(describe, heartbeats)) or "no rank has written a heartbeat"
-        cause = f"the cause is unknown: {cause}"
+    named = [heartbeat for heartbeat in heartbeats if heartbeat.rank in blocking] or heartbeats
+    cause = "; ".join(map(describe, named)) or "no rank has written a heartbeat"
+    cause = cause if blocking else f"the cause is unknown: {cause}"
     return {
         "kind": status.TIMED_OUT,
         "phase": first and first.phase,

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import line_name, read_json_lines
-from toolkit.files.value_limits import explain
+from toolkit.files.documents import explain, read_json_lines
 from toolkit.record.columns import (
     Bytes,
     Column,
@@ -216,11 +215,11 @@ def read_rows(path: Path) -> list[StepRow]:
     Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
     """
     rows = []
-    for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
+    for name, content in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
         try:
-            rows.append(StepRow.model_validate(line.content))
+            rows.append(StepRow.model_validate(content))
         except ValidationError as error:
-            raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
+            raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_ROW) from None
     return rows
 
 
@@ -228,9 +227,9 @@ def written_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of one rank as a process that was killed left them: those before a missing or damaged line."""
     rows = []
     with contextlib.suppress(ToolkitError):
-        for line in read_json_lines(path, allow_nan=True):
-            if type(line.content.get("step")) is int:
-                rows.append(line.content)
+        for _, content in read_json_lines(path, allow_nan=True):
+            if type(content.get("step")) is int:
+                rows.append(content)
     return rows
 
 
@@ -268,8 +267,8 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
 
     A resumed run has untimed steps again, since its processes are new.
     """
-    numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
-    timed = timed_steps(steps, untimed_steps=untimed_steps)
+    by_number = timed_steps(steps, untimed_steps=untimed_steps)
+    timed = list(by_number.values())
     ranks, rows = _by_rank(timed), [row for step in steps for row in step]
     seconds = _over_ranks(timed, "seconds", max)
     total, text = _total(_counted(timed, "tokens")), _total(_counted(timed, "non_padding_tokens"))
@@ -287,7 +286,7 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
         step_tokens=_counted(steps, "tokens"),
         step_non_padding_tokens=_counted(steps, "non_padding_tokens"),
         step_supervised_tokens=_counted(steps, "supervised_tokens"),
-        timed_step_numbers=tuple(numbers),
+        timed_step_numbers=tuple(by_number),
         rank_skew=rank_skew(timed),
         step_seconds_median=statistics.median(seconds) if seconds else None,
         step_seconds_p90=percentile(seconds, 0.9),
@@ -315,13 +314,10 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     )
 
 
-def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> list[list[StepRow]]:
-    """Return the steps whose time counts: after the first ones of the process, and not profiled."""
-    return [step for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
-
-
-def _is_timed(step: list[StepRow], number: int, untimed_steps: int) -> bool:
-    return (step[0].step_of_process or number) > untimed_steps and not step[0].profiled
+def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> dict[int, list[StepRow]]:
+    """Return the steps whose time counts, by number from 1: after the first ones of the process, and not profiled."""
+    numbered = enumerate(steps, 1)
+    return {n: step for n, step in numbered if (step[0].step_of_process or n) > untimed_steps and not step[0].profiled}
 
 
 def rank_skew(steps: list[list[StepRow]]) -> float | None:

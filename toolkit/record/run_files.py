@@ -6,6 +6,7 @@ figure that is left out would look like one that was not measured.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object_if_present
-from toolkit.files.value_limits import explain
+from toolkit.files.documents import explain, read_json_object
 from toolkit.record import status
 from toolkit.record.columns import Bytes, Count, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder
@@ -152,7 +152,7 @@ def read_run_file(path: Path, kind: type[Parsed]) -> Parsed:
     """
     try:
         # A loss that no comparison reads may be no number.
-        return kind.model_validate(read_json_object_if_present(path, allow_nan=True) or {})
+        return kind.model_validate(read_json_object(path, allow_nan=True) if os.path.lexists(path) else {})
     except ValidationError as error:
         raise ToolkitError(f"{path}: {explain(error)}", hint=damaged_hint(path)) from None
     except ToolkitError as error:

@@ -1,7 +1,7 @@
 """The statuses of a run, and the exit code of each.
 
->>> exit_code_of("host_out_of_memory")
-3
+>>> {name: code for name in STATUSES if (code := exit_code_of(name)) != 1}
+{'completed': 0, 'out_of_memory': 3, 'host_out_of_memory': 3}
 """
 
 from __future__ import annotations
@@ -9,17 +9,6 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED
-
-PLANNED = "planned"
-RUNNING = "running"
-COMPLETED = "completed"
-OUT_OF_MEMORY = "out_of_memory"
-HOST_OUT_OF_MEMORY = "host_out_of_memory"
-TIMED_OUT = "timed_out"
-DIVERGED = "diverged"
-ATTESTATION_FAILED = "attestation_failed"
-FAILED = "failed"
-INTERRUPTED = "interrupted"
 
 RunStatus = Literal[
     "planned",
@@ -34,6 +23,8 @@ RunStatus = Literal[
     "interrupted",
 ]
 STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
+PLANNED, RUNNING, COMPLETED, OUT_OF_MEMORY, HOST_OUT_OF_MEMORY, *_ = STATUSES
+*_, TIMED_OUT, DIVERGED, ATTESTATION_FAILED, FAILED, INTERRUPTED = STATUSES
 
 
 def exit_code_of(status: str, *, invalid_input: bool = False) -> int:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, computed_field
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import complete_bytes
+from toolkit.files.documents import complete_bytes
 from toolkit.files.reading import read_bytes
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats
@@ -70,12 +70,11 @@ def add_moment(path: Path, phase: str, *, unix: float | None = None, **facts: An
 
 def read_timeline(path: Path) -> list[Moment]:
     """Return the lines of a file, without those that are damaged or cut off; empty without a file."""
-    moments, lines = [], list[bytes]()
+    moments = []
     with contextlib.suppress(ToolkitError):
-        lines = read_bytes(path).splitlines()
-    for line in lines:
-        with contextlib.suppress(ValidationError):
-            moments.append(Moment.model_validate_json(line))
+        for line in read_bytes(path).splitlines():
+            with contextlib.suppress(ValidationError):
+                moments.append(Moment.model_validate_json(line))
     return moments
 
 
@@ -216,8 +215,7 @@ class _Process:
 
 def _divide(timeline: Sequence[Moment]) -> tuple[list[_Process], float]:
     """Return the processes with their seconds by part, and the idle seconds between attempts."""
-    processes, idle = [_Process()], 0.0
-    began = False
+    processes, idle, began = [_Process()], 0.0, False
     for moment, following in pairwise([*timeline, *timeline[-1:]]):
         if moment.phase in ("start", LAUNCH) and began:
             processes.append(_Process())

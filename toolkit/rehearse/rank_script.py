@@ -44,12 +44,12 @@ def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], prog
     set_up_libraries(progress)
     launch = replace(LaunchContext.of_preset(preset, rehearsed.world_size), folder_prepared=True)
     args = parse_args(argv, launch)
-    facts = {"rehearsal": asdict(rehearsed)}
-    with open_run(args, launch, progress, single_process=True, facts=facts) as run:
+    facts = asdict(rehearsed)
+    with open_run(args, launch, progress, single_process=True, rehearsal=facts) as run:
         run.start_health_checks()
         set_seed(args.training.seed)
         if rehearsed.fake_tensors:
-            run.write_completion(rehearsal=facts["rehearsal"] | trace(args, launch) | {"random_weights": True})
+            run.write_completion(rehearsal=facts | trace(args, launch) | {"random_weights": True})
             return
         progress.enter("data")
         tokenizer, data = rehearsal_data(args)

@@ -6,9 +6,9 @@ as plain elements and SVG.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from toolkit.units import seconds
 
@@ -23,32 +23,25 @@ MOST_POINTS = 2000
 # In points, of a curve under all others.
 WIDEST_CURVE = 9.0
 
-
-class Color(NamedTuple):
-    """One color, as it reads on a white page and on a dark one."""
-
-    light: str
-    dark: str
-
-
-# Hues of Okabe and Ito (https://jfly.uni-koeln.de/color/), darker or lighter for contrast with the page.
-BLUE, ORANGE, GREEN = Color("#0072B2", "#4AA3DF"), Color("#E69F00", "#E8B04A"), Color("#009E73", "#3CC79D")
-PURPLE, RED, GRAY = Color("#CC79A7", "#DF9CC2"), Color("#D55E00", "#F08A45"), Color("#BBBBBB", "#6B7280")
-CURVES = (GRAY, ORANGE, BLUE, PURPLE, GREEN, RED, Color("#222222", "#F3F4F6"))
+# Each color as it reads on a white page and on a dark one: hues of Okabe and Ito (https://jfly.uni-koeln.de/color/),
+# darker or lighter for contrast with the page.
+BLUE, ORANGE, GREEN = ("#0072B2", "#4AA3DF"), ("#E69F00", "#E8B04A"), ("#009E73", "#3CC79D")
+PURPLE, RED, GRAY = ("#CC79A7", "#DF9CC2"), ("#D55E00", "#F08A45"), ("#BBBBBB", "#6B7280")
+CURVES = (GRAY, ORANGE, BLUE, PURPLE, GREEN, RED, ("#222222", "#F3F4F6"))
 LANES = {"compute": "compute", "data_wait": "waiting for data", "communication": "communication (lower line)"}
 """The lanes of a profiled step, with their names in the legend."""
-CSS_VARIABLES: dict[str, Color] = {
+CSS_VARIABLES: dict[str, tuple[str, str]] = {
     **{f"p{index}": color for index, color in enumerate((BLUE, ORANGE, GREEN))},  # parts of the model states
     **{f"c{index}": color for index, color in enumerate(CURVES)},
     **dict(zip(LANES, (BLUE, ORANGE, PURPLE), strict=True)),
-    "speed": Color("#4A6FA5", "#7C9FD3"),
-    "muted": Color("#6B7280", "#9AA3AF"),
-    "rest": Color("#C7B5DA", "#8F7BA8"),
-    "page": Color("#ffffff", "#14171a"),
-    "ink": Color("#1f2328", "#e6e8ea"),
-    "line": Color("#d8dee4", "#363c43"),
-    "band": Color("#f3f5f7", "#20252a"),
-    "alarm": Color("#b42318", "#ff8a7a"),
+    "speed": ("#4A6FA5", "#7C9FD3"),
+    "muted": ("#6B7280", "#9AA3AF"),
+    "rest": ("#C7B5DA", "#8F7BA8"),
+    "page": ("#ffffff", "#14171a"),
+    "ink": ("#1f2328", "#e6e8ea"),
+    "line": ("#d8dee4", "#363c43"),
+    "band": ("#f3f5f7", "#20252a"),
+    "alarm": ("#b42318", "#ff8a7a"),
 }
 """Every color of the page by the name of its CSS variable."""
 
@@ -102,41 +95,50 @@ class Line:
     """Points that are joined, in the chart's own values."""
 
     points: Sequence[tuple[float, float]]
+    label: str
+    """Its name in the legend."""
     color: str
     """CSS variable."""
-    width: float
+    width: float = 2.0
     dashed: bool = False
     dots: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Lines in a box, with labels beside it (evenly spaced, high to low) and below it (where they belong)."""
+    """Lines in a box as high as their points and as wide as its labels, which stand below it where they belong."""
 
     lines: Sequence[Line]
-    colors: Sequence[tuple[str, str]]
-    """Entries of the legend: CSS variable and name."""
-    left: float
-    right: float
-    low: float
-    high: float
-    y_labels: Sequence[str]
+    y_format: str
+    """Of the labels beside it: of its high end, its middle and its low end."""
     x_labels: Sequence[tuple[float, str]]
     x_name: str
     title: str
     note: str = ""
 
+    @property
+    def colors(self) -> list[tuple[str, str]]:
+        """Entries of the legend: CSS variable and name."""
+        return [(line.color, line.label) for line in self.lines]
+
+    @functools.cached_property
+    def y_marks(self) -> tuple[float, float, float]:
+        """High end, middle and low end."""
+        heights = [y for line in self.lines for _, y in line.points]
+        return max(heights), (max(heights) + min(heights)) / 2, min(heights)
+
     def points(self, line: Line) -> list[str]:
         """Return SVG coordinates of the line's points: of a long line at equal distances, and the last."""
-        across, down = (self.right - self.left) or 1.0, (self.high - self.low) or 1.0
+        high, _, low = self.y_marks
         stride, kept = -(-len(line.points) // MOST_POINTS), line.points
         if stride > 1:
             kept = [*kept[:-1:stride], kept[-1]]
-        return [f"{WIDTH * (x - self.left) / across:.1f},{HEIGHT * (self.high - y) / down:.1f}" for x, y in kept]
+        return [f"{WIDTH * self.position(x):.1f},{HEIGHT * (high - y) / ((high - low) or 1.0):.1f}" for x, y in kept]
 
     def position(self, x: float) -> float:
-        """Return the place of a label below the box, from 0 to 1."""
-        return (x - self.left) / ((self.right - self.left) or 1.0)
+        """Return the place of a value between the first label and the last, from 0 to 1."""
+        left, right = self.x_labels[0][0], self.x_labels[-1][0]
+        return (x - left) / ((right - left) or 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +188,11 @@ class TimelineCharts:
 Chart = BarChart | LineChart | TimelineCharts
 
 
-def curve_widths(count: int) -> list[float]:
-    """Return line widths from wide to narrow, in points: a curve drawn on an equal one leaves its edges visible."""
-    step = min(1.6, WIDEST_CURVE / max(count, 1))
-    return [1.4 + step * (count - 1 - index) for index in range(count)]
+def curves(points: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> list[Line]:
+    """Return labelled lines from wide to narrow: a curve drawn on an equal one leaves its edges visible."""
+    named = list(points)
+    step = min(1.6, WIDEST_CURVE / max(len(named), 1))
+    return [
+        Line(points=line, label=label, color=f"c{index % len(CURVES)}", width=1.4 + step * (len(named) - 1 - index))
+        for index, (label, line) in enumerate(named)
+    ]

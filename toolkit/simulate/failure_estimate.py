@@ -253,20 +253,14 @@ def interval_chart(estimate: FailureEstimate) -> LineChart:
     places = [center + step / POINTS_PER_DECADE for step in range(-steps, steps + 1)]
     exact = [(place, job.at_interval(10**place).exact_time_ratio) for place in places]
     first_order = [(place, job.at_interval(10**place).effective_time_ratio) for place in places]
-    lines = [Line(points=exact, color="c2", width=2.0), Line(points=first_order, color="c1", width=2.0, dashed=True)]
-    for color, best in (("c5", young), ("c4", daly)):
+    lines = [Line(points=exact, label="exact", color="c2")]
+    lines.append(Line(points=first_order, label="first order", color="c1", dashed=True))
+    for name, color, best in (("Young", "c5", young), ("Daly", "c4", daly)):
         point = (math.log10(best), job.at_interval(best).exact_time_ratio)
-        lines.append(Line(points=[point], color=color, width=6.0, dots=True))
-    ratios = [ratio for _, ratio in (*exact, *first_order)]
-    low, high = min(ratios), max(ratios)
+        lines.append(Line(points=[point], label=f"best by {name}", color=color, width=6.0, dots=True))
     return LineChart(
         lines=lines,
-        colors=[("c2", "exact"), ("c1", "first order"), ("c5", "best by Young"), ("c4", "best by Daly")],
-        left=places[0],
-        right=places[-1],
-        low=low,
-        high=high,
-        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        y_format="{:.3f}",
         x_labels=[(place, f"{10**place / 60:,.3g}") for place in (places[0], places[-1])],
         x_name="minutes of training between two saves, logarithmic",
         title="effective time ratio by checkpoint interval",

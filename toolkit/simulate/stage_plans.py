@@ -5,7 +5,7 @@
     times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
 
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
-(`toolkit.plan.pipeline_stages`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
+(`toolkit.plan.planned_job`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
 and gradients, and fp32 master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed
 optimizer).
 """
@@ -26,8 +26,14 @@ from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
-from toolkit.plan.pipeline_stages import StageLoad, model_part
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_size
+from toolkit.plan.planned_job import (
+    PlannedJob,
+    StageLoad,
+    TrainingSetup,
+    check_planned_job,
+    check_size,
+    model_part,
+)
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec

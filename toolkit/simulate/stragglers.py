@@ -21,7 +21,7 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
-from toolkit.report.charts import CURVES, Bar, BarChart, Line, LineChart, curve_widths
+from toolkit.report.charts import Bar, BarChart, LineChart, curves
 from toolkit.report.tables import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.options import (
     DEFAULT_DISTRIBUTION,
@@ -277,7 +277,7 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
     `own_seconds` waits least: its rest is taken as every rank's. A rank whose backward is slow too therefore looks
     faster by comparison than it is.
     """
-    steps = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
+    steps = list(timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps).values())
     if not steps:
         raise ToolkitError(
             f"{folder} has no timed step of all ranks in ranks/rank*.jsonl",
@@ -369,19 +369,10 @@ def speed_chart(study: StragglerStudy) -> BarChart:
 
 def loss_chart(study: StragglerStudy) -> LineChart:
     """Return each policy's losses by the time of the simulation."""
-    labels = [result.run.policy.label for result in study.policies]
-    colors = [f"c{index % len(CURVES)}" for index in range(len(labels))]
-    curves = zip(study.policies, colors, curve_widths(len(labels)), strict=True)
-    losses = [loss for result in study.policies for _, loss in result.curve]
-    low, high, last = min(losses), max(losses), max(result.curve[-1][0] for result in study.policies)
+    last = max(result.curve[-1][0] for result in study.policies)
     return LineChart(
-        lines=[Line(points=result.curve, color=color, width=width) for result, color, width in curves],
-        colors=list(zip(colors, labels, strict=True)),
-        left=0.0,
-        right=last,
-        low=low,
-        high=high,
-        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        lines=curves((result.run.policy.label, result.curve) for result in study.policies),
+        y_format="{:.3f}",
         x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
         x_name="seconds",
         title="loss by time",

@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
-from toolkit.job.job import Job
-from toolkit.launch.resume_conversion import (
+from toolkit.launch.resume import (
     RESUME_FOLDER,
-    ResumingRun,
-    checkpoint_to_convert,
+    TrainingRun,
+    check_resume_settings,
+    check_same_layout,
     convert_checkpoint,
+    converts,
     remove_converted,
 )
 from toolkit.observe.hang_detection import Watchdog
@@ -34,7 +35,6 @@ from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folde
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start, record_restart, reuse_of
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
@@ -45,7 +45,6 @@ from toolkit.record.checkpoints import (
     remove_unfinished,
 )
 from toolkit.record.folder import RunFolder
-from toolkit.record.resume_checks import check_resume_settings, check_same_layout
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.dataset import row_places
 from toolkit.train.launch_context import LaunchContext
@@ -91,11 +90,11 @@ def open_run(
     progress: Progress,
     *,
     single_process: bool = False,
-    facts: dict[str, Any] | None = None,
+    **facts: Any,
 ) -> Iterator[ActiveRun]:
     """Find the checkpoint to resume from and open the run folder; close the process group after a run that ended well.
 
-    `single_process` is true where no other rank has a process; `facts` is more for run.json. Raises ToolkitError for a
+    `single_process` is true where no other rank has a process; `facts` are more for run.json. Raises ToolkitError for a
     folder that holds a finished or a running run, and for a checkpoint that the run cannot resume from.
     """
     training, job = arguments.training, arguments.job
@@ -114,24 +113,22 @@ def open_run(
     checkpoint = find_checkpoint(arguments, launch, progress)
     if checkpoint is not None:
         check_visible(checkpoint.path, gather=gather)
+    rank, world_size = training.process_index, training.world_size
     run = ActiveRun(
         arguments=arguments,
         launch=launch,
         progress=progress,
         folder=folder,
-        rank=training.process_index,
-        world_size=training.world_size,
+        rank=rank,
+        world_size=world_size,
         checkpoint=checkpoint,
         resumed_step=0 if checkpoint is None else checkpoint.step,
         continues=checkpoint is not None,
-        stop_on_signal=StopOnSignal(
-            progress, rank=training.process_index, world_size=1 if single_process else training.world_size
-        ),
+        stop_on_signal=StopOnSignal(progress, rank=rank, world_size=1 if single_process else world_size),
         single_process=single_process,
     )
-    own = _run_facts(run) | {"nodes": nodes} | (facts or {})
     reuse = reuse_of(continues=run.continues, resumes=job.resumes, overwrite=job.overwrite_output_dir)
-    run.open(prepared=launch.folder_prepared, reuse=reuse, **own)
+    run.open(prepared=launch.folder_prepared, reuse=reuse, nodes=nodes, **_run_facts(run), **facts)
     progress.describe_rows = partial(row_places, names=job.dataset)
     if writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
@@ -159,40 +156,31 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
         return None
     if not job.trust_pickle:
         load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
-    found: list[Any] = [None]
-    if not dist.is_initialized():
-        found = [_prepared_checkpoint(arguments, launch)]
-    else:
-        store = join_store(CONVERSION_LIMIT, progress)
+    target = None
+    if launch.preset is not None:
+        target = TrainingRun(preset=launch.preset, job=job, num_processes=training.world_size)
+    store = join_store(CONVERSION_LIMIT, progress) if dist.is_initialized() else None
+    found: list[Checkpoint | None] = [None]
+    if store is None or training.process_index == 0:
+        found = [_prepared_checkpoint(arguments, launch, target)]
+    if store is not None:
         if training.process_index == 0:
-            found = [_prepared_checkpoint(arguments, launch)]
             store.set("checkpoint", "ready")
-        else:
-            store.wait(["checkpoint"])
+        store.wait(["checkpoint"])
         dist.broadcast_object_list(found)
-    checkpoint: Checkpoint | None = found[0]
+    checkpoint = found[0]
     if checkpoint is None:
         return None
-    if launch.preset is not None:
-        check_same_layout(checkpoint, _resuming_run(arguments, launch.preset).layout)
-    check_resume_settings(
-        checkpoint,
-        global_batch_size=arguments.global_batch_size,
-        seed=training.seed,
-        max_steps=training.max_steps,
-        optim=str(getattr(training.optim, "value", training.optim)),
-        streaming_buffer_size=job.shuffle_buffer_size,
-        dataset_weights=list(job.dataset_weights),
-        data_parallel_size=arguments.data_parallel_size,
-        order_of_ranks=job.order_of_ranks,
-        pipeline_chunks=None if arguments.pipeline is None else arguments.pipeline.chunks,
-    )
+    if target is not None:
+        check_same_layout(checkpoint, target)
+    groups, batch = arguments.data_parallel_size, arguments.global_batch_size
+    check_resume_settings(checkpoint, job, global_batch_size=batch, data_parallel_size=groups)
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
     return checkpoint
 
 
-def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint | None:
+def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext, target: TrainingRun | None) -> Checkpoint | None:
     """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
     given, output_dir = str(arguments.training.resume_from_checkpoint), Path(arguments.training.output_dir)
     if given.lower() not in LATEST_WORDS:
@@ -205,24 +193,11 @@ def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpo
             print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
             return None
         checkpoint = latest
-    if launch.preset is not None:
-        run = _resuming_run(arguments, launch.preset)
-        if (other := checkpoint_to_convert(checkpoint, run)) is not None:
-            checkpoint = read_checkpoint(convert_checkpoint(other, run, on_message=partial(print, flush=True)))
+    if target is not None and converts(checkpoint, target):
+        checkpoint = read_checkpoint(convert_checkpoint(checkpoint, target, on_message=partial(print, flush=True)))
     if not arguments.job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint
-
-
-def _resuming_run(arguments: Arguments, preset: PresetSpec) -> ResumingRun:
-    return ResumingRun(
-        preset=preset,
-        num_processes=arguments.training.world_size,
-        output_dir=Path(arguments.training.output_dir),
-        global_batch_size=arguments.global_batch_size,
-        degrees=arguments.job.degrees,
-        trust_pickle=arguments.job.trust_pickle,
-    )
 
 
 # -- run.json
@@ -231,21 +206,22 @@ def _resuming_run(arguments: Arguments, preset: PresetSpec) -> ResumingRun:
 def _run_facts(run: ActiveRun) -> dict[str, Any]:
     """Return what run.json records of the script's arguments before the first step."""
     preset, args, training = run.launch.preset, run.arguments, run.arguments.training
+    names = ["seed", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size"]
+    names += ["gradient_accumulation_steps", "mixed_precision"]
+    spec = {name: getattr(training, name) for name in names}
+    for part, declared in (("model", ModelArguments), ("data", DataArguments)):
+        values = {name: args.job.value(name) for name in declared.__dataclass_fields__}
+        spec[part] = {name: None if value == () else value for name, value in values.items()}
     facts = {
         "preset": None if preset is None else preset.name,
         "preset_files": {} if preset is None else preset.texts(),
         "training_arguments": list(args.argv),
         "spec": {
-            "model": _values_of(ModelArguments, args.job),
-            "data": _values_of(DataArguments, args.job),
-            **{name: getattr(training, name) for name in ("seed", "max_steps", "num_train_epochs", "learning_rate")},
+            **spec,
             "lr_scaling": None if args.scaled_rate is None else asdict(args.scaled_rate),
-            "per_device_train_batch_size": training.per_device_train_batch_size,
-            "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "global_batch_size": args.global_batch_size,
             "layout": None if args.layout is None else args.layout.degrees(),
             "device": training.device.type,
-            "mixed_precision": training.mixed_precision,
         },
         "seed": training.seed,
         "resumed_from": None,
@@ -254,18 +230,11 @@ def _run_facts(run: ActiveRun) -> dict[str, Any]:
     if checkpoint is not None:
         # Of a converted copy, which is removed, the checkpoint that it was made from.
         source = None if checkpoint.manifest is None else checkpoint.manifest.converted_from
-        copied = checkpoint.path.parent.name == RESUME_FOLDER and source is not None and source.path is not None
-        facts["resumed_from"] = {
-            "path": str(source.path if copied and source else checkpoint.path),
-            "step": checkpoint.step,
-        }
+        copied = checkpoint.path.parent.name == RESUME_FOLDER
+        path = (source and copied and source.path) or checkpoint.path
+        facts["resumed_from"] = {"path": str(path), "step": checkpoint.step}
         resumes_here = run.folder.path.absolute() in checkpoint.path.absolute().parents
     if run.writes and not run.launch.folder_prepared and resumes_here:
         restarts = record_restart(run.folder, resumed_step=run.resumed_step)
         facts |= {"restarts": restarts} if restarts else {}
     return facts
-
-
-def _values_of(part: type[ModelArguments | DataArguments], job: Job) -> dict[str, Any]:
-    values = {name: job.value(name) for name in part.__dataclass_fields__}
-    return {name: None if value == () else value for name, value in values.items()}

@@ -29,8 +29,6 @@ from toolkit.presets.training_arguments import SDPA, parallelism_arguments, reso
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import choose_attention
 
-REQUIRED = ("model_name_or_path", "dataset", "output_dir")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
@@ -70,7 +68,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     """
     argv = restore_secrets(argv)
     job = Job.from_argv(argv)
-    for name in REQUIRED:
+    for name in ("model_name_or_path", "dataset", "output_dir"):
         if not job.value(name):
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
     if not torch.cuda.is_available():
@@ -83,13 +81,11 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
     groups, ranks_per_batch = (world_size, 1) if layout is None else (layout.data_parallel_size, layout.ranks_per_batch)
     job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=ranks_per_batch)
-    rate = None
-    if job.lr_scaling is not None and job.lr_reference_batch_size is not None:
-        batch = global_batch_size(job, groups)
-        base, reference = job.learning_rate, job.lr_reference_batch_size
-        rate = scaled_rate(base, rule=job.lr_scaling, global_batch_size=batch, reference_batch_size=reference)
     job, values = _resolved(job, launch, layout, on_cpu=on_cpu)
-    if rate is not None:
+    rate, reference = None, job.lr_reference_batch_size
+    if job.lr_scaling is not None and reference is not None:
+        batch = {"global_batch_size": global_batch_size(job, groups), "reference_batch_size": reference}
+        rate = scaled_rate(job.learning_rate, rule=job.lr_scaling, **batch)
         values["learning_rate"] = rate.learning_rate
         if rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given:
             values["warmup_steps"] = WARMUP_SHARE
@@ -140,22 +136,18 @@ def _resolved(
         if layout.ranks_per_batch > 1 and job.loss == "auto":
             job = replace(job, loss="full")  # the head is split, or sees a part of each sequence, or of the layers
         attention = job.attn_implementation or SDPA
-        parallelism = parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention)
-        values |= parallelism
-        job = replace(job, attn_implementation=attention) if parallelism else job
-    if job.uses_activation_checkpointing:
-        values |= _activation_checkpointing(launch, offload=job.activation_checkpointing_offload)
-    return job, values
-
-
-def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:
-    """Return the Trainer's arguments that make one switch mean the same under every engine."""
-    if launch.preset is not None and launch.preset.uses_fsdp_plugin:
+        if parallelism := parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
+            values, job = values | parallelism, replace(job, attn_implementation=attention)
+    # One switch means the same under every engine.
+    offload = job.activation_checkpointing_offload
+    if job.uses_activation_checkpointing and preset is not None and preset.uses_fsdp_plugin:
         # accelerate's plugin reads these; the Trainer's own would gather each layer's weights once more in backward
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
         os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = str(offload).lower()
-        return {"activation_checkpointing": False, "gradient_checkpointing": None}
-    return {"activation_checkpointing_kwargs": {"use_reentrant": False, "offload": True}} if offload else {}
+        values |= {"activation_checkpointing": False, "gradient_checkpointing": None}
+    elif job.uses_activation_checkpointing and offload:
+        values["activation_checkpointing_kwargs"] = {"use_reentrant": False, "offload": True}
+    return job, values
 
 
 def _training_arguments(values: dict[str, Any]) -> TrainingArguments:

@@ -1,12 +1,4 @@
-"""What this script's checkpoints and final model need beyond the Trainer's own saves.
-
-- The trained model, so that `from_pretrained` (or `PeftModel`) loads it, under every preset. The live model's logits
-  for fixed tokens are saved beside it, for `toolkit checkpoint verify`.
-- Optimizer and scheduler states of a model that was sharded at load, resumed on the same or another mesh.
-- Weights that a checkpoint stores in other pieces than the model holds.
-- DeepSpeed's universal layout, for which the Trainer has no argument. A checkpoint that `toolkit checkpoint convert`
-  made for a DeepSpeed preset has `"universal": true` in its manifest.
-"""
+"""What this script's checkpoints and final model need beyond the Trainer's own saves."""
 
 from __future__ import annotations
 
@@ -24,7 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import torch_load
 from toolkit.observe.attest.tensors import uncompiled
-from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, FINGERPRINT, Checkpoint
+from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, FINGERPRINT
 from toolkit.record.folder import write_json
 
 SCHEDULER = "scheduler.pt"
@@ -35,11 +27,11 @@ _MOVED_LAST = ("config.json", "adapter_config.json")
 
 
 def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
-    """Gather the weights from all ranks, and write them on rank 0. Every rank must call it.
+    """Write a folder that `from_pretrained` (or `PeftModel`) loads, under every preset. Collective.
 
-    Files are written to a temporary folder and moved one by one, the configuration last, so that an interrupted save
-    leaves no folder that loads with missing weights. Raises Diverged before anything is written if the model's logits
-    are NaN or infinite.
+    The live model's logits for fixed tokens are saved beside it, for `toolkit checkpoint verify`. Files are written to
+    a temporary folder and moved one by one, the configuration last, so that an interrupted save leaves no folder that
+    loads with missing weights. Raises Diverged before anything is written if the logits are NaN or infinite.
     """
     saver = trainer.observer.saver
     fingerprint = saver.fingerprint()
@@ -76,14 +68,11 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
 def full_state_dict(trainer: Any) -> dict[str, Any]:
     """Return all weights on rank 0, under any engine; under ZeRO-3 with adapters only the adapters are gathered."""
     wrapped = uncompiled(trainer.model_wrapped)  # accelerate would keep `_orig_mod.` in the names
-    plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+    adapted = hasattr(trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False), "peft_config")
     zero3 = hasattr(wrapped, "zero_optimization_stage") and wrapped.zero_optimization_stage() == 3
-    state: dict[str, Any] = (
-        wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-        if zero3 and hasattr(plain, "peft_config")
-        else trainer.accelerator.get_state_dict(wrapped)
-    )
-    return state
+    if zero3 and adapted:
+        return wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)  # type: ignore[no-any-return]
+    return trainer.accelerator.get_state_dict(wrapped)  # type: ignore[no-any-return]
 
 
 def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:
@@ -92,12 +81,11 @@ def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:
     `from_pretrained` loads a model in the one dtype of its configuration, which would be that of the first parameter.
     """
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1 or hasattr(plain, "peft_config"):  # an adapter's file has no frozen weights
-        plain.save_pretrained(folder, state_dict=state)
-        return
-    plain.save_pretrained(folder, state_dict=in_fp32(state))
-    plain.config.dtype = torch.float32
-    plain.config.save_pretrained(folder)
+    one_dtype = len(dtypes) == 1 or hasattr(plain, "peft_config")  # an adapter's file has no frozen weights
+    plain.save_pretrained(folder, state_dict=state if one_dtype else in_fp32(state))
+    if not one_dtype:
+        plain.config.dtype = torch.float32
+        plain.config.save_pretrained(folder)
 
 
 def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
@@ -183,13 +171,11 @@ def load_converted(trainer: Any, folder: Path) -> None:
             parameter.data.copy_(converted[name])
 
 
-def is_universal(checkpoint: Checkpoint | None) -> bool:
-    """Return True for a checkpoint in DeepSpeed's universal layout."""
-    return checkpoint is not None and checkpoint.manifest is not None and checkpoint.manifest.universal
-
-
 class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Makes DeepSpeed load the universal layout once, and restores what that leaves out."""
+    """Makes DeepSpeed load its universal layout once, for which the Trainer has no argument.
+
+    A checkpoint that `toolkit checkpoint convert` made for a DeepSpeed preset has `"universal": true` in its manifest.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -197,23 +183,17 @@ class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]
         config["checkpoint"] = {"load_universal": True}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Give every parameter a step count of its own, of the type and on the device that the optimizer makes.
+
+        DeepSpeed 0.19.8 gives one tensor to all groups of ZeRO-3: torch's Adam would count each step once per group.
+        """
         engine = self.trainer.model_wrapped
         engine._config.load_universal_checkpoint = False  # later loads are of DeepSpeed's own layout
-        separate_step_counts(engine.optimizer.optimizer)
-
-
-def separate_step_counts(optimizer: Any) -> None:
-    """Give every parameter a step count of its own, of the type and on the device that the optimizer makes.
-
-    DeepSpeed 0.19.8 gives one tensor to all groups of ZeRO-3: torch's Adam would count each step once per group.
-    """
-    groups = optimizer.param_groups
-    fused = {id(p): bool(g.get("fused") or g.get("capturable")) for g in groups for p in g["params"]}
-    for parameter, state in optimizer.state.items():
-        if "step" not in state:
-            continue
-        step = float(state["step"])
-        on_device = fused.get(id(parameter), any(group.get("fused") for group in groups))
-        device = parameter.device if on_device else torch.device("cpu")
-        in_integers = type(optimizer).__name__ == "DeepSpeedCPUAdam"
-        state["step"] = int(step) if in_integers else torch.tensor(step, dtype=torch.float32, device=device)
+        optimizer, groups = engine.optimizer.optimizer, engine.optimizer.optimizer.param_groups
+        fused = {id(p): bool(g.get("fused") or g.get("capturable")) for g in groups for p in g["params"]}
+        for parameter, state in optimizer.state.items():
+            if "step" in state:
+                on_device = fused.get(id(parameter), any(group.get("fused") for group in groups))
+                device, step = parameter.device if on_device else torch.device("cpu"), float(state["step"])
+                in_integers = type(optimizer).__name__ == "DeepSpeedCPUAdam"
+                state["step"] = int(step) if in_integers else torch.tensor(step, dtype=torch.float32, device=device)

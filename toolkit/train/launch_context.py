@@ -34,10 +34,8 @@ from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 
-# Set by `accelerate launch` for every preset.
-ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-# Set by `accelerate launch` from the YAML's `deepspeed_config_file`.
-DEEPSPEED_CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
+DEEPSPEED_CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # of the YAML's `deepspeed_config_file`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,21 +53,30 @@ class LaunchContext:
     def from_env(cls) -> LaunchContext:
         """Read it from the environment, or from the command line of the `accelerate launch` above this process.
 
-        Under torchrun alone this sets the environment of the preset. Raises ToolkitError for several nodes without a
+        This completes the environment: by the preset's under torchrun alone, and by the absolute path of the preset's
+        JSON, which accelerate looks for in the working directory. Raises ToolkitError for several nodes without a
         preset, for another number of ranks than the job asked for, and for a preset that needs a launcher without one.
         """
         started_by_torchrun = ACCELERATE_VARIABLE not in os.environ
         nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
         if PRESET_VARIABLE in os.environ:
-            preset, world_size = load_preset(os.environ[PRESET_VARIABLE]), _checked_world_size(nodes)
-            if started_by_torchrun and "WORLD_SIZE" not in os.environ and preset.engine != "none":
+            preset, started = load_preset(os.environ[PRESET_VARIABLE]), os.environ.get("WORLD_SIZE")
+            requested = os.environ.get(WORLD_SIZE_VARIABLE)
+            if requested and started and requested != started:
+                raise ToolkitError(
+                    f"the job asked for {requested} ranks ({WORLD_SIZE_VARIABLE}), and {started} were started:"
+                    f" {os.environ.get('LOCAL_WORLD_SIZE', '1')} on each of {nodes} node{'s' * (nodes != '1')}",
+                    hint=f"ask for {requested} GPUs, and start torchrun on every node;"
+                    f" or change `{WORLD_SIZE_VARIABLE}`",
+                )
+            if started_by_torchrun and started is None and preset.engine != "none":
                 raise ToolkitError(
                     f"{PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
                     hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
                 )
             if started_by_torchrun:
-                os.environ.update(strategy_environment(preset, world_size=int(os.environ.get("WORLD_SIZE", "1"))))
-            context = cls.of_preset(preset, world_size)
+                os.environ.update(strategy_environment(preset, world_size=int(started or 1)))
+            context = cls.of_preset(preset, int(requested or started or 0) or None)
         elif started_by_torchrun and nodes != "1":
             raise ToolkitError(
                 f"{PRESET_VARIABLE} is not set, and torchrun has started this job on {nodes} nodes:"
@@ -78,6 +85,9 @@ class LaunchContext:
             )
         else:
             context = _from_parent_processes()
+        path = None if context.preset is None else context.preset.deepspeed_config_path
+        if path is not None and not Path(os.environ.get(DEEPSPEED_CONFIG_VARIABLE, path)).is_file():
+            os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(path)
         return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
     @classmethod
@@ -87,26 +97,13 @@ class LaunchContext:
         return cls(preset=preset, world_size=world_size, dp_shard_size=shard_size)
 
 
-def _checked_world_size(nodes: str) -> int | None:
-    """Return the job's ranks if a launcher has said it. Raises ToolkitError where a cluster has allocated others."""
-    requested, started = os.environ.get(WORLD_SIZE_VARIABLE), os.environ.get("WORLD_SIZE")
-    if requested and started and requested != started:
-        raise ToolkitError(
-            f"the job asked for {requested} ranks ({WORLD_SIZE_VARIABLE}), and {started} were started:"
-            f" {os.environ.get('LOCAL_WORLD_SIZE', '1')} on each of {nodes} node{'s' * (nodes != '1')}",
-            hint=f"ask for {requested} GPUs, and start torchrun on every node; or change `{WORLD_SIZE_VARIABLE}`",
-        )
-    return int(requested or started or 0) or None
-
-
 def _from_parent_processes() -> LaunchContext:
     for parent in psutil.Process().parents():
         try:
             argv, folder = parent.cmdline(), Path(parent.cwd())
         except psutil.Error:
             continue
-        options = accelerate_launch_arguments(argv)
-        if options is not None:
+        if (options := accelerate_launch_arguments(argv)) is not None:
             return context_of_command(options, folder)
     return LaunchContext(preset=None, world_size=None)
 
@@ -137,33 +134,15 @@ def context_of_command(options: list[str], folder: Path) -> LaunchContext:
     )
 
 
-def find_deepspeed_config(launch: LaunchContext) -> None:
-    """Give accelerate the absolute path of the preset's JSON, which it looks for in the working directory."""
-    named = os.environ.get(DEEPSPEED_CONFIG_VARIABLE)
-    path = None if launch.preset is None else launch.preset.deepspeed_config_path
-    if named is not None and path is not None and not Path(named).is_file():
-        os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(path)
-
-
-def name_swap_folder() -> Path | None:
-    """Give accelerate this run's own folder on the NVMe disk that the environment names; None without a disk.
-
-    The ranks of a node agree on it without communication: they share the launcher's id, or the launcher itself.
-    """
-    run_id = os.environ.get(RUN_ID_VARIABLE) or f"pid{os.getppid()}"
-    candidates = [os.environ.get(name) for name in (NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
-    disk = next(filter(None, candidates), None)
-    if disk is None:
-        return None
-    folder = swap_folder(user_path(disk).absolute(), run_id)
-    os.environ.update(dict.fromkeys(ACCELERATE_VARIABLES.values(), str(folder)))
-    return folder
-
-
 def set_up_libraries(progress: Progress) -> None:
     """Set what accelerate and DeepSpeed read before the arguments are parsed, and switch progress bars off."""
     check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
     enable_fsdp_on_cpu()
-    progress.swap_folder = name_swap_folder()
+    candidates = [os.environ.get(name) for name in (NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
+    if (disk := next(filter(None, candidates), None)) is not None:
+        # The ranks of a node agree on the run's own folder: they share the launcher's id, or the launcher itself.
+        run_id = os.environ.get(RUN_ID_VARIABLE) or f"pid{os.getppid()}"
+        progress.swap_folder = swap_folder(user_path(disk).absolute(), run_id)
+        os.environ.update(dict.fromkeys(ACCELERATE_VARIABLES.values(), str(progress.swap_folder)))

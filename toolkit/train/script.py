@@ -18,9 +18,9 @@ from toolkit.train.arguments import parse_args
 from toolkit.train.checkpointing import save_final_model
 from toolkit.train.data.dataset import load_data
 from toolkit.train.engine.nvme_offload import size_swap_buffers
-from toolkit.train.engine.pipeline.pipeline_model import load_pipeline
-from toolkit.train.engine.pipeline.pipeline_trainer import PipelineTrainer
-from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, set_up_libraries
+from toolkit.train.engine.pipeline_model import load_pipeline
+from toolkit.train.engine.pipeline_trainer import PipelineTrainer
+from toolkit.train.launch_context import LaunchContext, set_up_libraries
 from toolkit.train.model.loading import load_model, load_tokenizer
 from toolkit.train.trainer import TrainerParts, build_trainer
 
@@ -33,7 +33,6 @@ def main(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("arguments")
     launch = LaunchContext.from_env()
     set_up_libraries(progress)
-    find_deepspeed_config(launch)
     args = parse_args(argv, launch)
     with open_run(args, launch, progress) as run:
         run.start_health_checks()

@@ -22,14 +22,14 @@ from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import compute_dtype, dtype_name
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
-from toolkit.observe.observer import Observer, observe
+from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
-from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, is_universal, load_converted
+from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, load_converted
 from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs, verify_packing
@@ -44,30 +44,21 @@ from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, regis
 from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
-from toolkit.train.engine.pipeline.pipeline_steps import read_pipeline
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 
 
-class EvaluatedTokens:
-    """The evaluation batches of this rank so far: their mean losses and supervised tokens."""
+def evaluation_figures(batches: Sequence[tuple[torch.Tensor, int]], device: Any) -> dict[str, float | int]:
+    """Return `loss`, `perplexity` and `supervised_tokens` over all ranks, from each batch's mean loss and tokens.
 
-    def __init__(self) -> None:
-        self.losses: list[tuple[torch.Tensor, int]] = []
-
-    def add(self, mean_loss: torch.Tensor, supervised_tokens: int) -> None:
-        """Add a batch. A batch of fill rows only has no supervised token, and a mean loss of NaN."""
-        if supervised_tokens:
-            self.losses.append((mean_loss, supervised_tokens))
-
-    def over_all_ranks(self, device: Any) -> dict[str, float | int]:
-        """Return `loss`, `perplexity` and `supervised_tokens` of the complete evaluation data. Collective."""
-        total = math.fsum(float(loss) * tokens for loss, tokens in self.losses)
-        sums = torch.tensor([total, float(sum(tokens for _, tokens in self.losses))], dtype=torch.float64).to(device)
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        loss, tokens = float(sums[0] / sums[1]), int(sums[1])
-        perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
-        return {"loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+    A batch of fill rows only has no supervised token, and a mean loss of NaN. Collective.
+    """
+    total = math.fsum(float(loss) * tokens for loss, tokens in batches if tokens)
+    sums = torch.tensor([total, float(sum(tokens for _, tokens in batches))], dtype=torch.float64).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    loss, tokens = float(sums[0] / sums[1]), int(sums[1])
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
+    return {"loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
 
 
 class Evaluations(TrainerCallback):  # type: ignore[misc]
@@ -76,13 +67,11 @@ class Evaluations(TrainerCallback):  # type: ignore[misc]
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_evaluate = True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
-        del args, control
+    def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if not state.is_world_process_zero:
             return
         loss, perplexity, tokens = (metrics[f"eval_{name}"] for name in ("loss", "perplexity", "supervised_tokens"))
@@ -100,7 +89,19 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *, run: ActiveRun, **kwargs: Any) -> None:
         super().__init__(args=run.arguments.training, **kwargs)
         self.run = run
-        self.evaluated = EvaluatedTokens()
+        self.evaluated: list[tuple[torch.Tensor, int]] = []
+        """Mean loss and supervised tokens of each batch of the evaluation."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """False on a rank that trains on the rows of another one: their tokens are counted there."""
+        layout = self.run.arguments.layout
+        return layout is None or self.run.rank % layout.ranks_per_batch == 0
+
+    @property
+    def saves_in_parts(self) -> bool:
+        """True if `save_pretrained` of the model is collective, and writes what the ranks hold between them."""
+        return bool(self.is_distributed_loading_by_transformers)
 
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, TokenStream):
@@ -126,9 +127,9 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Return the Trainer's output with the loss over all supervised tokens instead of its mean of batch means."""
-        self.evaluated = EvaluatedTokens()
+        self.evaluated = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        figures = self.evaluated.over_all_ranks(self.args.device)
+        figures = evaluation_figures(self.evaluated, self.args.device)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
@@ -138,16 +139,22 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         with torch.no_grad(), self.compute_loss_context_manager(), split():
             if "shift_labels" in inputs:
                 inputs.setdefault("labels", inputs["shift_labels"])
-            counts = "shift_labels" in inputs or counts_tokens(self.run)
+            counts = "shift_labels" in inputs or self.counts_tokens
             tokens = int((next_labels(inputs) != IGNORED).sum()) if counts else 0
             loss = model(**inputs).loss.detach().float()
-        self.evaluated.add(loss, tokens)
+        self.evaluated.append((loss, tokens))
         return loss, None, None
 
-    @property
-    def saves_in_parts(self) -> bool:
-        """True if `save_pretrained` of the model is collective, and writes what the ranks hold between them."""
-        return bool(self.is_distributed_loading_by_transformers)
+    def read_methods(self, plain: Any) -> Values:
+        """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
+        hook = registered_hook(self.model_wrapped)
+        return {"ddp_comm_hook": None if hook is None else hook.name, **read_loss(plain)}
+
+    def save_states(self, checkpoint: Path) -> None:
+        """Write where this rank's stream is."""
+        stream = self.train_dataset
+        if isinstance(stream, TokenStream) and stream.states:
+            write_lane_states(checkpoint, stream.states, rank=stream.rank, world_size=stream.world_size)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -211,7 +218,7 @@ def build_trainer(
         timer=parts.timer,
         attestation=parts.attestation,
     )
-    for callback in (*parts.callbacks(trainer), *callbacks(run, trainer, observer)):
+    for callback in (*parts.callbacks(trainer), *callbacks(run, trainer, observer.timer)):
         trainer.add_callback(callback)
     if run.checkpoint is not None and isinstance(data.train, TokenStream):
         states = read_lane_states(run.checkpoint.path)
@@ -220,21 +227,9 @@ def build_trainer(
     return trainer
 
 
-def counts_tokens(run: ActiveRun) -> bool:
-    """Return False on a rank that trains on the rows of another one: their tokens are counted there."""
-    layout = run.arguments.layout
-    return layout is None or run.rank % layout.ranks_per_batch == 0
-
-
 def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
     """Return what the script knows of the run: the readings that its arguments determine, and its own readers."""
     args, launch = run.arguments, run.launch
-
-    def save_states(checkpoint: Path) -> None:
-        stream = trainer.train_dataset
-        if isinstance(stream, TokenStream) and stream.states:
-            write_lane_states(checkpoint, stream.states, rank=stream.rank, world_size=stream.world_size)
-
     return ObserverParts(
         expected=ExpectedRun(
             preset=launch.preset,
@@ -244,11 +239,11 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             layout_at_load=run.layout_at_load,
             settings=expected_readings(args),
         ),
-        read=(read_methods, read_pipeline),
+        read=(lambda _, plain: trainer.read_methods(plain),),
         read_before_training=verify_packing,
         reduce_dtype=hook_dtype,
         batch_facts=batch_facts,
-        counts_tokens=counts_tokens(run),
+        counts_tokens=trainer.counts_tokens,
         compiles=args.job.compilation is not None,
         collates_on_each_rank=True,
         manifest=lambda: {
@@ -259,7 +254,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),
             "dataset_weights": list(args.job.dataset_weights),
         },
-        save_states=save_states,
+        save_states=trainer.save_states,
     )
 
 
@@ -274,7 +269,7 @@ def expected_readings(arguments: Arguments) -> Values:
         "load_in_4bit": job.load_in_4bit,
         "quantized_storage_dtype": dtype_name(compute_dtype(training)) if job.load_in_4bit else None,
     }
-    where_given: Values = {
+    where_given: Values = {  # unless None
         "loss": None if job.loss == "auto" else job.loss,
         "loss_chunk_tokens": job.loss_chunk_tokens if job.loss == "chunked" else None,
         "activation_checkpointing": True if job.uses_activation_checkpointing else None,
@@ -289,30 +284,24 @@ def expected_readings(arguments: Arguments) -> Values:
     return always | {name: value for name, value in where_given.items() if value is not None}
 
 
-def read_methods(trainer: Any, plain: Any) -> Values:
-    """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
-    hook = registered_hook(trainer.model_wrapped)
-    return {"ddp_comm_hook": None if hook is None else hook.name, **read_loss(plain)}
-
-
-def callbacks(run: ActiveRun, trainer: SupervisedTrainer, observer: Observer) -> list[TrainerCallback]:
-    """Return the callbacks that the arguments switch on. The Trainer calls them in this order, after the observer's."""
-    model, timer, evaluates = run.arguments.job, observer.timer, trainer.eval_dataset is not None
-    found: list[TrainerCallback] = [Evaluations(run.folder)] if evaluates else []
-    if model.ddp_comm_hook is not None:
-        found.append(CommunicationHook(run, trainer))
+def callbacks(run: ActiveRun, trainer: SupervisedTrainer, timer: StepTimer) -> Iterator[TrainerCallback]:
+    """Yield the callbacks that the arguments switch on. The Trainer calls them in this order, after the observer's."""
+    job, evaluates = run.arguments.job, trainer.eval_dataset is not None
+    if evaluates:
+        yield Evaluations(run.folder)
+    if job.ddp_comm_hook is not None:
+        yield CommunicationHook(run, trainer)
     if offload_blocks(run.arguments.training):
-        found.append(NvmeOffload(run))
+        yield NvmeOffload(run)
     # After the timer: at a step's end it records whether that step was profiled, and then these decide about the next.
-    if model.profile_steps is not None:
-        first, last = profiled_steps(model.profile_steps)
-        found.append(Profiler(run, timer, first=first, last=last))
-    if model.memory_snapshot:
-        found.append(MemorySnapshot(run))
+    if job.profile_steps is not None:
+        first, last = profiled_steps(job.profile_steps)
+        yield Profiler(run, timer, first=first, last=last)
+    if job.memory_snapshot:
+        yield MemorySnapshot(run)
     # After the timer too: it decides by the times of the finished steps.
-    within, minutes = model.stop_when_steps_within, model.stop_after_minutes
+    within, minutes = job.stop_when_steps_within, job.stop_after_minutes
     if within is not None or minutes is not None:
-        found.append(EarlyStopping(run, timer, within=within, minutes=minutes, evaluates=evaluates))
-    if is_universal(run.checkpoint):
-        found.append(UniversalCheckpoint(trainer))
-    return found
+        yield EarlyStopping(run, timer, within=within, minutes=minutes, evaluates=evaluates)
+    if run.checkpoint is not None and run.checkpoint.manifest is not None and run.checkpoint.manifest.universal:
+        yield UniversalCheckpoint(trainer)

@@ -34,17 +34,12 @@ def test_a_generation_block_gives_the_same_spans_as_prefixes(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize("template", [None, CHATML_WITH_GENERATION_BLOCK])
-def test_the_turns_of_a_prompt_are_context(tokenizer: Any, template: str | None) -> None:
+def test_the_turns_of_a_prompt_are_context_unless_the_loss_is_on_all(tokenizer: Any, template: str | None) -> None:
     tokenizer = with_template(tokenizer, template or tokenizer.chat_template)
     sample = Sample(messages=TURNS, first_supervised_message=3)
     assert marked(sample, tokenizer) == RENDERED.replace("«Hello 🙂\n\nyou<|im_end|>»", "Hello 🙂\n\nyou<|im_end|>")
-
-
-@pytest.mark.parametrize("template", [None, CHATML_WITH_GENERATION_BLOCK])
-def test_loss_on_all_supervises_every_token(tokenizer: Any, template: str | None) -> None:
-    tokenizer = with_template(tokenizer, template or tokenizer.chat_template)
-    expected = "«" + RENDERED.replace("«", "").replace("»", "") + "»"
-    assert marked(Sample(messages=TURNS), tokenizer, supervise_all=True) == expected
+    every = RENDERED.replace("«", "").replace("»", "")
+    assert marked(Sample(messages=TURNS), tokenizer, supervise_all=True) == f"«{every}»"
 
 
 def test_a_conversation_that_starts_with_the_assistant_is_supervised_from_its_content(tokenizer: Any) -> None:
@@ -83,30 +78,23 @@ def test_tools_and_their_calls_reach_the_template(tokenizer: Any) -> None:
     assert tokenizer.decode(input_ids) == '[weather]user:Hej;assistant:<weather={"city": "Lund"}>;'
 
 
-# -- errors
+REWRITES_EARLIER_TURNS = (
+    "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}{{ message['content'] }}|"
+    "{% endif %}{% endfor %}"
+)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(tokenizer: Any) -> None:
-    template = (
-        "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}{{ message['content'] }}|"
-        "{% endif %}{% endfor %}"
-    )
-    rows = [{"messages": TURNS[:3]}, {"messages": TURNS}]
-    with pytest.raises(ToolkitError, match="row 2: the chat template renders message 3 differently") as caught:
-        tokenized(rows, with_template(tokenizer, template), "messages")
-    assert "--chat_template FILE" in str(caught.value)
-    assert "{% generation %}" in str(caught.value)
-
-
-def test_a_tokenizer_without_a_template_is_refused_for_conversations(tokenizer: Any) -> None:
-    with pytest.raises(ToolkitError, match="has no chat template") as caught:
-        tokenized([{"messages": TURNS}], with_template(tokenizer, None), "messages")
-    assert "--chat_template FILE" in str(caught.value)
-
-
-def test_a_conversation_that_the_template_refuses_is_reported(tokenizer: Any) -> None:
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(
-        ToolkitError, match=r"row 1: the chat template refuses .*\(system, user, .*roles must alternate"
-    ):
-        tokenized([{"messages": TURNS}], with_template(tokenizer, template), "messages")
+@pytest.mark.parametrize(
+    ("template", "message", "hint"),
+    [
+        (REWRITES_EARLIER_TURNS, "row 2: the chat template renders message 3 differently", "{% generation %}"),
+        (None, "row 1: .*has no chat template", "--chat_template FILE"),
+        ("{{ raise_exception('must alternate') }}", r"row 1: .* refuses .*\(system, user, .*must alternate", "FILE"),
+    ],
+)
+def test_a_template_that_hides_or_refuses_turns_is_reported_with_the_row(
+    tokenizer: Any, template: str | None, message: str, hint: str
+) -> None:
+    with pytest.raises(ToolkitError, match=message) as caught:
+        tokenized([{"messages": TURNS[:3]}, {"messages": TURNS}], with_template(tokenizer, template), "messages")
+    assert hint in str(caught.value.hint)

@@ -1,4 +1,4 @@
-"""Two-rank runs on streamed rows, and on two files with weights."""
+"""Two-rank runs on streamed rows."""
 
 from __future__ import annotations
 
@@ -23,27 +23,24 @@ def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
     files = [output / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
     found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return {
-        key: [row[key] for row in found] for key in ("step", "loss", "grad_norm", "batch_sha256", "non_padding_tokens")
-    }
-
-
-def assert_resumes_exactly(whole: dict[str, list[Any]], output: Path, *words: str) -> None:
-    resumed = run_job(output, *words, "--save_strategy", "no")
-    later = [index for index, step in enumerate(whole["step"]) if step > 3]
-    for key in ("step", "loss", "grad_norm", "batch_sha256"):
-        assert resumed[key] == [whole[key][index] for index in later]
+    return {key: [row[key] for row in found] for key in ("step", "loss", "grad_norm", "batch_sha256")}
 
 
 @pytest.mark.launch
-def test_a_streamed_run_is_equal_when_resumed(
+def test_a_streamed_run_of_two_weighted_files_is_equal_when_resumed(
     tmp_path: Path, tiny_model: Path, faq_sharegpt: Path, faq_alpaca: Path
 ) -> None:
-    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
-    rows.write_text("\n".join(faq_sharegpt.read_text().splitlines()[:60]) + "\n")
-    held_out.write_text("\n".join(faq_alpaca.read_text().splitlines()[60:70]) + "\n")
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "256"]
-    job += ["--streaming", "true", "--streaming_buffer_size", "16", "--packing", "true", "--system_prompt", "Be brief."]
+    parts = {
+        "chats": (faq_sharegpt, slice(60)),
+        "rows": (faq_alpaca, slice(70, 90)),
+        "eval": (faq_alpaca, slice(60, 70)),
+    }
+    chats, rows, held_out = (tmp_path / f"{name}.jsonl" for name in parts)
+    for file, (source, lines) in zip((chats, rows, held_out), parts.values(), strict=True):
+        file.write_text("\n".join(source.read_text().splitlines()[lines]) + "\n")
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(chats), str(rows), "--max_seq_length", "256"]
+    job += ["--dataset_weights", "0.5", "0.5", "--system_prompt", "Be brief."]
+    job += ["--streaming", "true", "--streaming_buffer_size", "16", "--packing", "true"]
     job += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", "--max_steps", "5"]
     job += ["--lora_r", "4", "--lora_dropout", "0.1"]
     steps = ["--save_steps", "3", "--eval_dataset", str(held_out), "--dataloader_num_workers", "2"]
@@ -51,12 +48,15 @@ def test_a_streamed_run_is_equal_when_resumed(
     assert whole["step"] == [1, 2, 3, 4, 5] * 2
     assert len(set(whole["batch_sha256"])) == 10
     run = read(tmp_path / "whole" / "run.json")
-    assert (run["data"]["streamed"], run["data"]["rows"], run["data"]["packs"]) == (True, 60, None)
+    assert (run["data"]["streamed"], run["data"]["rows"], run["data"]["packs"]) == (True, 80, None)
     assert [row["step"] for row in run["evaluations"]] == [5]
 
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    assert read(checkpoint / "manifest.json")["streaming_buffer_size"] == 16
-    assert_resumes_exactly(whole, tmp_path / "resumed", *job, "--resume_from_checkpoint", str(checkpoint))
+    manifest = read(checkpoint / "manifest.json")
+    assert (manifest["streaming_buffer_size"], manifest["dataset_weights"]) == (16, [0.5, 0.5])
+    resumed = run_job(tmp_path / "resumed", *job, "--resume_from_checkpoint", str(checkpoint), "--save_strategy", "no")
+    later = [index for index, step in enumerate(whole["step"]) if step > 3]
+    assert resumed == {key: [values[index] for index in later] for key, values in whole.items()}
 
 
 @pytest.mark.launch
@@ -93,28 +93,3 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(
     uninterrupted = iter(stream_loader(sequences, collator, training, "cpu"))  # type: ignore[arg-type]
     expected = [sha256[:16] for sha256 in batch_hashes(uninterrupted, 18, {})]
     assert [row["batch_sha256"] for row in steps if row["step"] > 16] == expected[16:]
-
-
-@pytest.mark.launch
-def test_two_weighted_files_give_the_same_steps_when_resumed(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path, faq_sharegpt: Path
-) -> None:
-    """10 and 20 rows in two formats: 20 are half of an epoch of 40 rows, which is 5 steps of 8."""
-    files = [tmp_path / "alpaca.jsonl", tmp_path / "sharegpt.jsonl"]
-    for file, source, rows in zip(files, (faq_alpaca, faq_sharegpt), (slice(10), slice(10, 30)), strict=True):
-        file.write_text("\n".join(source.read_text().splitlines()[rows]) + "\n")
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", *map(str, files), "--dataset_weights", "0.5", "0.5"]
-    job += ["--max_seq_length", "64", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    job += ["--num_train_epochs", "2"]
-    whole = run_job(tmp_path / "ddp", *job, "--save_steps", "3")
-    assert whole["step"] == [*range(1, 11)] * 2
-    data = read(tmp_path / "ddp" / "run.json")["data"]
-    found = [(source["rows"], source["epoch_rows"], source["weight"]) for source in data["sources"]]
-    assert found == [(10, 20, 0.5), (20, 20, 0.5)]
-    assert (data["format"], data["rows"], data["epoch_rows"]) == ("alpaca, sharegpt", 30, 40)
-    assert sum(whole["non_padding_tokens"]) == 2 * data["tokens"]  # two epochs of 40 rows
-    assert "20 rows, each 2.00 times" in (tmp_path / "ddp" / "train.log").read_text()
-
-    checkpoint = tmp_path / "ddp" / "checkpoint-3"
-    assert read(checkpoint / "manifest.json")["dataset_weights"] == [0.5, 0.5]
-    assert_resumes_exactly(whole, tmp_path / "resumed", *job, "--resume_from_checkpoint", str(checkpoint))

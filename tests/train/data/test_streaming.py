@@ -7,17 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from token_streams import (
-    ROWS,
-    TRUNCATED_EVERY,
-    batch_hashes,
-    encoder,
-    rank_arguments,
-    token_stream,
-    write_rows,
-)
+from token_streams import ROWS, TRUNCATED_EVERY, batch_hashes, encoder, rank_arguments, token_stream, write_rows
 
 from toolkit.errors import ToolkitError
 from toolkit.observe.batches import ObservedCollator
@@ -53,27 +46,14 @@ def test_an_epoch_has_every_row_once_in_its_own_order(rows: Path) -> None:
     assert first not in (order(1), order(seed=2))
 
 
-def test_only_the_buffer_is_read_ahead(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n' * 20 + "{broken\n")
-    rows = open_stream(str(path), "train", buffer_size=4, seed=1).epoch(0)
-    assert len(list(itertools.islice(rows, 18))) == 18
-    with pytest.raises(ToolkitError, match=r"rows.jsonl: row 21, line 21: malformed JSON"):
-        list(rows)
-
-
 def test_hub_rows_are_streamed_without_indices(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    import datasets
-
-    made = datasets.Dataset.from_list([{"text": f"row {n}", "id": n} for n in range(6)])
+    made = datasets.Dataset.from_list([{"text": f"row {n}"} for n in range(6)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made.to_iterable_dataset(num_shards=2))
-    found = open_stream("owner/name", "train", buffer_size=1, seed=1)
-    found_row = min(found.epoch(0), key=lambda row: row.fields["id"])
-    assert sorted(row.fields["text"] for row in found.epoch(0)) == [f"row {n}" for n in range(6)]
-    mixed = MixedRows(streams=(found,))
-    sequence = next(iter(TokenStream(mixed, [encoder(tokenizer, found)], rank_arguments(0, 1, batch=1), packing=True)))
-    assert sequence["rows"] == []
-    assert found_row.place_in("owner/name") == "owner/name: the row that begins with {'text': 'row 0', 'id': 0}"
+    stream = open_stream("owner/name", "train", buffer_size=1, seed=1)
+    places = sorted(row.place_in("owner/name") for row in stream.epoch(0))
+    assert places == [f"owner/name: the row that begins with {{'text': 'row {n}'}}" for n in range(6)]
+    training, mixed = rank_arguments(0, 1, batch=1), MixedRows(streams=(stream,))
+    assert next(iter(TokenStream(mixed, [encoder(tokenizer, stream)], training, packing=True)))["rows"] == []
 
 
 def steps_of(training: Any, path: Path, tokenizer: Any, *, steps: int, packing: bool) -> list[list[tuple[Any, ...]]]:
@@ -131,16 +111,16 @@ def loader(
     return iter(batches)
 
 
-def test_a_stream_without_supervised_tokens_ends(tmp_path: Path, tokenizer: Any) -> None:
+UNSUPERVISED = json.dumps({"prompt": "long " * 60, "completion": "word"}) + "\n"
+TOO_FEW = r"rows.jsonl has 1 rows, fewer than one global batch of 2 sequences"
+
+
+@pytest.mark.parametrize(("accumulation", "message"), [(1, "no supervised token in 10 consecutive rows"), (2, TOO_FEW)])
+def test_a_stream_that_cannot_fill_a_step_ends(tmp_path: Path, tokenizer: Any, accumulation: int, message: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "long " * 60, "completion": "word"}) + "\n")
-    with pytest.raises(ToolkitError, match="no supervised token in 10 consecutive rows"):
-        list(record_lane_states(loader(path, tokenizer, accumulation=1), {}))
-
-
-def test_fewer_rows_than_a_global_batch_are_refused(rows: Path, tokenizer: Any) -> None:
-    with pytest.raises(ToolkitError, match=r"rows.jsonl has 37 rows, fewer than one global batch of 64 sequences"):
-        list(record_lane_states(loader(rows, tokenizer, accumulation=64), {}))
+    path.write_text(UNSUPERVISED)
+    with pytest.raises(ToolkitError, match=message):
+        list(record_lane_states(loader(path, tokenizer, accumulation=accumulation), {}))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -152,9 +132,8 @@ def test_a_stream_resumes_exactly_and_tokenises_nothing_twice(
     states: LaneStates = {}
     done = 0
     for stop in stops:  # a run that is stopped again records lanes that it did not reach as it found them
-        batch_hashes(
-            loader(rows, tokenizer, packing=packing, resume=(dict(states), done) if done else None), stop, states
-        )
+        resume = (dict(states), done) if done else None
+        batch_hashes(loader(rows, tokenizer, packing=packing, resume=resume), stop, states)
         done += stop
     write_lane_states(tmp_path, states, rank=0, world_size=1)
     tokenised = []

@@ -19,12 +19,6 @@ from toolkit.job.argument_fields import DataArguments
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder
 
-
-def encoded(rows: datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any) -> datasets.Dataset:
-    encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
-    return encode_rows(rows, encoder)
-
-
 # -- supervision and refused rows
 
 
@@ -85,25 +79,25 @@ def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> 
     assert preflight_lines(stats)[-1] == "  | « a a<|im_end|>»"
 
 
-def test_a_system_prompt_is_added_to_conversations_without_one(tokenizer: Any) -> None:
-    dataset = datasets.Dataset.from_list([{"messages": TURNS}, {"messages": TURNS[1:]}])
-    found = encoded(dataset, tokenizer, "messages", system_prompt="Be kind.")
-    texts = [tokenizer.decode(row["input_ids"]) for row in found]
-    assert [text.split("<|im_end|>")[0].splitlines()[1] for text in texts] == ["Be brief.", "Be kind."]
-    assert found["supervised"][:] == [found[0]["supervised"]] * 2
-
-
-def test_a_system_prompt_that_no_row_takes_is_reported(tokenizer: Any) -> None:
-    def lines(rows: list[dict[str, Any]], data_format: str, system_prompt: str | None = "Be kind.") -> list[str]:
-        dataset = datasets.Dataset.from_list(rows)
-        return system_prompt_lines(
-            [encoded(dataset, tokenizer, data_format, system_prompt=system_prompt)], system_prompt
-        )
-
-    assert lines([{"messages": TURNS}, {"messages": TURNS[1:]}], "messages") == []
-    assert lines([{"text": "plain"}], "text", system_prompt=None) == []
-    for warning in (lines([{"messages": TURNS}], "messages"), lines([{"text": "plain"}], "text")):
-        assert [line.split(":")[1] for line in warning] == [" --system_prompt has no effect"]
+@pytest.mark.parametrize(
+    ("data_format", "rows", "warns"),
+    [
+        ("messages", [{"messages": TURNS}, {"messages": TURNS[1:]}], False),
+        ("messages", [{"messages": TURNS}], True),
+        ("text", [{"text": "plain"}], True),
+    ],
+)
+def test_a_system_prompt_is_added_to_conversations_without_one_and_reported_if_there_are_none(
+    data_format: str, rows: list[dict[str, Any]], warns: bool, tokenizer: Any
+) -> None:
+    encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=128, system_prompt="Be kind."))
+    found = encode_rows(datasets.Dataset.from_list(rows), encoder)
+    prompts = [tokenizer.decode(row["input_ids"]).split("<|im_end|>")[0].splitlines()[-1] for row in found]
+    assert prompts == (["plain"] if data_format == "text" else ["Be brief.", "Be kind."][: len(rows)])
+    assert len(set(found["supervised"][:])) == 1
+    lines = system_prompt_lines([found], "Be kind.")
+    assert [line.split(":")[1] for line in lines] == [" --system_prompt has no effect"] * warns
+    assert system_prompt_lines([found], None) == []
 
 
 # -- files and the cache
@@ -141,26 +135,19 @@ def test_rows_may_have_different_fields(tmp_path: Path) -> None:
     assert [json.loads(row)["messages"] for row in dataset["json_row"]] == [row["messages"] for row in rows]
 
 
-def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    for text in ("before", "after!"):
-        path.write_text(json.dumps({"text": text}))
-        dataset, _ = load_rows(str(path), "train")
-        assert json.loads(dataset[0]["json_row"]) == {"text": text}
+def test_an_edited_file_and_a_changed_template_or_length_are_tokenised_again(tokenizer: Any, tmp_path: Path) -> None:
+    def tokens(rows: Path, tokenizer: Any, length: int) -> list[int]:
+        loaded, _ = load_rows(str(rows), "train")
+        found, _ = tokenized(loaded, tokenizer, "messages", max_seq_length=length, loss_on="all")
+        return list(found[0]["input_ids"])
 
-
-def test_a_changed_template_or_length_is_tokenized_again(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": TURNS}))
-    dataset, _ = load_rows(str(path), "train")
-    shouting = with_template(tokenizer, tokenizer.chat_template.replace("SmolLM", "SMOLLM").replace("'\n'", "'!\n'"))
-
-    def tokens(tokenizer: Any, length: int) -> list[int]:
-        rows, _ = tokenized(dataset, tokenizer, "messages", max_seq_length=length, loss_on="all")
-        return list(rows[0]["input_ids"])
-
-    assert tokens(tokenizer, 128)[:5] == tokens(tokenizer, 5)
-    assert tokens(tokenizer, 128) != tokens(shouting, 128)
+    complete = tokens(path, tokenizer, 128)
+    assert tokens(path, tokenizer, 25) == complete[:25]
+    assert tokens(path, with_template(tokenizer, tokenizer.chat_template.replace("'\n'", "'!\n'")), 128) != complete
+    path.write_text(json.dumps({"messages": TURNS[:3]}))
+    assert len(tokens(path, tokenizer, 128)) < len(complete)
 
 
 # -- data sets of the hub

@@ -57,11 +57,9 @@ class WholeSteps(Sampler[int]):  # type: ignore[misc]
         return (steps + bool(rest and not self.drop_last)) * self.global_batch_size
 
     def __iter__(self) -> Iterator[int]:
-        order = list(self.rows)
-        return islice(cycle(order), len(self))
+        return islice(cycle(list(self.rows)), len(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order of the rows."""
         if hasattr(self.rows, "set_epoch"):
             self.rows.set_epoch(epoch)
 
@@ -101,20 +99,24 @@ class Collator:
         """Add the positions whose next token is supervised: read from labels on a GPU, they would make it wait."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        lengths = [len(row["input_ids"]) for row in rows]
-        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id, multiple=self.pieces)
-        labels = _padded([row["labels"] for row in rows], IGNORED, multiple=self.pieces)
-        attention_mask = _padded([[1] * length for length in lengths], 0, multiple=self.pieces)
-        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        batch = {
+            "input_ids": self._padded([row["input_ids"] for row in rows], self.pad_id),
+            "attention_mask": self._padded([[1] * len(row["input_ids"]) for row in rows], 0),
+            "labels": self._padded([row["labels"] for row in rows], IGNORED),
+        }
         if self.pieces > 1:  # rows are padded on the right, so causal attention needs no mask
-            positions = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
-            batch = batch | {"position_ids": positions.contiguous()}
+            shape = batch["input_ids"].shape
+            batch["position_ids"] = torch.arange(shape[1]).expand(shape).contiguous()
         return self._with_positions(batch)
 
+    def _padded(self, rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+        width = -(-max(map(len, rows)) // self.pieces) * self.pieces
+        return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.int64)
+
     def _with_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if not self.adds_positions:
-            return batch
-        return batch | {SUPERVISED_POSITIONS: supervised_positions(next_labels(batch))}
+        if self.adds_positions:
+            batch[SUPERVISED_POSITIONS] = supervised_positions(next_labels(batch))
+        return batch
 
 
 class PackCollator(Collator):
@@ -132,8 +134,8 @@ class PackCollator(Collator):
         rows = packs
         if self.one_row:
             rows = [{name: list(chain.from_iterable(pack[name] for pack in packs)) for name in packs[0]}]
-        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
-        labels = _padded([row["labels"] for row in rows], IGNORED)
+        input_ids = self._padded([row["input_ids"] for row in rows], self.pad_id)
+        labels = self._padded([row["labels"] for row in rows], IGNORED)
         position_ids = torch.empty_like(input_ids)
         for index, row in enumerate(rows):
             starts = [0, *accumulate(row["documents"])]
@@ -162,23 +164,14 @@ def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
     return (labels != IGNORED).nonzero().flatten()
 
 
-def _padded(rows: Sequence[Sequence[int]], fill: int, *, multiple: int = 1) -> torch.Tensor:
-    width = -(-max(map(len, rows)) // multiple) * multiple
-    padded = torch.full((len(rows), width), fill, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
-    return padded
-
-
 def batch_facts(rows: Sequence[dict[str, Any]], batch: MutableMapping[str, Any]) -> BatchFacts:
     """Count a batch; its digest is of the int64 bytes of the padded input ids, then of the labels."""
-    digest = hashlib.sha256(batch["input_ids"].numpy().tobytes())
-    digest.update(batch["labels"].numpy().tobytes())
+    content = b"".join(batch[name].numpy().tobytes() for name in ("input_ids", "labels"))
     numbers = [row["rows"] if "rows" in row else [row["row"]] for row in rows if "rows" in row or "row" in row]
     return BatchFacts(
         tokens=batch["input_ids"].numel(),
         non_padding_tokens=sum(len(row["input_ids"]) for row in rows),
         supervised_tokens=int((batch["labels"][:, 1:] != IGNORED).sum()),
-        sha256=digest.hexdigest(),
+        sha256=hashlib.sha256(content).hexdigest(),
         rows=tuple(chain.from_iterable(numbers)),
     )

@@ -61,22 +61,22 @@ class DataStats(Counts):
 
 def system_prompt_lines(encoded: Sequence[datasets.Dataset], system_prompt: str | None) -> list[str]:
     """Return a warning if no row of any data set took the system prompt."""
-    if system_prompt is None or any(any(rows["got_system_prompt"][:]) for rows in encoded):
-        return []
-    return ["warning: --system_prompt has no effect: every row read so far is plain text or has its own system message"]
+    taken = system_prompt is None or any(any(rows["got_system_prompt"][:]) for rows in encoded)
+    why = "every row read so far is plain text or has its own system message"
+    return [] if taken else [f"warning: --system_prompt has no effect: {why}"]
 
 
 def no_supervised_tokens_error(encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
     """Return an error that explains why no row has a supervised token."""
     rows, uncut = len(encoded), encoded["uncut_tokens"][:]
     truncated = sum(tokens > max_seq_length for tokens in uncut)
-    why = f"no supervised token in any of the {rows:,} rows"
+    hint = "check the roles and that the answers are not empty, or pass `--loss_on all`"
+    why = f" ({truncated:,} were cut at max_seq_length={max_seq_length})" if truncated else ""
+    why += ": no assistant turn, completion or text to learn from"
     if truncated == rows:
         hint = f"raise it: the longest row has {max(uncut):,} tokens"
-        return ToolkitError(f"{why}: every prompt fills max_seq_length={max_seq_length}", hint=hint)
-    hint = "check the roles and that the answers are not empty, or pass `--loss_on all`"
-    cut = f" ({truncated:,} were cut at max_seq_length={max_seq_length})" if truncated else ""
-    return ToolkitError(f"{why}{cut}: no assistant turn, completion or text to learn from", hint=hint)
+        why = f": every prompt fills max_seq_length={max_seq_length}"
+    return ToolkitError(f"no supervised token in any of the {rows:,} rows{why}", hint=hint)
 
 
 def data_stats(
@@ -122,12 +122,12 @@ def of_all_sources(stats: Sequence[DataStats], sources: Sequence[SourceStats]) -
 
 def mark_supervised(row: dict[str, Any], tokenizer: Any) -> str:
     """Return the row's text, with « and » around its supervised parts."""
-    parts = []
+    marked = ""
     pairs = zip(row["input_ids"], row["labels"], strict=True)
     for supervised, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
-        parts.append(f"«{text}»" if supervised else text)
-    return "".join(parts)
+        marked += f"«{text}»" if supervised else text
+    return marked
 
 
 def preflight_lines(stats: DataStats) -> list[str]:

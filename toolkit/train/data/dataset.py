@@ -30,6 +30,7 @@ from toolkit.data.data_files import (
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.dataset_checks import check_val_size, held_out_rows
+from toolkit.models.attention import needs_no_mask
 from toolkit.observe.batches import IGNORED
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
@@ -41,7 +42,7 @@ from toolkit.train.data.data_report import (
     preflight_lines,
     system_prompt_lines,
 )
-from toolkit.train.data.packing import PackedRows, packs_into_one_row
+from toolkit.train.data.packing import PackedRows
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import (
     EncodedSource,
@@ -74,15 +75,15 @@ def load_data(
     `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
     """
     sources = resolve_sources(arguments.dataset, config=arguments.dataset_config)
-    seed = int(training.seed if training.data_seed is None else training.data_seed)
-    data = _open_streams(tokenizer, sources, arguments, training, seed) if arguments.streaming else None
+    loader = _Loader(tokenizer, arguments, training)
+    data = loader.open_streams(sources) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
-        data = data or _load_all_rows(tokenizer, sources, arguments, training, seed)
+        data = data or loader.load_all_rows(sources)
         if arguments.eval_dataset is not None:
             config, name = arguments.eval_dataset_config, arguments.eval_dataset
             [source] = resolve_sources([name], config=config, option="eval_dataset")
-            encoded = _encode_all(tokenizer, source, arguments.eval_dataset_split, arguments, option="eval_dataset")
-            data = _with_evaluation(data, *encoded.supervised(), arguments, training)
+            encoded = loader.encode(source, arguments.eval_dataset_split, option="eval_dataset")
+            data = loader.with_evaluation(data, *encoded.supervised())
     batch = training.train_batch_size * training.gradient_accumulation_steps
     batch *= data_parallel_size or training.world_size
     if arguments.packing and not arguments.streaming and len(data.train) < batch:
@@ -93,137 +94,130 @@ def load_data(
     if training.process_index == 0:
         print("\n".join([*preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
-        if data.evaluation_stats is not None:
-            stats = data.evaluation_stats
+        if (stats := data.evaluation_stats) is not None:
             rows = f"{stats.rows:,} rows, {stats.rows - stats.dropped_rows:,} kept"
             print(f"evaluation data: {rows}, {stats.supervised_tokens:,} supervised tokens", flush=True)
-            facts["eval_data"] = asdict(data.evaluation_stats)
+            facts["eval_data"] = asdict(stats)
         RunFolder(Path(training.output_dir)).update_run(**facts)
     return data
 
 
-def _load_all_rows(
-    tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any, seed: int
-) -> Data:
-    """Tokenise every row before the first step; `val_size` holds some out for evaluation."""
-    encoded = [_encode_all(tokenizer, source, arguments.dataset_split, arguments) for source in sources]
-    for index, source in enumerate(encoded if len(encoded) > 1 else ()):
-        # A row's number then says which data set it is from.
-        numbers = [numbered(row, index, sources=len(encoded)) for row in source.rows["row"][:]]
-        rows = source.rows.remove_columns("row")
-        rows = rows.add_column("row", numbers, feature=source.rows.features["row"])
-        encoded[index] = replace(source, rows=rows)
-    train, evaluation = _hold_out(encoded, arguments, training)
-    packs, stats = _pack(*_mixed(train, arguments.dataset_weights or None, seed=seed), arguments)
-    warnings = system_prompt_lines([source.rows for source in encoded], arguments.system_prompt)
-    data = Data(train=packs, stats=stats, warnings=warnings)
-    if evaluation is None:
-        return data
-    kept, own = EncodedSource(name="--val_size", rows=evaluation, encoder=encoded[0].encoder).supervised()
-    return _with_evaluation(data, kept, replace(own, format=stats.format), arguments, training)
+class _Loader:
+    """Makes data sets of rows, for one tokenizer and the arguments of a run."""
 
+    def __init__(self, tokenizer: Any, arguments: DataArguments, training: Any) -> None:
+        self.tokenizer, self.arguments, self.training = tokenizer, arguments, training
+        self.seed = int(training.seed if training.data_seed is None else training.data_seed)
+        weights = arguments.dataset_weights or None
+        self.weights = None if weights is None else tuple(weights)
+        self.shares = fractions(weights) if weights else [None] * len(arguments.dataset)
 
-def _open_streams(
-    tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any, seed: int
-) -> Data:
-    """Tokenise rows during training; the statistics are of the first rows."""
-    size = arguments.streaming_buffer_size
-    streams = [open_stream(source, arguments.dataset_split, buffer_size=size, seed=seed) for source in sources]
-    first = []
-    for stream in streams:
-        encoder = row_encoder(tokenizer, stream.data_format, arguments)
-        head = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
-        rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(stream.name)) for n, row in head]
-        first.append(EncodedSource(name=stream.name, rows=encoded_dataset(rows), encoder=encoder))
-    parts = [replace(source.supervised()[1], streamed=True, epoch_rows=None) for source in first]
-    weights = arguments.dataset_weights or None
-    shares = fractions(weights) if weights else [None] * len(parts)
-    described = [of_one_source(part, s.name, w) for part, s, w in zip(parts, streams, shares, strict=True)]
-    mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights))
-    return Data(
-        train=TokenStream(mixed, [source.encoder for source in first], training, packing=arguments.packing),
-        stats=replace(of_all_sources(parts, described), streamed=True),
-        warnings=system_prompt_lines([source.rows for source in first], arguments.system_prompt),
-    )
+    def load_all_rows(self, sources: Sequence[DataSource]) -> Data:
+        """Tokenise every row before the first step; `val_size` holds some out for evaluation."""
+        encoded = [self.encode(source, self.arguments.dataset_split) for source in sources]
+        for index, source in enumerate(encoded if len(encoded) > 1 else ()):
+            # A row's number then says which data set it is from.
+            numbers = [numbered(row, index, sources=len(encoded)) for row in source.rows["row"][:]]
+            rows = source.rows.remove_columns("row")
+            rows = rows.add_column("row", numbers, feature=source.rows.features["row"])
+            encoded[index] = replace(source, rows=rows)
+        train, evaluation = self._hold_out(encoded)
+        packs, stats = self._packed(*self._mixed(train))
+        warnings = system_prompt_lines([source.rows for source in encoded], self.arguments.system_prompt)
+        data = Data(train=packs, stats=stats, warnings=warnings)
+        if evaluation is None:
+            return data
+        kept, own = EncodedSource(name="--val_size", rows=evaluation, encoder=encoded[0].encoder).supervised()
+        return self.with_evaluation(data, kept, replace(own, format=stats.format))
 
+    def open_streams(self, sources: Sequence[DataSource]) -> Data:
+        """Tokenise rows during training; the statistics are of the first rows."""
+        split, size = self.arguments.dataset_split, self.arguments.streaming_buffer_size
+        streams = [open_stream(source, split, buffer_size=size, seed=self.seed) for source in sources]
+        first = []
+        for source, stream in zip(sources, streams, strict=True):
+            encoder = row_encoder(self.tokenizer, stream.data_format, self.arguments)
+            head = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
+            rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(source.name)) for n, row in head]
+            first.append(EncodedSource(name=source.name, rows=encoded_dataset(rows), encoder=encoder))
+        parts = [replace(source.supervised()[1], streamed=True, epoch_rows=None) for source in first]
+        named = zip(parts, sources, self.shares, strict=True)
+        described = [of_one_source(part, source.name, share) for part, source, share in named]
+        mixed = MixedRows(streams=tuple(streams), weights=self.weights)
+        encoders = [source.encoder for source in first]
+        return Data(
+            train=TokenStream(mixed, encoders, self.training, packing=self.arguments.packing),
+            stats=replace(of_all_sources(parts, described), streamed=True),
+            warnings=system_prompt_lines([source.rows for source in first], self.arguments.system_prompt),
+        )
 
-def _mixed(
-    sources: Sequence[EncodedSource], weights: Sequence[float] | None, *, seed: int
-) -> tuple[datasets.Dataset, DataStats]:
-    """The rows of an epoch: every row once, or as often as the weights ask for."""
-    parts = [source.supervised() for source in sources]
-    counts = rows_per_epoch([len(rows) for rows, _ in parts], weights)
-    shares = fractions(weights) if weights else [None] * len(parts)
-    epochs, described = [], []
-    for index, (source, (rows, stats), count, share) in enumerate(zip(sources, parts, counts, shares, strict=True)):
-        if count > len(rows):
-            rows = rows.select(repeated_rows(len(rows), count, seed=f"{seed} {index}"))
-        tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
-        epochs.append(rows)
-        described.append(of_one_source(stats, source.name, share, epoch_rows=count, **tokens))
-    return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
+    def _mixed(self, sources: Sequence[EncodedSource]) -> tuple[datasets.Dataset, DataStats]:
+        """The rows of an epoch: every row once, or as often as the weights ask for."""
+        parts = [source.supervised() for source in sources]
+        counts = rows_per_epoch([len(rows) for rows, _ in parts], self.weights)
+        epochs, described = [], []
+        for index, (source, (rows, stats), count) in enumerate(zip(sources, parts, counts, strict=True)):
+            if count > len(rows):
+                rows = rows.select(repeated_rows(len(rows), count, seed=f"{self.seed} {index}"))
+            tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
+            epochs.append(rows)
+            described.append(of_one_source(stats, source.name, self.shares[index], epoch_rows=count, **tokens))
+        return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
+
+    def _hold_out(self, sources: Sequence[EncodedSource]) -> tuple[Sequence[EncodedSource], datasets.Dataset | None]:
+        """Rows for training and rows held out by `val_size`, chosen by index and seed alone.
+
+        Chosen before any row is repeated, so that no row is in both.
+        """
+        val_size, total = self.arguments.val_size, sum(len(source.rows) for source in sources)
+        if val_size is None:
+            return sources, None
+        check_val_size(val_size, rows=total)
+        chosen, offset = held_out(total, val_size, seed=self.training.seed), 0
+        train, evaluation = [], []
+        for source in sources:
+            numbers = range(offset, offset := offset + len(source.rows))
+            kept, own = ([i for i, n in enumerate(numbers) if (n in chosen) is held] for held in (False, True))
+            if not kept:
+                raise ToolkitError(f"--val_size {val_size} holds out every row of {source.name}", hint="lower it")
+            train.append(replace(source, rows=source.rows.select(kept)))
+            evaluation.append(source.rows.select(own))
+        return train, _concatenated(evaluation)
+
+    def with_evaluation(self, data: Data, dataset: datasets.Dataset, stats: DataStats) -> Data:
+        """Add evaluation rows, packed like the training rows and sorted by length, since their order has no effect."""
+        lengths = dataset["length"][:]
+        longest_first = dataset.select(sorted(range(len(lengths)), key=lambda row: -lengths[row]))
+        rows, stats = self._packed(longest_first, stats)
+        # of every layout's number of different batches
+        multiple = self.training.eval_batch_size * self.training.world_size
+        return replace(data, evaluation=EvaluationRows(rows, multiple=multiple), evaluation_stats=stats)
+
+    def encode(self, source: DataSource, split: str, *, option: str = "dataset") -> EncodedSource:
+        """Tokenise every row of a data set."""
+        rows, data_format = load_rows(source, split, option=option)
+        encoder = row_encoder(self.tokenizer, data_format, self.arguments)
+        encoded = encode_rows(rows, encoder, num_proc=self.arguments.preprocessing_num_workers)
+        return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
+
+    def _packed(self, dataset: datasets.Dataset, stats: DataStats) -> tuple[Any, DataStats]:
+        """Packs of the rows, or the rows themselves without `--packing`."""
+        if not self.arguments.packing:
+            return dataset, stats
+        packed = PackedRows(dataset, max_tokens=self.arguments.max_seq_length)
+        return packed, replace(stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
 
 
 def _concatenated(parts: list[datasets.Dataset]) -> datasets.Dataset:
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
-def _hold_out(
-    sources: Sequence[EncodedSource], arguments: DataArguments, training: Any
-) -> tuple[Sequence[EncodedSource], datasets.Dataset | None]:
-    """Rows for training and rows held out by `val_size`, chosen by index and seed alone.
-
-    Chosen before any row is repeated, so that no row is in both.
-    """
-    if arguments.val_size is None:
-        return sources, None
-    total = sum(len(source.rows) for source in sources)
-    check_val_size(arguments.val_size, rows=total)
-    chosen, offset = held_out(total, arguments.val_size, seed=training.seed), 0
-    train, evaluation = [], []
-    for source in sources:
-        own = {index - offset for index in chosen if offset <= index < offset + len(source.rows)}
-        if len(own) == len(source.rows):
-            raise ToolkitError(f"--val_size {arguments.val_size} holds out every row of {source.name}", hint="lower it")
-        train.append(replace(source, rows=source.rows.select([i for i in range(len(source.rows)) if i not in own])))
-        evaluation.append(source.rows.select(sorted(own)))
-        offset += len(source.rows)
-    return train, _concatenated(evaluation)
-
-
-def _with_evaluation(
-    data: Data, dataset: datasets.Dataset, stats: DataStats, arguments: DataArguments, training: Any
-) -> Data:
-    """Add evaluation rows, packed like the training rows and sorted by length, since their order has no effect."""
-    lengths = dataset["length"][:]
-    longest_first = dataset.select(sorted(range(len(lengths)), key=lambda row: -lengths[row]))
-    rows, stats = _pack(longest_first, stats, arguments)
-    multiple = training.eval_batch_size * training.world_size  # of every layout's number of different batches
-    return replace(data, evaluation=EvaluationRows(rows, multiple=multiple), evaluation_stats=stats)
-
-
-def _encode_all(
-    tokenizer: Any, source: DataSource, split: str, arguments: DataArguments, *, option: str = "dataset"
-) -> EncodedSource:
-    rows, data_format = load_rows(source, split, option=option)
-    encoder = row_encoder(tokenizer, data_format, arguments)
-    encoded = encode_rows(rows, encoder, num_proc=arguments.preprocessing_num_workers)
-    return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
-
-
-def _pack(dataset: datasets.Dataset, stats: DataStats, arguments: DataArguments) -> tuple[Any, DataStats]:
-    """Packs of the rows, or the rows themselves without `--packing`."""
-    if not arguments.packing:
-        return dataset, stats
-    packed = PackedRows(dataset, max_tokens=arguments.max_seq_length)
-    return packed, replace(stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
-
-
 def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: ParallelLayout | None = None) -> Collator:
     """Return the collator for rows, or for packs in the shape that the model's attention takes."""
     if not packing:
         return Collator(tokenizer, pieces=1 if layout is None else layout.pieces)
-    return PackCollator(tokenizer, one_row=packs_into_one_row(model))
+    # Attention that takes the lengths of documents takes those of a single row.
+    return PackCollator(tokenizer, one_row=needs_no_mask(getattr(model.config, "_attn_implementation", None)))
 
 
 def row_places(numbers: tuple[int, ...], names: Sequence[str]) -> dict[str, Any]:

@@ -5,8 +5,7 @@
 
 Position ids restart at 0 with each document of a pack; transformers turns that into a block-diagonal mask (sdpa, eager,
 flex). Attention of variable length (flash attention, `sdpa_varlen`) takes the lengths of the documents instead.
-`verify_packing` verifies it on the live model: two documents in one pack must have the losses that each has alone, and
-those must not move when the neighbour's tokens change. That takes a few short forwards without gradients.
+`verify_packing` verifies it on the live model.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import inspect
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import datasets
@@ -25,7 +22,6 @@ import torch
 from transformers import AttentionMaskInterface
 
 from toolkit.errors import AttestationFailed, ToolkitError
-from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import compute_dtype, dtype_name, without_adapters
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
@@ -56,14 +52,6 @@ def best_fit(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     return packs
 
 
-@dataclass(slots=True)
-class OpenPack:
-    """Rows of a sequence that is not full yet."""
-
-    free_tokens: int
-    rows: list[TokenRow] = field(default_factory=list)
-
-
 class OpenPacks:
     """Packs rows that arrive one by one: each goes into the fullest pack that has space for it.
 
@@ -73,25 +61,23 @@ class OpenPacks:
     """
 
     def __init__(self, *, max_tokens: int, at_most: int, packs: Iterable[list[TokenRow]] = ()) -> None:
-        """Begin with the rows of open `packs`."""
         self.max_tokens, self.at_most = max_tokens, at_most
-        self.packs = [OpenPack(max_tokens - sum(len(row["input_ids"]) for row in rows), rows) for rows in packs]
-        """In the order in which they were opened."""
+        self.packs = list(packs)
+        """Rows of sequences that are not full yet, in the order in which they were opened."""
 
     def add(self, row: TokenRow) -> list[TokenRow] | None:
         """Add a row; return the rows of the fullest pack if it is full or more than `at_most` packs are open."""
-        tokens, by_space = len(row["input_ids"]), attrgetter("free_tokens")
-        pack = min((pack for pack in self.packs if pack.free_tokens >= tokens), key=by_space, default=None)
-        if pack is None:
-            pack = OpenPack(self.max_tokens)
-            self.packs.append(pack)
-        pack.rows.append(row)
-        pack.free_tokens -= tokens
-        if len(self.packs) <= self.at_most and pack.free_tokens:
+        free = [self.max_tokens - sum(len(each["input_ids"]) for each in pack) for pack in self.packs]
+        free.append(self.max_tokens)  # of a new one
+        self.packs.append([])
+        fullest = min((i for i, tokens in enumerate(free) if tokens >= len(row["input_ids"])), key=free.__getitem__)
+        self.packs[fullest].append(row)
+        free[fullest] -= len(row["input_ids"])
+        if not self.packs[-1]:
+            del self.packs[-1], free[-1]
+        if len(self.packs) <= self.at_most and free[fullest]:
             return None
-        fullest = min(self.packs, key=by_space)
-        self.packs.remove(fullest)
-        return fullest.rows
+        return self.packs.pop(free.index(min(free)))
 
 
 def joined(rows: Sequence[TokenRow]) -> TokenRow:
@@ -129,11 +115,6 @@ def check_model_packs(model: Any) -> None:
         )
 
 
-def packs_into_one_row(model: Any) -> bool:
-    """Return True for attention that takes the lengths of documents, which are those of a single row."""
-    return needs_no_mask(getattr(model.config, "_attn_implementation", None))
-
-
 # -- verification
 
 DOCUMENT_TOKENS = (19, 26, 13)
@@ -148,7 +129,8 @@ NEIGHBOUR_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 def verify_packing(trainer: Any) -> Values:
     """Return the isolation of documents in the Trainer's packs; `packing` alone, and None, where nothing is packed.
 
-    Every rank must call it. Raises AttestationFailed if documents attend to each other.
+    Two documents in one pack must have the losses that each has alone, and those must not move when the neighbour's
+    tokens change. Collective. Raises AttestationFailed if documents attend to each other.
     """
     if not isinstance(getattr(trainer.data_collator, "collator", None), PackCollator):
         return {"packing": None}
@@ -176,7 +158,6 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> Values:
     )
 
     def losses(*packs: list[list[int]]) -> Sequence[torch.Tensor]:
-        """Return the losses of each document's tokens."""
         rows = [joined([{"input_ids": document, "labels": document} for document in pack]) for pack in packs]
         batch = trainer.data_collator(rows)
         for name in (BATCH_FACTS, SUPERVISED_POSITIONS):
@@ -193,29 +174,32 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> Values:
     was_training = model.training
     model.eval()
     try:
-        with recorded_masks() as masks:
+        with _recorded_masks() as masks:
             packed = losses([first, second], [third])
         other_neighbour = losses([other, second], [third])
         alone = [losses([document])[0] for document in (first, second, third)]
     finally:
         model.train(was_training)
-    from_alone = max(_difference(*pair) for pair in zip(packed, alone, strict=True))
-    by_neighbour = _difference(packed[1], other_neighbour[1])
+    pairs = [*zip(packed, alone, strict=True), (packed[1], other_neighbour[1])]
+    *from_each, by_neighbour = (float((one - other).abs().mean()) for one, other in pairs)
+    from_alone = max(from_each)
     isolated = from_alone <= LOSS_TOLERANCE[compute_dtype] and by_neighbour <= NEIGHBOUR_TOLERANCE[compute_dtype]
     return {
         "packing": "isolated" if isolated else "leaks",
         "packing_loss_difference": from_alone,
         "packing_neighbour_difference": by_neighbour,
-        "packing_mask_bytes": sum(map(mask_bytes, masks)),
+        # of tensors, or of the tensors of FlexAttention's `BlockMask`
+        "packing_mask_bytes": sum(
+            part.untyped_storage().nbytes()
+            for mask in masks
+            for part in (mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,))
+            if isinstance(part, torch.Tensor)
+        ),
     }
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().mean())
-
-
 @contextmanager
-def recorded_masks() -> Iterator[list[Any]]:
+def _recorded_masks() -> Iterator[list[Any]]:
     """Record every mask that transformers makes, by whichever attention function asks for it."""
     functions, masks = dict(AttentionMaskInterface._global_mapping), []
 
@@ -230,9 +214,3 @@ def recorded_masks() -> Iterator[list[Any]]:
     finally:
         for name, function in functions.items():
             AttentionMaskInterface.register(name, function)
-
-
-def mask_bytes(mask: Any) -> int:
-    """Return the bytes of a tensor, or of the tensors of FlexAttention's `BlockMask`."""
-    parts = mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,)
-    return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, torch.Tensor))

@@ -33,7 +33,7 @@ from accelerate.data_loader import prepare_data_loader
 from toolkit.data.data_files import DataSource, iter_rows, numbered, resolve_source
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined
 from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub
@@ -53,9 +53,9 @@ class StreamedRow(NamedTuple):
     """A row as it was read, not checked yet."""
 
     fields: dict[str, Any]
-    place: str | None
+    place: str | None = None
     """Place in the file, in words. None on the hub, where the order of shards leaves a row no place."""
-    number: int | None
+    number: int | None = None
     """Index of the row in a file, from 0; of several data sets, as `numbered`."""
     source: int = 0
     """Index of its data set in `--dataset`."""
@@ -69,23 +69,23 @@ class StreamedRow(NamedTuple):
 class RowStream:
     """Rows of a file or hub data set, shuffled in a buffer and read lazily."""
 
-    name: str
+    source: DataSource
     data_format: str
     rows: datasets.IterableDataset
     """Rows in the order of the source."""
     buffer_size: int
     seed: int
-    is_file: bool
 
     def epoch(self, number: int, *, repeat: int = 0) -> Iterator[StreamedRow]:
         """Yield every row once, in the order of this epoch and, within it, of this repeat of the data set."""
-        shards = {"max_buffer_input_shards": 1} if self.is_file else {}  # otherwise each row passes through a thread
+        is_file = self.source.path is not None
+        shards = {"max_buffer_input_shards": 1} if is_file else {}  # otherwise each row passes through a thread
         # Not set_epoch: worker processes would share one epoch. Not iter(rows): it shuffles differently in a worker.
         seed = [self.seed, number, *([repeat] if repeat else [])]
         shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size, **shards)
         for batch in shuffled.iter(batch_size=1):
             row = {name: values[0] for name, values in batch.items()}
-            yield StreamedRow(**row) if self.is_file else StreamedRow(row, None, None)
+            yield StreamedRow(**row) if is_file else StreamedRow(row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +101,8 @@ class MixedRows:
 
     def epoch(self, number: int) -> Iterator[StreamedRow]:
         """Yield every row at least once, in the order of this epoch."""
-        rows = self._in_turn(number) if self.weights is None else self._drawn(number, self.weights)
-        for source, row in rows:
+        in_turn = ((source, row) for source, stream in enumerate(self.streams) for row in stream.epoch(number))
+        for source, row in in_turn if self.weights is None else self._drawn(number, self.weights):
             index = None if row.number is None else numbered(row.number, source, sources=len(self.streams))
             yield row._replace(source=source, number=index)
 
@@ -113,21 +113,14 @@ class MixedRows:
             for row in self.epoch(epoch):
                 rows += 1
                 yield epoch, row
-            check_rows_fill_a_step(rows, max(at_least, 1), ", ".join(stream.name for stream in self.streams))
-
-    def _in_turn(self, epoch: int) -> Iterator[tuple[int, StreamedRow]]:
-        for source, stream in enumerate(self.streams):
-            for row in stream.epoch(epoch):
-                yield source, row
+            check_rows_fill_a_step(rows, max(at_least, 1), ", ".join(stream.source.name for stream in self.streams))
 
     def _drawn(self, epoch: int, weights: tuple[float, ...]) -> Iterator[tuple[int, StreamedRow]]:
-        draw, sources = random.Random(f"{self.streams[0].seed} {epoch}"), range(len(self.streams))
-        rows = [stream.epoch(epoch) for stream in self.streams]
-        repeats = [0 for _ in sources]
+        draw, rows = random.Random(f"{self.streams[0].seed} {epoch}"), [stream.epoch(epoch) for stream in self.streams]
+        repeats = [0] * len(rows)
         while True:
-            source = draw.choices(sources, weights)[0]
-            row = next(rows[source], None)
-            if row is None:
+            source = draw.choices(range(len(rows)), weights)[0]
+            if (row := next(rows[source], None)) is None:
                 repeats[source] += 1
                 if all(repeats):
                     return
@@ -146,10 +139,8 @@ def open_stream(source: str | DataSource, split: str, *, buffer_size: int, seed:
     else:
         rows = load_hub(source, split, streaming=True)
         first = next(iter(rows), None)
-    data_format, is_file = format_of_first_row(source.name, split, first), source.path is not None
-    return RowStream(
-        name=source.name, data_format=data_format, rows=rows, buffer_size=buffer_size, seed=seed, is_file=is_file
-    )
+    data_format = format_of_first_row(source.name, split, first)
+    return RowStream(source=source, data_format=data_format, rows=rows, buffer_size=buffer_size, seed=seed)
 
 
 def _file_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -171,22 +162,20 @@ class LaneState:
     open: tuple[tuple[int, ...], ...] = ()
     """The rows in packs that are not full yet, by their number in the lane."""
 
-    def needs(self, number: int) -> bool:
-        """Return True if the lane still has to train on its row of this number."""
-        return number >= self.taken or any(number in pack for pack in self.open)
-
 
 LaneStates = dict[int, LaneState]
 """Lane number to its position."""
 
 
 class Lanes:
-    """Makes the sequences of some lanes: rows are dealt to all lanes in turn, and those of its own kept until taken."""
+    """Makes the sequences of some lanes, each from where its state says.
+
+    Rows are dealt to all lanes in turn, and those of its own kept until taken.
+    """
 
     def __init__(self, stream: TokenStream, states: LaneStates) -> None:
-        """Begin each lane where its state says."""
         self.stream, self.states = stream, states
-        self.names = [each.name for each in stream.rows.streams]
+        self.names = [each.source.name for each in stream.rows.streams]
         self.rows = enumerate(stream.rows.endless(at_least=stream.global_batch_size))
         self.waiting: dict[int, deque[tuple[int, StreamedRow]]] = {lane: deque() for lane in states}
         self.packs: dict[int, OpenPacks] = {}
@@ -198,12 +187,9 @@ class Lanes:
     def next(self, lane: int) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
         if self.stream.packing and lane not in self.packs:
-            opened = self.states[lane].open
+            opened, length = self.states[lane].open, self.stream.encoders[0].max_seq_length
             rows = {number: self._next_row(lane) for number in sorted(sum(opened, ()))}
-            packs, length = (
-                [[rows[number] for number in pack] for pack in opened],
-                self.stream.encoders[0].max_seq_length,
-            )
+            packs = ([rows[number] for number in pack] for pack in opened)
             self.packs[lane] = OpenPacks(max_tokens=length, at_most=OPEN_PACKS, packs=packs)
         while True:
             row = self._next_row(lane)
@@ -220,9 +206,8 @@ class Lanes:
             self.dropped[lane] = 0
             if not self.stream.packing:
                 return row | {LANE_STATE: LaneState(lane=lane, taken=taken)}
-            full = self.packs[lane].add(row)
-            if full is not None:
-                numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in self.packs[lane].packs)
+            if (full := self.packs[lane].add(row)) is not None:
+                numbers = tuple(tuple(row[LANE_STATE] for row in pack) for pack in self.packs[lane].packs)
                 return joined(full) | {LANE_STATE: LaneState(lane=lane, taken=taken, open=numbers)}
 
     def _next_row(self, lane: int) -> TokenRow:
@@ -232,11 +217,12 @@ class Lanes:
             if epoch == 1 and self.rows_per_epoch is None:
                 self.rows_per_epoch = count
             number, receiver = divmod(count, LANE_GROUPS * self.stream.global_batch_size)
-            if receiver in self.states and self.states[receiver].needs(number):
+            state = self.states.get(receiver)
+            if state is not None and (number >= state.taken or any(number in pack for pack in state.open)):
                 self.waiting[receiver].append((number, dealt))
         number, row = self.waiting[lane].popleft()
-        place, encoder = row.place_in(self.names[row.source]), self.stream.encoders[row.source]
-        encoded = encoder.encode_row(row.fields, number=row.number, place=place)
+        place = row.place_in(self.names[row.source])
+        encoded = self.stream.encoders[row.source].encode_row(row.fields, number=row.number, place=place)
         names = ["input_ids", "labels", "supervised"] + ["row"] * (row.number is not None)
         return {name: encoded[name] for name in names} | {LANE_STATE: number}
 
@@ -261,7 +247,7 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
     def resume(self, states: Mapping[int, LaneState], *, batches: int) -> None:
         """Start from a checkpoint's lanes, after placeholders for the micro-batches that a resuming Trainer skips."""
         self.start_states, self.skipped_batches = states, batches
-        own = self._own_lanes(range(LANE_GROUPS * self.accumulation))
+        own = self._states_of(range(LANE_GROUPS * self.accumulation))
         self.states = {lane: state for lane, state in own.items() if lane in states}
 
     def lanes(self, batch: int) -> list[int]:
@@ -284,12 +270,12 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
     def _sequences(self) -> Iterator[TokenRow]:
         worker = torch.utils.data.get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        lanes = Lanes(self, self._own_lanes(range(first, LANE_GROUPS * self.accumulation, stride)))
+        lanes = Lanes(self, self._states_of(range(first, LANE_GROUPS * self.accumulation, stride)))
         for batch in itertools.count(first, stride):
             for lane in self.lanes(batch):
                 yield {PLACEHOLDER: True} if batch < self.skipped_batches else lanes.next(lane)
 
-    def _own_lanes(self, batches: Iterable[int]) -> LaneStates:
+    def _states_of(self, batches: Iterable[int]) -> LaneStates:
         lanes = itertools.chain.from_iterable(map(self.lanes, batches))
         return {lane: self.start_states.get(lane, LaneState(lane=lane)) for lane in lanes}
 
@@ -302,8 +288,8 @@ def collate_stream(rows: Sequence[TokenRow], *, collator: Any) -> dict[str, Any]
     for row in rows:
         if STREAM_ERROR in row or PLACEHOLDER in row:
             return row
-    batch: dict[str, Any] = collator([{name: row[name] for name in row if name != LANE_STATE} for row in rows])
-    return batch | {LANE_STATE: frozenset(row[LANE_STATE] for row in rows)}  # accelerate takes lists apart
+    states = frozenset(row.pop(LANE_STATE) for row in rows)  # accelerate takes lists apart
+    return {**collator(rows), LANE_STATE: states}
 
 
 def stream_loader(stream: TokenStream, collator: Any, training: Any, device: torch.device) -> Any:
@@ -341,14 +327,13 @@ def record_lane_states(batches: Iterator[dict[str, Any]], states: LaneStates) ->
 def write_lane_states(checkpoint: Path, states: LaneStates, *, rank: int, world_size: int) -> None:
     """Write the positions of this rank's lanes; the manifest lists the file like any other."""
     lanes = [asdict(state) for _, state in sorted(states.items())]
-    text = json.dumps({"world_size": world_size, "lanes": lanes})
-    write_text(checkpoint / STATE_FILES.replace("*", str(rank)), text)
+    path = checkpoint / STATE_FILES.replace("*", str(rank))
+    write_text(path, json.dumps({"world_size": world_size, "lanes": lanes}))
 
 
 def read_lane_states(checkpoint: Path) -> LaneStates | None:
     """Read the lanes of all ranks that wrote the checkpoint, fewer or more than now; None if a file is missing."""
-    states: LaneStates = {}
     written = [read_json_object(path) for path in checkpoint.glob(STATE_FILES)]
-    for lane in itertools.chain.from_iterable(file["lanes"] for file in written):
-        states[lane["lane"]] = LaneState(**lane | {"open": tuple(map(tuple, lane["open"]))})
-    return states if written and len(written) == written[0]["world_size"] else None
+    lanes = [lane | {"open": tuple(map(tuple, lane["open"]))} for file in written for lane in file["lanes"]]
+    complete = bool(written) and len(written) == written[0]["world_size"]
+    return {lane["lane"]: LaneState(**lane) for lane in lanes} if complete else None

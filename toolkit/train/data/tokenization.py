@@ -34,7 +34,6 @@ from toolkit.train.data.data_report import DataStats, data_stats, no_supervised_
 
 _JSON_ROW, _PLACE = "json_row", "place"
 
-
 # -- loading
 
 
@@ -44,8 +43,7 @@ def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") 
     Of a file each row is JSON text: Arrow would infer types from the first rows, and give tool calls the keys of all.
     """
     resolved = resolve_source(source) if isinstance(source, str) else source
-    path = resolved.path
-    if path is None:
+    if (path := resolved.path) is None:
         dataset = load_hub(resolved, split, option=option)
         return dataset, format_of_first_row(resolved.name, split, dataset[0] if len(dataset) else None)
     data_format = check_file(path, max_bytes=None).format
@@ -71,9 +69,14 @@ def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, 
 
 def load_hub(source: DataSource, split: str, *, streaming: bool = False, option: str = "dataset") -> Any:
     """Load a hub data set, downloaded or (`streaming`) read lazily. Raises ToolkitError if it cannot be loaded."""
-    name, config = source.name, source.config
+    name, config, folder, cache_dir = source.name, source.config, Path(source.name), None
+    if folder.is_dir():
+        # `datasets` 5.2 keeps the rows of a folder with a README.md in one place, also after a file of it was edited.
+        found = [(str(path.resolve()), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+        digest = _fingerprint([(path, stat.st_size, stat.st_mtime_ns) for path, stat in found])
+        cache_dir = str(Path(datasets.config.HF_DATASETS_CACHE) / "folders" / digest)
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=_cache_of(Path(name)))
+        return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=cache_dir)
     except Exception as error:  # network, name, split and configuration errors have their own classes
         known: list[str] = []
         if isinstance(error, ValueError):
@@ -84,18 +87,6 @@ def load_hub(source: DataSource, split: str, *, streaming: bool = False, option:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = f"check the name and `--{option}_split`; without network, pass a local file"
         raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
-
-
-def _cache_of(folder: Path) -> str | None:
-    """A cache for the present content of a copied data set; None, the usual one, for a hub id.
-
-    `datasets` 5.2 keeps the rows of a folder with a README.md in one place, also after a file of it was edited.
-    """
-    if not folder.is_dir():
-        return None
-    found = [(str(path.resolve()), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    digest = _fingerprint([(path, stat.st_size, stat.st_mtime_ns) for path, stat in found])
-    return str(Path(datasets.config.HF_DATASETS_CACHE) / "folders" / digest)
 
 
 def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
@@ -159,8 +150,8 @@ class RowEncoder:
             raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
         except (UnicodeError, RecursionError) as error:
             raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
-        pairs = zip(input_ids, supervised, strict=True)
-        labels = [token if learned else IGNORED for token, learned in pairs][: self.max_seq_length]
+        pairs = list(zip(input_ids, supervised, strict=True))[: self.max_seq_length]
+        labels = [token if learned else IGNORED for token, learned in pairs]
         return {
             "input_ids": input_ids[: self.max_seq_length],
             "labels": labels,
@@ -173,12 +164,10 @@ class RowEncoder:
 
     def cache_key(self) -> tuple[object, ...]:
         """Return everything that the tokens depend on, beside the rows."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        vocabulary = backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items())
-        special = sorted(self.tokenizer.special_tokens_map.items())
-        template = self.tokenizer.chat_template
-        options = self.data_format, self.max_seq_length, self.supervise_all, self.system_prompt
-        return vocabulary, str(special), str(template), *options
+        tokenizer, backend = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+        parts = vocabulary, str(sorted(tokenizer.special_tokens_map.items())), str(tokenizer.chat_template)
+        return *parts, self.data_format, self.max_seq_length, self.supervise_all, self.system_prompt
 
 
 def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> RowEncoder:
@@ -241,26 +230,15 @@ def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_t
     Tokens behind `max_tokens`, which will be cut, may be left unsupervised.
     """
     if sample.messages is not None:
-        input_ids, supervised = encode_chat(sample, tokenizer, supervise_all=supervise_all, max_tokens=max_tokens)
-    elif sample.text is not None:
-        input_ids = _with_eos(_with_leading_special_tokens(sample.text, tokenizer), tokenizer)
-        supervised = [True] * len(input_ids)
-    else:
-        # The prompt is tokenised separately, as in generation.
-        prompt = _with_leading_special_tokens(sample.prompt or "", tokenizer)
-        completion = tokenizer(sample.completion or "", add_special_tokens=False, verbose=False).input_ids
-        completion = _with_eos(completion, tokenizer)
-        input_ids, supervised = prompt + completion, [False] * len(prompt) + [True] * len(completion)
-    return input_ids, [True] * len(input_ids) if supervise_all else supervised
-
-
-def _with_leading_special_tokens(text: str, tokenizer: Any) -> list[int]:
-    """Tokens with the leading special tokens of the tokenizer, without an end-of-text token that it may append."""
-    input_ids: list[int] = tokenizer(text, verbose=False).input_ids
-    ends = bool(input_ids) and input_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
-    return input_ids[:-1] if ends else input_ids
-
-
-def _with_eos(input_ids: list[int], tokenizer: Any) -> list[int]:
-    ended = tokenizer.eos_token_id is None or input_ids[-1:] == [tokenizer.eos_token_id]
-    return input_ids if ended else [*input_ids, tokenizer.eos_token_id]
+        return encode_chat(sample, tokenizer, supervise_all=supervise_all, max_tokens=max_tokens)
+    # A prompt is tokenised separately, as in generation.
+    text = sample.text if sample.text is not None else sample.prompt or ""
+    eos, input_ids = tokenizer.eos_token_id, tokenizer(text, verbose=False).input_ids
+    if input_ids and input_ids[-1] == eos and not text.endswith(tokenizer.eos_token):  # the tokenizer appends it
+        input_ids = input_ids[:-1]
+    prompt_tokens = 0 if sample.text is not None else len(input_ids)
+    if sample.text is None:
+        input_ids = input_ids + tokenizer(sample.completion or "", add_special_tokens=False, verbose=False).input_ids
+    if eos is not None and (len(input_ids) == prompt_tokens or input_ids[-1] != eos):
+        input_ids = [*input_ids, eos]
+    return input_ids, [supervise_all or index >= prompt_tokens for index in range(len(input_ids))]

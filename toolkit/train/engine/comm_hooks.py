@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
-from toolkit.observe.attest.tensors import uncompiled
+from toolkit.observe.attest.tensors import dtype_name, uncompiled
 from toolkit.train.active_run import ActiveRun
 
 PLAIN_HOOKS = {
@@ -46,9 +46,14 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         self.hook.at_step_ends.append(self.hook.bytes.copy())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Record the bytes of each step, which are the last step's, after any uncompressed start."""
         assert self.hook is not None
         if self.run.writes and self.hook.calls:
-            self.run.folder.update_run(ddp_comm_hook=self.hook.facts())
+            before, after = self.hook.at_step_ends[-2:]
+            facts = {"name": self.hook.name, "steps": len(self.hook.at_step_ends) - 1}
+            facts |= {f"{part}_bytes_per_step": after[part] - before[part] for part in after}
+            facts |= {f"{part}_bytes": after[part] for part in ("communication", "uncompressed")}
+            self.run.folder.update_run(ddp_comm_hook=facts | {"dtypes": sorted(self.hook.dtypes)})
 
 
 class CountedHook:
@@ -83,18 +88,7 @@ class CountedHook:
     def _count(self, tensor: torch.Tensor, ring_share: float) -> None:
         self.bytes["communication"] += tensor.nbytes
         self.bytes["ring"] += round(ring_share * tensor.nbytes)
-        self.dtypes.add(str(tensor.dtype).removeprefix("torch."))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the hook's part of run.json; bytes per step are the last step's, after any uncompressed start."""
-        before, after = self.at_step_ends[-2:]
-        return {
-            "name": self.name,
-            "steps": len(self.at_step_ends) - 1,
-            **{f"{part}_bytes_per_step": after[part] - before[part] for part in after},
-            **{f"{part}_bytes": after[part] for part in ("communication", "uncompressed")},
-            "dtypes": sorted(self.dtypes),
-        }
+        self.dtypes.add(dtype_name(tensor.dtype))
 
 
 class _Gathered:
@@ -149,7 +143,7 @@ class TopK:
     next step's gradient, so that nothing is lost, only late (Stich et al., https://arxiv.org/abs/1809.07599).
     """
 
-    def __init__(self, fraction: float, collectives: Any = dist) -> None:
+    def __init__(self, fraction: float, collectives: Any) -> None:
         self.fraction, self.collectives = fraction, collectives
         self.unsent: dict[torch.Tensor, torch.Tensor] = {}
         """What was not sent yet, by parameter: DDP rebuilds its buckets after the first step."""
@@ -171,10 +165,8 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
     sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
     all_indices = [torch.empty_like(sent) for _ in range(ranks)]
     all_values = [torch.empty_like(values) for _ in range(ranks)]
-    gathers = [
-        state.collectives.all_gather(all_indices, sent, async_op=True),
-        state.collectives.all_gather(all_values, values, async_op=True),
-    ]
+    pairs = ((all_indices, sent), (all_values, values))
+    gathers = [state.collectives.all_gather(*pair, async_op=True).get_future() for pair in pairs]
 
     def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         buffer.zero_()
@@ -183,4 +175,4 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
         return buffer
 
     # Wait for both: gloo's threads may finish the second before the first.
-    return torch.futures.collect_all([work.get_future() for work in gathers]).then(add_up)
+    return torch.futures.collect_all(gathers).then(add_up)

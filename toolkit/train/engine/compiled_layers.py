@@ -1,10 +1,9 @@
 """Compile a model layer by layer.
 
-`torch.compile` on the whole model generates code for every layer; the layers of a decoder are the same code, so that
-compiling one of them is enough (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). `module.compile`
-works in place: the layers keep their class, their names and their hooks, so that DDP, DeepSpeed and FSDP2 wrap them as
-they wrap any others. accelerate's `compile_regions` is not used: under DDP it compiles embedding, norm and output head
-too, each with kernels of its own, and leaves `_orig_mod.` in the names of the parameters.
+The layers of a decoder are the same code, so that compiling one of them is enough
+(https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). `module.compile` works in place: the layers keep
+class, names and hooks, and engines wrap them like any others. accelerate's `compile_regions` compiles embedding, norm
+and head too under DDP, each with kernels of its own, and leaves `_orig_mod.` in the names of the parameters.
 """
 
 from __future__ import annotations

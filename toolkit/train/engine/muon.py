@@ -28,14 +28,10 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     def __init__(self, groups: Iterable[Group], *, lr: float) -> None:
         """Give every group the options of its own algorithm; `lr` is for groups without one."""
-        filled = []
-        for group in groups:
-            kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
-            filled.append({**kind([torch.zeros(1, 1)], lr=lr).defaults, **group})
-        super().__init__(filled, {"lr": lr})
         # Groups are given to them before each step; torch makes no optimizer without a parameter.
         kinds = {True: torch.optim.Muon, False: torch.optim.AdamW}
-        self._parts = {uses_muon: kind([torch.zeros(1, 1)]) for uses_muon, kind in kinds.items()}
+        self._parts = {uses_muon: kind([torch.zeros(1, 1)], lr=lr) for uses_muon, kind in kinds.items()}
+        super().__init__([{**self._parts[group["use_muon"]].defaults, **group} for group in groups], {"lr": lr})
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

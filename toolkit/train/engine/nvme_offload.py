@@ -30,17 +30,14 @@ def size_swap_buffers(arguments: Arguments) -> None:
             raise ToolkitError(f"{name} is on NVMe, and no disk is named", hint=NVME_PATH_HINT)
     if (param := blocks.get("offload_param")) is not None:
         # Elements of each module's own tensors and its children's: loading gathers them together.
-        partitions = [
-            [
-                ceil(parameter.numel() / arguments.training.world_size)
-                for part in (module, *module.children())
-                for parameter in part.parameters(recurse=False)
-            ]
+        gathered = [
+            [p.numel() for part in (module, *module.children()) for p in part.parameters(recurse=False)]
             for module in model_without_weights(arguments.job).modules()
         ]
         # Buffers hold the largest partition, and there is one for each tensor that is gathered at a time.
-        largest = max((size for sizes in partitions for size in sizes), default=1)
-        sizes = {"buffer_size": largest, "buffer_count": max(2, *map(len, partitions))}
+        largest = max((size for sizes in gathered for size in sizes), default=1)
+        sizes = {"buffer_size": ceil(largest / arguments.training.world_size)}
+        sizes["buffer_count"] = max(2, *map(len, gathered))
         param |= {name: value for name, value in sizes.items() if param.get(name, "auto") == "auto"}
     if blocks:
         plugin.set_deepspeed_weakref()  # what `from_pretrained` reads is a copy
@@ -57,8 +54,7 @@ class NvmeOffload(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, run: ActiveRun) -> None:
         self.run, blocks = run, offload_blocks(run.arguments.training)
-        self.swap_folder = Path(next(iter(blocks.values()))["nvme_path"])
-        param = blocks.get("offload_param", {})
+        self.swap_folder, param = Path(next(iter(blocks.values()))["nvme_path"]), blocks.get("offload_param", {})
         self.buffers = {name: param[name] for name in ("buffer_size", "buffer_count") if param}
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

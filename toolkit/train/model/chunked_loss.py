@@ -4,10 +4,6 @@ A chunk's logits, loss and gradients are computed together in the forward, so th
 once, as without chunks; backward only scales the gradients. Those of the head are added up in fp32 over the chunks.
 torch's `linear_cross_entropy` (2.13) works the same way for a plain linear head, but adds up a bf16 head's gradient in
 bf16 and takes neither soft-capped logits nor label smoothing; Liger's needs a GPU.
-
-In a model of transformers, its forward gives the labels and its head's forward computes the loss. Everything between
-and after them stays the architecture's own: position handling, the router's auxiliary loss, outputs. The head is called
-once, as a module, so that ZeRO-3 gathers its weight and every engine's hooks see one forward.
 """
 
 from __future__ import annotations
@@ -49,8 +45,8 @@ class LogitScale:
             return logits.mul_(self.slope / self.cap).tanh_().mul_(self.cap)
         return logits if self.slope == 1.0 else logits.mul_(self.slope)
 
-    def scale_gradient(self, gradient: torch.Tensor, scaled: torch.Tensor | None) -> None:
-        """Multiply the gradient of scaled logits by the derivative; the logits are needed with a cap only."""
+    def multiply_by_derivative(self, gradient: torch.Tensor, scaled: torch.Tensor | None) -> None:
+        """Turn the gradient of scaled logits into that of logits; `scaled` is needed with a cap only."""
         if self.cap is not None and scaled is not None:
             gradient.mul_(scaled.div_(self.cap).square_().neg_().add_(1.0))
         if self.slope != 1.0:
@@ -81,10 +77,7 @@ def chunked_cross_entropy(
 
     The result can be backpropagated once.
     """
-    total: torch.Tensor = _ChunkedCrossEntropy.apply(
-        hidden, labels, positions, weight, bias, options, torch.is_grad_enabled()
-    )
-    return total
+    return _ChunkedCrossEntropy.apply(hidden, labels, positions, weight, bias, options, torch.is_grad_enabled())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
@@ -105,8 +98,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         hidden_gradient = torch.zeros_like(hidden) if of_hidden else None
-        weight_sum = GradientSum(weight, num_chunks=len(chunks)) if of_weight else None
-        bias_sum = GradientSum(bias, num_chunks=len(chunks)) if bias is not None and of_bias else None
+        weight_gradient: torch.Tensor | None = None
+        bias_gradient: torch.Tensor | None = None
+        if of_weight and len(chunks) != 1:  # the gradient of a single chunk is kept as it is
+            weight_gradient = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk in chunks:
             inputs = hidden[chunk].to(dtype)
@@ -116,16 +111,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
             total = total + loss
             if gradient is None:
                 continue
-            if weight_sum is not None:
-                weight_sum.add_product(gradient.T, inputs)
-            if bias_sum is not None:
-                bias_sum.add(gradient.sum(0))
+            if of_weight:
+                weight_gradient = sum_with_product(weight_gradient, gradient.T, inputs)
+            if of_bias:
+                summed = gradient.sum(0).to(torch.promote_types(gradient.dtype, torch.float32))
+                bias_gradient = summed if bias_gradient is None else bias_gradient.add_(summed)
             if hidden_gradient is not None:
                 # autocast computes in bf16, of an fp32 input
                 hidden_gradient[chunk] = (gradient @ matrix).to(hidden_gradient.dtype)
             del logits, gradient  # before the next chunk's logits
-        sums = (None if each is None else each.total() for each in (weight_sum, bias_sum))
-        ctx.gradients = (hidden_gradient, *sums)
+        pairs = ((weight_gradient, weight), (bias_gradient, bias))
+        own = (None if sums is None or of is None else sums.to(of.dtype) for sums, of in pairs)
+        ctx.gradients = (hidden_gradient, *own)
         return total
 
     @staticmethod
@@ -137,31 +134,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         return of_hidden, None, None, of_weight, of_bias, None, None
 
 
-class GradientSum:
-    """A parameter's gradient, added up over chunks in fp32; a single chunk's is kept as it is."""
-
-    def __init__(self, parameter: torch.Tensor, *, num_chunks: int) -> None:
-        self.parameter = parameter
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        self.value = torch.zeros_like(parameter, dtype=wide) if num_chunks != 1 else None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self.value = gradient if self.value is None else self.value.add_(gradient)
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add `left @ right`; on a GPU without rounding the product to bf16 first."""
-        value = self.value
-        if value is not None and value.dtype == left.dtype:
-            value.addmm_(left, right)
-        elif value is not None and value.is_cuda and value.dtype == torch.float32:
-            torch.addmm(value, left, right, out_dtype=torch.float32, out=value)
-        else:
-            self.add(left @ right)
-
-    def total(self) -> torch.Tensor:
-        """Return the sum in the parameter's dtype."""
-        assert self.value is not None
-        return self.value.to(self.parameter.dtype)
+def sum_with_product(value: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add `left @ right` to the value in place; on a GPU without rounding the product to bf16 first."""
+    if value is None:
+        return left @ right
+    if value.dtype == left.dtype:
+        return value.addmm_(left, right)
+    if value.is_cuda and value.dtype == torch.float32:
+        return torch.addmm(value, left, right, out_dtype=torch.float32, out=value)
+    return value.add_(left @ right)
 
 
 def loss_and_gradient(
@@ -186,7 +167,7 @@ def loss_and_gradient(
     if smoothing:
         gradient.sub_(smoothing / logits.shape[-1])
     gradient.scatter_add_(-1, index, gradient.new_full(index.shape, smoothing - 1))
-    options.scale.scale_gradient(gradient, capped)
+    options.scale.multiply_by_derivative(gradient, capped)
     return loss, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
@@ -198,7 +179,12 @@ class UnknownHead(Exception):
 
 
 class ChunkedLoss:
-    """The chunked loss of one model, in effect as long as the model lives."""
+    """The chunked loss of one model of transformers, in effect as long as the model lives.
+
+    The model's forward gives the labels and its head's forward computes the loss. Everything between and after them
+    stays the architecture's own: position handling, the router's auxiliary loss, outputs. The head is called once, as a
+    module, so that ZeRO-3 gathers its weight and every engine's hooks see one forward.
+    """
 
     def __init__(self, plain: Any, *, chunk_tokens: int, label_smoothing: float = 0.0) -> None:
         """Change the model's forward, its head's and its loss function; `plain` has no wrappers.
@@ -242,8 +228,7 @@ class ChunkedLoss:
         return forward
 
     def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = (self._compute or self._head_forward)(hidden)
-        return result
+        return (self._compute or self._head_forward)(hidden)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _loss_of(
@@ -251,8 +236,7 @@ class ChunkedLoss:
     ) -> torch.Tensor:
         """`labels` are flattened; `positions` are those that are supervised, from the collator."""
         labels = labels.to(hidden.device)
-        if positions is None:
-            # Fake tensors have no values: all positions are the most that there can be.
+        if positions is None:  # fake tensors have no values: all positions are the most that there can be
             fake = isinstance(labels, FakeTensor)
             positions = torch.arange(len(labels)) if fake else supervised_positions(labels)
         options = LossOptions(chunk_tokens=self.chunk_tokens, scale=self.scale, **how)
@@ -268,9 +252,8 @@ class ChunkedLoss:
         self._loss = output
         return inputs[0].new_zeros((*inputs[0].shape[:-1], 0), requires_grad=False)
 
-    def _return_loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = self._full_loss(logits, labels, *args, **kwargs) if self._loss is None else self._loss
-        return loss
+    def _return_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self._full_loss(*args, **kwargs) if self._loss is None else self._loss
 
 
 def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
@@ -334,13 +317,12 @@ def read_logit_scale(plain: Any) -> LogitScale:
     vocab_size = int(plain.config.get_text_config().vocab_size)
     logits = torch.tensor(PROBES, dtype=torch.float64).repeat(vocab_size // len(PROBES) + 1)[:vocab_size]
     seen = _seen_by_loss(plain, head, logits)
-    scale = LogitScale()
-    if len(seen) >= len(PROBES):
+    if seen.shape == logits.shape:
         slope, largest = float(seen[0]) / SLOPE_PROBE, float(seen[1])
         scale = LogitScale(slope=slope, cap=largest if abs(largest) < 2.0**40 else None)
-    if seen.shape != logits.shape or not torch.allclose(seen, scale(logits.clone()), rtol=1e-6, atol=1e-12):
-        raise UnknownHead(f"{name} does more with its logits than scaling and capping them")
-    return scale
+        if torch.allclose(seen, scale(logits.clone()), rtol=1e-6, atol=1e-12):
+            return scale
+    raise UnknownHead(f"{name} does more with its logits than scaling and capping them")
 
 
 class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
@@ -351,19 +333,19 @@ class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
             raise AttributeError(name)
 
 
-class _Replacement(torch.nn.Module):  # type: ignore[misc]
-    """A module that returns one value whatever it is given, and has the settings of another."""
+class _Replacement:
+    """Returns one value whatever it is given, and has the settings of a module."""
+
+    weight = torch.zeros((), dtype=torch.float64)
 
     def __init__(self, value: Any, replaced: Any) -> None:
-        super().__init__()
-        self.value, self.replaced = value, [replaced]
-        self.weight = torch.zeros((), dtype=torch.float64)
+        self.value, self.replaced = value, replaced
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> Any:
         return self.value
 
     def __getattr__(self, name: str) -> Any:
-        setting = getattr(self.__dict__["replaced"][0], name)
+        setting = getattr(self.replaced, name)
         if isinstance(setting, torch.nn.Module):
             raise AttributeError(name)
         return setting

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -45,22 +44,21 @@ def load_for_shards(load: Callable[[], Any]) -> Any:
     alone = not dist.is_initialized() or dist.get_rank() == 0
     broadcasts = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
     reads = alone or (uses_fsdp() and not broadcasts)
-    replaced = [(Bnb4BitHfQuantizer, "update_device_map", lambda *_: {"": "cpu"})]
-    replaced += _quantized_on_device() if reads else _without_weights()
     verbosity = logging.get_verbosity()
-    if not reads:
+    with patch.object(Bnb4BitHfQuantizer, "update_device_map", lambda *_: {"": "cpu"}):
+        if reads:
+            with patch.object(Bnb4bitQuantize, "convert", _convert_on_device()):
+                return load()
         logging.set_verbosity_error()  # no report on weights that are missing on purpose
-    with ExitStack() as stack:
-        for owner, name, function in replaced:
-            stack.enter_context(patch.object(owner, name, function))
-        model = load()
+        with patch.multiple(PreTrainedModel, **_without_weights()):
+            model = load()
     logging.set_verbosity(verbosity)
-    for module in [] if reads else _linear_4bit_modules(model):
+    for module in _linear_4bit_modules(model):
         _expect_from_rank_0(module)
     return model
 
 
-def _quantized_on_device() -> list[tuple[type, str, Any]]:
+def _convert_on_device() -> Callable[..., dict[str, Any]]:
     """Quantize each weight on this rank's GPU, and put the result into host memory."""
     convert, device = Bnb4bitQuantize.convert, PartialState().device
 
@@ -71,25 +69,22 @@ def _quantized_on_device() -> list[tuple[type, str, Any]]:
         }
         return {name: value.to("cpu") for name, value in convert(self, moved, *args, **kwargs).items()}
 
-    return [(Bnb4bitQuantize, "convert", convert_on_device)]
+    return convert_on_device
 
 
-def _without_weights() -> list[tuple[type, str, Any]]:
+def _without_weights() -> dict[str, Any]:
     """Read and initialize no weights, as transformers does under FSDP without quantization; buffers are computed."""
     load = PreTrainedModel._load_pretrained_model
 
-    def load_none(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
-        del state_dict, checkpoint_files
+    def load_none(model: Any, _state_dict: Any, _checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
         return load(model, {}, None, *args, **kwargs)
 
-    def initialize_buffers(self: Any, is_quantized: bool) -> None:
-        del is_quantized
-        for _, parameter in self.named_parameters():
+    def initialize_buffers(self: Any, *_: Any, **__: Any) -> None:
+        for parameter in self.parameters():
             parameter._is_hf_initialized = True
         self.initialize_weights()
 
-    own = {"_load_pretrained_model": staticmethod(load_none), "_initialize_missing_keys": initialize_buffers}
-    return [(PreTrainedModel, name, function) for name, function in own.items()]
+    return {"_load_pretrained_model": staticmethod(load_none), "_initialize_missing_keys": initialize_buffers}
 
 
 def make_shardable(model: Any) -> None:
@@ -113,26 +108,16 @@ def _expect_from_rank_0(module: Any) -> None:
     """Replace a weight that was not read by an empty one of its packed size, with constants of zero."""
     weight, storage, size = module.weight, module.quant_storage, module.weight.numel()
     blocks = -(-size // NF4_BLOCK)
-    second = QuantState(
-        absmax=torch.zeros(-(-blocks // NF4_SECOND_BLOCK)),
-        code=torch.zeros(NF4_SECOND_TABLE),
-        blocksize=NF4_SECOND_BLOCK,
-        dtype=torch.float32,
-    )
+    absmax, code = torch.zeros(-(-blocks // NF4_SECOND_BLOCK)), torch.zeros(NF4_SECOND_TABLE)
+    second = QuantState(absmax=absmax, code=code, blocksize=NF4_SECOND_BLOCK, dtype=torch.float32)
     kind = {"blocksize": NF4_BLOCK, "quant_type": QUANT_TYPE}
+    absmax, code, offset = torch.zeros(blocks, dtype=torch.uint8), torch.zeros(NF4_TABLE), torch.zeros(())
     state = QuantState(
-        absmax=torch.zeros(blocks, dtype=torch.uint8),
-        shape=weight.shape,
-        code=torch.zeros(NF4_TABLE),
-        dtype=weight.dtype,
-        offset=torch.zeros(()),
-        state2=second,
-        **kind,
+        absmax=absmax, shape=weight.shape, code=code, dtype=weight.dtype, offset=offset, state2=second, **kind
     )
     packed = torch.empty(-(-size // (2 * storage.itemsize)), 1, dtype=storage)
-    module.weight = Params4bit(
-        packed, quant_state=state, quant_storage=storage, module=module, bnb_quantized=True, **kind
-    )
+    given = {"quant_state": state, "quant_storage": storage, "module": module, "bnb_quantized": True}
+    module.weight = Params4bit(packed, **given, **kind)
 
 
 def _linear_4bit_modules(model: Any) -> list[Any]:

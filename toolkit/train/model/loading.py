@@ -55,8 +55,7 @@ def choose_attention(job: Job, *, compute_dtype: torch.dtype, on_cpu: bool) -> s
     if name is None and not job.packing:
         return None
     config = from_pretrained(AutoConfig, job).to_dict()
-    own_code = job.trust_remote_code and "auto_map" in config
-    model = None if own_code else read_model_attention(config)
+    model = None if job.trust_remote_code and "auto_map" in config else read_model_attention(config)
     asked = Job(packing=job.packing, attn_implementation=name)
     check_supported(None, asked, model=ModelLimits(attention=model))
     if name not in (None, AUTO) or not job.packing:
@@ -83,12 +82,12 @@ def load_model(
         extra["attn_implementation"] = arguments.attn_implementation
     if arguments.load_in_4bit:
         extra["quantization_config"] = quantization_config(compute_dtype)
+    source, adapter = arguments, None
     if layout is not None:
         extra["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
-    resumed = checkpoint if layout is not None else None
-    source = arguments
-    if resumed is not None and arguments.lora_r is None:
-        source = replace(arguments, model_name_or_path=str(resumed), revision="main")
+        adapter = checkpoint
+        if checkpoint is not None and arguments.lora_r is None:
+            source = replace(arguments, model_name_or_path=str(checkpoint), revision="main")
     load = partial(from_pretrained, AutoModelForCausalLM, source, **extra)
     if _is_sharded_4_bit(arguments):
         from toolkit.train.model.four_bit import load_for_shards
@@ -98,7 +97,7 @@ def load_model(
         model = load()
     if arguments.load_in_4bit:
         keep_packing(model)
-    return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=resumed)
+    return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=adapter)
 
 
 def loaded_dtype(arguments: ModelArguments, compute_dtype: torch.dtype) -> torch.dtype:
@@ -114,12 +113,7 @@ def prepare_model(
     """Add LoRA adapters, or load those of the checkpoint `adapter`, or freeze parts; then give weights their dtypes."""
     model.config.use_cache = False
     if arguments.lora_r is not None:
-        if adapter is None:
-            model = with_lora(model, arguments)
-        else:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+        model = with_lora(model, arguments, adapter)
         if compute_dtype != torch.float32:
             share_inputs(model)
     else:
@@ -138,10 +132,15 @@ def _is_sharded_4_bit(arguments: ModelArguments) -> bool:
     return arguments.load_in_4bit and (is_deepspeed_zero3_enabled() or uses_fsdp())
 
 
-def with_lora(model: Any, arguments: ModelArguments) -> Any:
-    """Return the model with trainable LoRA adapters. Raises ToolkitError if peft rejects the configuration."""
-    from peft import LoraConfig, get_peft_model
+def with_lora(model: Any, arguments: ModelArguments, checkpoint: Path | None) -> Any:
+    """Return the model with trainable LoRA adapters, new or from a checkpoint.
 
+    Raises ToolkitError if peft rejects the configuration.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
     targets, fields = arguments.lora_target_modules, dict(arguments.lora_config or {})
     try:
         config = LoraConfig(

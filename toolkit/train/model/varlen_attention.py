@@ -63,14 +63,13 @@ def varlen_attention(
             cu_seq_lens_q = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
             max_length_q = tokens
         else:
-            documents = prepare_fa_kwargs_from_position_ids(position_ids.expand(rows, tokens))
-            (cu_seq_lens_q, _), (longest, _) = documents
-            max_length_q = int(longest)
+            positions = position_ids.expand(rows, tokens)
+            (cu_seq_lens_q, _), (max_length_q, _) = prepare_fa_kwargs_from_position_ids(positions)
     # (rows, heads, tokens, head size) as (rows x tokens, heads, head size)
     query, key, value = (_autocast(part).transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     if has_varlen_kernel(query, value, dropout=dropout):
         before = -1 if sliding_window is None else sliding_window - 1  # a token counts in its own window
-        starts, longest, grouped = cu_seq_lens_q, max_length_q, query.shape[1] != key.shape[1]
+        starts, longest, grouped = cu_seq_lens_q, int(max_length_q), query.shape[1] != key.shape[1]
         window = {"window_size": (before, 0), "scale": scaling, "enable_gqa": grouped}
         output = varlen_attn(query, key, value, starts, starts, longest, longest, **window)
     else:
@@ -85,8 +84,7 @@ def varlen_mask(
     """Return no mask; for padded rows, and for a model that adds a pattern of its own, the mask of SDPA."""
     if attention_mask is None and not use_vmap:
         return None
-    mask: torch.Tensor | None = sdpa_mask(attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
-    return mask
+    return sdpa_mask(attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, *, dropout: float) -> bool:

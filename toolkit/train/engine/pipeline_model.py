@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
     """Some layers of a decoder. It takes token ids in the first stage and hidden states in the others."""
 
     def __init__(self, config: Any, layers: range, *, number: int, stages: int, attention: str | None) -> None:
-        """Build the stage without weights; `load` gives it those."""
         super().__init__()
         self.number = number
         self.is_first, self.is_last = number == 0, number == stages - 1
@@ -51,10 +51,9 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
         with init_empty_weights(include_buffers=False):
             self.decoder = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
         backbone = self.decoder.model
-        own = torch.nn.ModuleList()
+        held, backbone.layers = backbone.layers, torch.nn.ModuleList()
         for index in layers:  # under their own numbers, by which weights are named
-            own.add_module(str(index), backbone.layers[index])
-        backbone.layers = own
+            backbone.layers.add_module(str(index), held[index])
         # The backbone loops over the layers that it has, and looks their types up by their place among them.
         backbone.config = copy.copy(backbone.config)
         backbone.config.num_hidden_layers = len(layers)
@@ -92,22 +91,20 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
         given = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **options}
         half = self.compute_dtype != torch.float32
         with torch.autocast(inputs.device.type, dtype=self.compute_dtype, enabled=half):
-            if not self.is_last:
-                given.pop("num_items_in_batch", None)
-                hidden: torch.Tensor = self.decoder.model(**given).last_hidden_state
-                return hidden
-            output = self.decoder(**given, labels=labels)
-            result: torch.Tensor = output.logits if labels is None else output.loss
-            return result
+            if self.is_last:
+                output = self.decoder(**given, labels=labels)
+                return output.logits if labels is None else output.loss
+            given.pop("num_items_in_batch", None)
+            return self.decoder.model(**given).last_hidden_state
 
 
 def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
     """Return a function that reads one tensor by name, from a local folder or a hub id."""
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    patterns = ["*.safetensors", "*.json"]
+    is_local = Path(name).is_dir()
+    folder = Path(name) if is_local else Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     stored = read_weights(folder)
-    opened: dict[Path, Any] = {}
+    opened: Callable[[Path], Any] = cache(partial(safe_open, framework="pt"))
 
     def read(tensor: str) -> torch.Tensor:
         if tensor not in stored:
@@ -115,11 +112,7 @@ def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
                 f"model {name!r} has no tensor {tensor!r}, which a stage of the pipeline needs",
                 hint="`--preset fsdp2` loads it through transformers, which converts older names",
             )
-        path = stored[tensor].path
-        if path not in opened:
-            opened[path] = safe_open(path, framework="pt")
-        loaded: torch.Tensor = opened[path].get_tensor(tensor)
-        return loaded
+        return opened(stored[tensor].path).get_tensor(tensor)
 
     return read
 
@@ -128,7 +121,6 @@ class PipelineRanks:
     """The process groups of a layout: this rank's pipeline, and the ranks that hold the same stages in others."""
 
     def __init__(self, layout: ParallelLayout, device_type: str) -> None:
-        """Make the groups. Collective."""
         self.layout, sizes = layout, (layout.dp_replicate, layout.pp)
         self.mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "pp"))
         self.pipeline, self.replicas = self.mesh.get_group("pp"), self.mesh.get_group("dp_replicate")
@@ -160,7 +152,6 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
             Stage(config, layers[number], number=number, stages=settings.stages, attention=attention)
             for number in settings.stages_of(ranks.rank)
         )
-        self.architecture = type(self.stages[0].decoder).__name__
 
     @property
     def device(self) -> torch.device:
@@ -171,7 +162,6 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         return self.stages[0].decoder.model.embed_tokens
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Recompute the activations of each layer in backward."""
         for stage in self.stages:
             stage.decoder.activation_checkpointing_enable(**options)
 
@@ -200,35 +190,30 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         **options: Any,
     ) -> CausalLMOutput:
         """Return the loss of a batch with `labels`, and its logits without, on every rank of the pipeline."""
+        sizes, group = self.config.get_text_config(), self.ranks.pipeline
 
         def rank_of(stage: int) -> int:
             return self.ranks.global_rank(self.settings.rank_of(stage))
 
-        options["position_ids"] = position_ids
-        own = {stage.number: stage for stage in self.stages}
-        shape = (*input_ids.shape, self.config.get_text_config().hidden_size)
-        hidden = input_ids
-        for number in range(self.settings.stages):
-            if number not in own:
-                continue
-            if number > 0:
-                hidden = torch.empty(shape, device=self.device)
-                dist.recv(hidden, src=rank_of(number - 1), group=self.ranks.pipeline)
-            hidden = own[number].compute(hidden, labels=labels, **options)
-            if number < self.settings.stages - 1:
-                dist.send(hidden.contiguous(), dst=rank_of(number + 1), group=self.ranks.pipeline)
-        vocabulary = self.config.get_text_config().vocab_size
-        if self.settings.stages - 1 not in own:
-            hidden = torch.empty(() if labels is not None else (*input_ids.shape, vocabulary), device=self.device)
-        result = hidden.float().contiguous()
-        dist.broadcast(result, src=rank_of(self.settings.stages - 1), group=self.ranks.pipeline)
+        result = input_ids
+        for stage in self.stages:
+            if not stage.is_first:
+                result = torch.empty((*input_ids.shape, sizes.hidden_size), device=self.device)
+                dist.recv(result, src=rank_of(stage.number - 1), group=group)
+            result = stage.compute(result, labels=labels, position_ids=position_ids, **options)
+            if not stage.is_last:
+                dist.send(result.contiguous(), dst=rank_of(stage.number + 1), group=group)
+        if not self.stages[-1].is_last:
+            shape = () if labels is not None else (*input_ids.shape, sizes.vocab_size)
+            result = torch.empty(shape, device=self.device)
+        result = result.float().contiguous()
+        dist.broadcast(result, src=rank_of(self.settings.stages - 1), group=group)
         return CausalLMOutput(logits=result) if labels is None else CausalLMOutput(loss=result)
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter of the whole model in name order, one at a time. Collective."""
         own = self.own_weights()
-        holders: list[Any] = [None] * self.settings.ranks
-        dist.all_gather_object(holders, {name: tuple(p.shape) for name, p in own.items()}, group=self.ranks.pipeline)
+        holders = self._gathered({name: tuple(parameter.shape) for name, parameter in own.items()})
         of_all = {name: (rank, shape) for rank, found in enumerate(holders) for name, shape in found.items()}
         for name, (rank, shape) in sorted(of_all.items()):
             weight = own[name].detach().clone() if rank == self.ranks.rank else torch.empty(shape, device=self.device)
@@ -236,10 +221,13 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
             yield name, weight
 
     def num_params_of_all_stages(self) -> int:
-        """Return the parameters of the whole model, a tied weight once. Collective."""
-        number = torch.tensor(sum(weight.numel() for weight in self.own_weights().values()), device=self.device)
-        dist.all_reduce(number, group=self.ranks.pipeline)
-        return int(number)
+        """Return the number of parameters of the whole model, a tied weight once. Collective."""
+        return sum(self._gathered(sum(weight.numel() for weight in self.own_weights().values())))
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.settings.ranks
+        dist.all_gather_object(values, value, group=self.ranks.pipeline)
+        return values
 
     def save_pretrained(self, folder: Path, *, is_main_process: bool) -> None:
         """Write a model folder, each rank of the first pipeline one file of weights. Collective.
@@ -249,18 +237,16 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         dist.barrier()  # the main process may have emptied the folder
         folder.mkdir(parents=True, exist_ok=True)
         own = {name: weight.detach().contiguous() for name, weight in self.own_weights().items()}
-        parts: list[Any] = [None] * self.settings.ranks
         file = f"model-{self.ranks.rank + 1:05d}-of-{self.settings.ranks:05d}.safetensors"
         if self.ranks.replica == 0:
             save_file(own, folder / file, {"format": "pt"})
-        total = sum(weight.nbytes for weight in own.values())
-        dist.all_gather_object(parts, (dict.fromkeys(own, file), total), group=self.ranks.pipeline)
+        parts = self._gathered((dict.fromkeys(own, file), sum(weight.nbytes for weight in own.values())))
         if is_main_process:
             weight_map = {name: file for names, _ in parts for name, file in names.items()}
             size = {"total_size": sum(total for _, total in parts)}
             index = {"metadata": size, "weight_map": dict(sorted(weight_map.items()))}
             write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
-            self.config.architectures, self.config.dtype = [self.architecture], "float32"
+            self.config.architectures, self.config.dtype = [type(self.stages[0].decoder).__name__], "float32"
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
 
@@ -273,17 +259,16 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
 
 def load_pipeline(arguments: Arguments, *, compute_dtype: torch.dtype, checkpoint: Path | None) -> PipelineModel:
     """Return the stages of this rank with their weights, from a checkpoint where the run resumes. Collective."""
-    job, device = arguments.job, arguments.training.device
-    assert arguments.layout is not None
-    assert arguments.pipeline is not None
-    ranks = PipelineRanks(arguments.layout, device.type)
+    job, device, layout, settings = arguments.job, arguments.training.device, arguments.layout, arguments.pipeline
+    assert layout is not None
+    assert settings is not None
     config = from_pretrained(AutoConfig, job)
     config.use_cache = False
-    model = PipelineModel(config, arguments.pipeline, ranks, attention=job.attn_implementation)
+    model = PipelineModel(config, settings, PipelineRanks(layout, device.type), attention=job.attn_implementation)
     with contextlib.suppress(OSError):  # a model folder need not have one
         model.generation_config = GenerationConfig.from_pretrained(job.model_name_or_path, revision=job.revision)
-    name, revision = str(job.model_name_or_path), job.revision
-    model.load(*((name, revision) if checkpoint is None else (str(checkpoint), "main")), device)
+    source = (str(job.model_name_or_path), job.revision) if checkpoint is None else (str(checkpoint), "main")
+    model.load(*source, device)
     for stage in model.stages:
         stage.compute_dtype = compute_dtype
     return model.to(device)  # type: ignore[no-any-return]
