@@ -18,17 +18,10 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint import hf_export
 from toolkit.checkpoint.dcp_checkpoint import write_at_load, write_dcp
 from toolkit.checkpoint.deepspeed_checkpoint import write_universal
 from toolkit.checkpoint.hf_checkpoint import write_plain
-from toolkit.checkpoint.hf_export import (
-    SIDE_FILE_BYTES,
-    check_complete,
-    check_output,
-    copy_file,
-    open_checkpoint,
-    temporary_beside,
-)
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
@@ -62,16 +55,16 @@ def convert(
     given = dict(degrees or {})
     check_degrees_given(preset, given, purpose="convert")
     check_supported(preset, Job().with_values(**given), world_size=num_processes, purpose="convert")
-    check_output(out, source=path)
-    check_complete(path)
+    hf_export.check_output(out, source=path)
+    hf_export.check_complete(path)
     _check_source(path)
     files = ModelFiles(path, base_model)
     model = MetaModel(files)
-    with contextlib.closing(open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
+    with contextlib.closing(hf_export.open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
         groups = model.groups(_optimized_names(reader, model))
-        needed = BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES
+        needed = BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + hf_export.SIDE_FILE_BYTES
         check_free_space(out, needed, user=str(out))
-        with temporary_beside(out) as temporary:
+        with hf_export.temporary_beside(out) as temporary:
             write = write_at_load if preset.sharded_at_load else WRITERS[preset.engine]
             write(temporary, reader, model, groups)
             _copy_side_files(files, temporary, same_ranks=reader.layout.world_size == num_processes)
@@ -123,7 +116,7 @@ def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> No
     copied += [*files.tokenizer_files(), files.find("config.json", base=not files.adapter)]
     copied += [files.adapter_config if files.adapter else None]
     for file in filter(None, copied):
-        copy_file(file, folder / file.name)
+        hf_export.copy_file(file, folder / file.name)
 
 
 def _convert_schedule(path: Path, groups: list[list[str]], preset: PresetSpec) -> None:

@@ -63,10 +63,9 @@ class CheckpointSaver:
         waited = 0.0 if self.background is None else self.background.wait()
         trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
-        record = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited)
-        began, wrapped = time.monotonic(), trainer.model_wrapped
-        if hasattr(wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(wrapped):
-            leave_out_tied_weights(wrapped)
+        record, began = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited), time.monotonic()
+        if hasattr(trainer.model_wrapped, "zero_optimization_stage"):
+            leave_out_tied_weights(trainer.model_wrapped)
         self.staging = saving_folder(Path(trainer.args.output_dir), step)
         folder = self.staging / f"checkpoint-{step}"
         with contextlib.nullcontext() if self.background is None else self.background.deferred_writes():
@@ -94,8 +93,8 @@ class CheckpointSaver:
         barrier()  # every rank has made the folder
         if writes and trainer.is_fsdp_enabled:  # an export needs them, and every other engine saves them
             plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-            adapters = getattr(plain, "peft_config", {}).values()
-            for part in (*(adapters or (plain.config, plain.generation_config)), trainer.processing_class):
+            own = getattr(plain, "peft_config", {}).values() or (plain.config, plain.generation_config)
+            for part in (*own, trainer.processing_class):
                 if part is not None:
                     part.save_pretrained(folder)
         if writes:
@@ -167,7 +166,7 @@ class CheckpointSaver:
         }
 
     def fingerprint(self) -> Values | None:
-        """Return `input_ids` and `logits` of the live model for fixed tokens, and how it computes. Collective.
+        """Return fixed tokens, the live model's first logits at the last one, and how it computes. Collective.
 
         None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite:
         the update of a step can ruin the weights while its loss, computed before it, is still finite.
@@ -176,10 +175,17 @@ class CheckpointSaver:
         if reading is None or reading["offload_param"] == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-        with as_in_training(plain) as four_bit_matmul:
-            input_ids, logits = fixed_token_logits(plain)
-        bad = sum(not math.isfinite(logit) for logit in logits)
-        if bad:
+        vocabulary, was_training = plain.config.get_text_config().vocab_size, plain.training
+        input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]
+        # where the model computes; offloaded parameters are elsewhere
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else plain.device
+        plain.eval()
+        # No random number is drawn, so that training continues as it would without; the shapes are not a batch's.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), as_in_training(plain) as four_bit_matmul:
+            found = plain(input_ids=torch.tensor([input_ids], device=device)).logits[0, -1, :FINGERPRINT_LOGITS]
+        plain.train(was_training)
+        logits = found.float().tolist()
+        if bad := sum(not math.isfinite(logit) for logit in logits):
             raise Diverged(
                 f"the weights after step {trainer.state.global_step} are lost, and not saved: of their {len(logits)}"
                 f" logits for fixed tokens {bad} are NaN or infinite",
@@ -196,33 +202,15 @@ def leave_out_tied_weights(engine: Any) -> None:
     all, would be saved with the adapters (ZeRO-1 and ZeRO-2).
     """
     frozen = [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    full_state_dict = engine.module_state_dict
 
     def module_state_dict(*args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
-        state = full_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
-        for name in frozen if exclude_frozen_parameters else []:
+        how = kwargs | {"exclude_frozen_parameters": exclude_frozen_parameters}
+        state = type(engine).module_state_dict(engine, *args, **how)
+        for name in frozen if exclude_frozen_parameters else ():
             state.pop(name, None)
         return state
 
     engine.module_state_dict = module_state_dict
-
-
-def fixed_token_logits(plain: Any) -> tuple[list[int], list[float]]:
-    """Return fixed tokens and the model's logits for them: the first 64 of the last position.
-
-    Collective under a sharded model. No random number is drawn, so that training continues as it would without; layers
-    run uncompiled, since the shapes are not those of a batch.
-    """
-    vocabulary = plain.config.get_text_config().vocab_size
-    input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]
-    was_training = plain.training
-    plain.eval()
-    # where the model computes; offloaded parameters are elsewhere
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else plain.device
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        logits = plain(input_ids=torch.tensor([input_ids], device=device)).logits[0, -1, :FINGERPRINT_LOGITS]
-    plain.train(was_training)
-    return input_ids, logits.float().tolist()
 
 
 class BackgroundSaver:
@@ -256,12 +244,14 @@ class BackgroundSaver:
             staged = self.stager.stage(state_dict)
             self.writes.append(lambda group: dcp_save(staged, process_group=group, **how))
 
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in live else tensor.detach()
+
         def save_file(tensors: dict[str, torch.Tensor], filename: str, **_: Any) -> None:
-            saved = []
-            for name, tensor in tensors.items():
-                own = tensor.detach()
-                own = own.clone() if tensor.untyped_storage().data_ptr() in live else own
-                saved.append(SavedTensor(name=name, shape=tuple(own.shape), dtype=own.dtype, read=own.cpu))
+            saved = [
+                SavedTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, read=copied(tensor).cpu)
+                for name, tensor in tensors.items()
+            ]
             self.writes.append(lambda _group: write_file(Path(filename), saved))
 
         dcp_save, save_at_once = dcp.save, modeling_utils.safe_save_file

@@ -20,16 +20,9 @@ import torch
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.progress import Progress
-from toolkit.record import status
+from toolkit.record import resource_exhaustion, status
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
-from toolkit.record.resource_exhaustion import (
-    describe_full_disk,
-    describe_host_oom,
-    describe_latest_checkpoint,
-    is_disk_full,
-    is_out_of_memory,
-)
 
 RESUME = "the same command with `--resume_from_checkpoint latest` resumes from the last checkpoint"
 # gloo's and the NCCL watchdog's messages (torch 2.13), after `--ddp_timeout`.
@@ -56,7 +49,7 @@ def status_of(error: BaseException) -> str:
     """Return the run status that an exception means."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return status.OUT_OF_MEMORY
-    if isinstance(error, (MemoryError, OutOfMemory)) or is_out_of_memory(str(error)):
+    if isinstance(error, (MemoryError, OutOfMemory)) or resource_exhaustion.is_out_of_memory(str(error)):
         return status.HOST_OUT_OF_MEMORY
     if isinstance(error, AttestationFailed):
         return status.ATTESTATION_FAILED
@@ -117,14 +110,14 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     message = error.message if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
     hint = getattr(error, "hint", None)
     if isinstance(error, Diverged) and folder is not None:
-        hint = f"{hint}; {describe_latest_checkpoint(folder)}"
+        hint = f"{hint}; {resource_exhaustion.describe_latest_checkpoint(folder)}"
     if kind == status.HOST_OUT_OF_MEMORY:
-        message, hint = describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
+        message, hint = resource_exhaustion.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
     elif folder is not None and kind == status.FAILED and not own and (lost := _lost_rank(folder / "ranks", rank)):
         rank, hint = lost.rank, RESUME
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
-    elif folder is not None and is_disk_full(error):
-        message, hint = describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
+    elif folder is not None and resource_exhaustion.is_disk_full(error):
+        message, hint = resource_exhaustion.describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
     on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
     return {
         "kind": kind,

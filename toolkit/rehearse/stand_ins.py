@@ -28,14 +28,7 @@ from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weigh
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data
-from toolkit.train.model.loading import (
-    from_pretrained,
-    load_model,
-    load_tokenizer,
-    loaded_dtype,
-    model_without_weights,
-    prepare_model,
-)
+from toolkit.train.model import loading
 from toolkit.train.trainer import TrainerParts
 
 SHARD_VALUE = 0.01
@@ -112,9 +105,9 @@ def _own_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
     """Return the tokenizer and the rows of `--dataset`; or None and synthetic rows, which need no tokenizer."""
     if args.job.dataset != (SYNTHETIC,):
-        tokenizer = load_tokenizer(args.job, chat_template=args.job.chat_template)
+        tokenizer = loading.load_tokenizer(args.job, chat_template=args.job.chat_template)
         return tokenizer, load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
-    vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
+    vocabulary = loading.from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
     rows = SyntheticRows(args.global_batch_size, length=args.job.max_seq_length, vocabulary=vocabulary)
     return None, Data(train=rows, stats=rows.stats(packed=args.job.packing))
 
@@ -160,7 +153,7 @@ def rehearsal_model(
 
     With a `layout_at_load`, transformers shards it while it makes it.
     """
-    make = load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
+    make = loading.load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
     model = make(arguments, compute_dtype=compute_dtype, layout=layout_at_load)
     fill_shards(model)
     return model
@@ -170,19 +163,19 @@ def model_from_config(
     arguments: ModelArguments, *, compute_dtype: torch.dtype, layout: ParallelLayout | None = None
 ) -> Any:
     """Return the model with random weights, sharded as they are made where the engine or the `layout` does so."""
-    how: dict[str, Any] = {"dtype": loaded_dtype(arguments, compute_dtype)}
+    how: dict[str, Any] = {"dtype": loading.loaded_dtype(arguments, compute_dtype)}
     if arguments.attn_implementation:
         how["attn_implementation"] = arguments.attn_implementation
     if layout is None:
-        config = from_pretrained(AutoConfig, arguments)
+        config = loading.from_pretrained(AutoConfig, arguments)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code, **how)
     else:
         # An empty checkpoint: transformers shards a model only as it loads it, and makes what one lacks at random.
         how["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
-        plain = model_without_weights(arguments)
+        plain = loading.model_without_weights(arguments)
         logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # every weight would be missing
         model = type(plain).from_pretrained(None, config=plain.config, state_dict={}, **how)
-    return prepare_model(model, arguments, compute_dtype=compute_dtype)
+    return loading.prepare_model(model, arguments, compute_dtype=compute_dtype)
 
 
 # -- parts of the Trainer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.observe.attest.differences import (
     Values,
@@ -24,15 +26,17 @@ LAYOUT = ParallelLayout(dp_shard=2, tp=2)
 
 
 def expected(
-    name: str | None, world_size: int | None = 2, *, dtype: str = "float32", on_cpu: bool = False, **facts: Any
+    name: str | None, world_size: int | None = 2, *, dtype: str = "no", on_cpu: bool = False, **facts: Any
 ) -> Values:
     preset = None if name is None else load_preset(name)
     run = ExpectedRun(preset=preset, world_size=world_size, settings=SETTINGS, **facts)
-    return expected_values(run, compute_dtype=dtype, on_cpu=on_cpu)
+    names = {"mixed_precision": dtype, "optim": "unknown", "optim_args": None}
+    args = SimpleNamespace(**names, device=torch.device("cpu" if on_cpu else "cuda"))
+    return expected_values(run, SimpleNamespace(args=args, model=torch.nn.Linear(1, 1)))
 
 
 def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> None:
-    assert expected("zero3_cpu_offload", 4, dtype="bfloat16") == SETTINGS | {
+    assert expected("zero3_cpu_offload", 4, dtype="bf16") == SETTINGS | {
         "world_size": 4,
         "engine": "deepspeed",
         "sharding": "full_shard",

@@ -24,10 +24,10 @@ from toolkit.observe.attest.differences import (
     pipeline_differences,
     rank_differences,
 )
-from toolkit.observe.attest.expected import expected_bytes, expected_values, named_optimizer
+from toolkit.observe.attest.expected import expected_bytes, expected_values
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
 from toolkit.observe.attest.read_rank import RecomputeDetector, read_accumulated, read_gradients, read_rank
-from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, dtype_name, frozen_weights, weights_sha256
+from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, weights_sha256
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.presets.spec import PresetSpec
@@ -54,7 +54,6 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.run, self.progress, self.parts, self.trainer = run, run.progress, parts, trainer
         self.first_batches, self.strict, self.on_done = first_batches, strict, on_done
-        self.compute_dtype = compute_dtype(trainer.args)
         self.reading: Values | None = None
         """This rank's reading, once the first step is over."""
         self.first_step = 0
@@ -112,7 +111,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def hash_weights(self, model: Any) -> str | None:
         """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
-        return weights_sha256(model, self.compute_dtype)
+        return weights_sha256(model, compute_dtype(self.trainer.args))
 
     def read_before_training(self) -> Values:
         """Return what the script reads with forwards of its own. A rehearsal has no weights of other ranks for them."""
@@ -159,13 +158,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             settings.pop("accumulate", None)
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
             settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
-        return expected_values(
-            replace(expected, settings=settings),
-            compute_dtype=dtype_name(self.compute_dtype),
-            on_cpu=args.device.type == "cpu",
-            has_frozen_weights=bool(frozen_weights(self.trainer.model)),
-            optimizer=named_optimizer(args),
-        )
+        return expected_values(replace(expected, settings=settings), self.trainer)
 
 
 def attestation_json(

@@ -11,24 +11,22 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.read_deepspeed import master_weights
-from toolkit.observe.attest.tensors import constant_bytes, frozen_weights, local, quantized_modules, uncompiled
+from toolkit.observe.attest.tensors import (
+    compute_dtype,
+    constant_bytes,
+    dtype_name,
+    frozen_weights,
+    local,
+    quantized_modules,
+    uncompiled,
+)
 from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
 
 
-def expected_values(
-    run: ExpectedRun,
-    *,
-    compute_dtype: str,
-    on_cpu: bool = False,
-    has_frozen_weights: bool = False,
-    optimizer: OptimizerSpec | None = None,
-) -> Values:
-    """Return the values that every rank must read; `optimizer` is the one that `--optim` names, if it is known.
-
-    Without a preset only the settings and the world size can be checked.
-    """
+def expected_values(run: ExpectedRun, trainer: Any) -> Values:
+    """Return the values that every rank must read; without a preset the settings and the world size alone."""
     preset, world_size, layout, expected = run.preset, run.world_size, run.layout, dict(run.settings)
     if world_size is not None:
         expected["world_size"] = world_size
@@ -37,20 +35,21 @@ def expected_values(
     if preset.replicas > 1 and run.dp_shard_size is not None:
         expected["dp_shard_size"] = run.dp_shard_size
     # accelerate 1.15 wraps a single process in DDP on a CPU only.
-    unwrapped = preset.engine == "ddp" and world_size == 1 and not on_cpu
+    unwrapped = preset.engine == "ddp" and world_size == 1 and trainer.args.device.type != "cpu"
     if layout is not None:
         expected["layout"] = layout.degrees()
         unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
-    if has_frozen_weights:
-        expected["frozen_dtype"] = compute_dtype
+    dtype = dtype_name(compute_dtype(trainer.args))
+    if frozen_weights(trainer.model):
+        expected["frozen_dtype"] = dtype
     return expected | {
         "engine": "none" if unwrapped else preset.engine,
         "sharding": preset.sharding,
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
-        "compute_dtype": compute_dtype,
+        "compute_dtype": dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
-        **_expected_optimizer(optimizer, preset),
+        **_expected_optimizer(named_optimizer(trainer.args), preset),
     }
 
 
