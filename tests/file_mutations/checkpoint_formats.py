@@ -120,7 +120,7 @@ def tokenize() -> None:
     from toolkit.data.formats import Sample
     from toolkit.data.template_limits import check_templates, templates_of
     from toolkit.job.argument_fields import ModelArguments
-    from toolkit.train.data.chat_template import encode_chat
+    from toolkit.train.data.tokenization import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]
@@ -154,8 +154,8 @@ def run_format(run: Path) -> Format:
 
 def read_run() -> None:
     """read_run_record on the run folder run"""
+    from toolkit.compare.ledger import read_run_record
     from toolkit.compare.rows import RowKey, Trial
-    from toolkit.compare.run_record import read_run_record
     from toolkit.record.folder import RunFolder
 
     trial = Trial(row=RowKey(preset="ddp", world_size=2), repeat=0)

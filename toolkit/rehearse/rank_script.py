@@ -21,8 +21,7 @@ from toolkit.rehearse.rehearsal import RehearsedRank, has_local_weights
 from toolkit.rehearse.stand_ins import REHEARSAL_PARTS, join_fake_world, rehearsal_data, rehearsal_model
 from toolkit.rehearse.trace import trace
 from toolkit.train.active_run import ActiveRun, open_run
-from toolkit.train.arguments import parse_args
-from toolkit.train.launch_context import LaunchContext, set_up_libraries
+from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.trainer import build_trainer
 
 # A rehearsal measures neither of these: recorded in run.json and shown with every result.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from toolkit.report.charts import Chart
-from toolkit.report.rendering import render
-from toolkit.report.tables import Table, rich_table
+from toolkit.report.rendering import Table, render, rich_table
 
 
 def terminal_columns() -> int:
@@ -32,13 +31,11 @@ class SimulationReport:
         console = Console(width=terminal_columns())
         print(self.summary)
         for heading, content in self.sections:
-            if not isinstance(content, Table | str):
-                continue
-            if heading:
+            if heading and isinstance(content, Table | str):
                 print(f"\n{heading}:")
             if isinstance(content, str):
                 print(content)
-            else:
+            elif isinstance(content, Table):
                 console.print(rich_table(content))
         print("", *self.notes, sep="\n")
 
