@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_failure
-from toolkit.entry_point import print_message
+from toolkit.entry_point import print_failure, print_message
 from toolkit.flags import CpuFlag, JsonOutput, PresetName, TrainingArguments
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 
