@@ -20,7 +20,7 @@ import torch
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.progress import Progress
-from toolkit.record import resource_exhaustion, status
+from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
 
@@ -49,7 +49,7 @@ def status_of(error: BaseException) -> str:
     """Return the run status that an exception means."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return status.OUT_OF_MEMORY
-    if isinstance(error, (MemoryError, OutOfMemory)) or resource_exhaustion.is_out_of_memory(str(error)):
+    if isinstance(error, (MemoryError, OutOfMemory)) or status.is_out_of_memory(str(error)):
         return status.HOST_OUT_OF_MEMORY
     if isinstance(error, AttestationFailed):
         return status.ATTESTATION_FAILED
@@ -110,14 +110,14 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     message = error.message if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
     hint = getattr(error, "hint", None)
     if isinstance(error, Diverged) and folder is not None:
-        hint = f"{hint}; {resource_exhaustion.describe_latest_checkpoint(folder)}"
+        hint = f"{hint}; {status.describe_latest_checkpoint(folder)}"
     if kind == status.HOST_OUT_OF_MEMORY:
-        message, hint = resource_exhaustion.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
+        message, hint = status.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
     elif folder is not None and kind == status.FAILED and not own and (lost := _lost_rank(folder / "ranks", rank)):
         rank, hint = lost.rank, RESUME
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
-    elif folder is not None and resource_exhaustion.is_disk_full(error):
-        message, hint = resource_exhaustion.describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
+    elif folder is not None and status.is_disk_full(error):
+        message, hint = status.describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
     on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
     return {
         "kind": kind,
