@@ -151,7 +151,8 @@ def clock(_: NodeReadings, outcome: Outcome) -> None:
         raise OSError(ctypes.get_errno(), "adjtimex fails")
     outcome.measured["synchronised"] = state != TIME_ERROR
     if state == TIME_ERROR:
-        outcome.add(NOTE, "the clock", "not synchronised", "by NTP", "timedatectl set-ntp true   (or start chrony)")
+        fix = "timedatectl set-ntp true   (or start chrony)"
+        outcome.add(NOTE, "the clock is not synchronised", "not synchronised", "by NTP", fix)
 
 
 # -- Network
