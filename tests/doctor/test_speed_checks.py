@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,9 @@ from toolkit.doctor.speed_checks import read_nccl_tests, run_program
     ],
 )
 def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
-    printed: str, levels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    printed: str, levels: list[str], program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "all_reduce_perf"
-    program.write_text(f"#!/bin/sh\n[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program("all_reduce_perf", f"[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND")
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 8)
     node = NodeReadings(DoctorOptions())
     monkeypatch.setitem(node.__dict__, "gpu_names", ["NVIDIA H100 80GB HBM3"] * 8)
@@ -67,11 +64,6 @@ def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: py
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 0)
     outcome = CHECKS["all-reduce"].run(NodeReadings(DoctorOptions()))
     assert outcome.findings == []
-    assert outcome.measured.pop("bus_bytes_per_second") > 0
-    assert outcome.measured == {
-        "measured_by": "torch, gloo",
-        "ranks": 2,
-        "payload_bytes": 256 * 2**20,
-        "planned_at_least_bytes_per_second": None,
-        "remark": "two processes on the CPU: says nothing about a GPU",
-    }
+    assert outcome.measured["bus_bytes_per_second"] > 0
+    assert (outcome.measured["measured_by"], outcome.measured["ranks"]) == ("torch, gloo", 2)
+    assert outcome.measured["remark"] == "two processes on the CPU: says nothing about a GPU"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.job.compilation import Compilation
+from toolkit.job.job import Compilation
 from toolkit.observe.attest.tensors import compiled_modules
 from toolkit.observe.timer import CompilerEvents
 from toolkit.train.engine.compiled_layers import compile_layers

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils.other import is_repeated_blocks
 from torch.utils._pytree import tree_leaves
 
-from toolkit.job.compilation import Compilation
+from toolkit.job.job import Compilation
 
 
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:
