@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 
 # Allowed: 1e-4. Observed: 9e-8, since gradients are summed in another order.
 LOSS_TOLERANCE = 1e-5
-# Other engines that are read and written: test_sharded_at_load.py, test_other_world_size.py.
+# Other engines that are read and written: test_sharded_at_load.py, tests/train/test_resume.py.
 CONVERSIONS = [
     ("zero2", "zero3", 4),
     ("zero2-lora", "fsdp2", 2),

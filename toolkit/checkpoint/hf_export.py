@@ -29,7 +29,7 @@ from toolkit.files.reading import open_file
 from toolkit.hardware.disks import check_free_space, existing_folder
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
-from toolkit.record.resource_exhaustion import is_disk_full
+from toolkit.record.status import is_disk_full
 from toolkit.units import MIB
 
 # A generous estimate of the tokenizer and configuration files beside the weights.

@@ -7,8 +7,7 @@ import json
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_failure
-from toolkit.entry_point import print_message
+from toolkit.entry_point import print_failure, print_message
 from toolkit.flags import JsonOutput
 from toolkit.rehearse.options import RehearseOptions
 

@@ -22,7 +22,7 @@ from toolkit.observe.progress import Progress
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
-from toolkit.record.resource_exhaustion import (
+from toolkit.record.status import (
     describe_full_disk,
     describe_host_oom,
     describe_latest_checkpoint,

@@ -22,8 +22,7 @@ from toolkit.rehearse.stand_ins import join_fake_world, rehearsal_data, rehearsa
 from toolkit.rehearse.trace import trace
 from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.train.active_run import ActiveRun, open_run
-from toolkit.train.arguments import parse_args
-from toolkit.train.launch_context import LaunchContext, set_up_libraries
+from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.trainer import build_trainer
 
 # A rehearsal measures neither of these: recorded in run.json and shown with every result.

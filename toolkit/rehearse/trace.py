@@ -33,8 +33,7 @@ from toolkit.observe.attest.tensors import (
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.stand_ins import model_from_config
-from toolkit.train.arguments import Arguments
-from toolkit.train.launch_context import LaunchContext
+from toolkit.train.arguments import Arguments, LaunchContext
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 from toolkit.train.model.loading import from_pretrained
 
