@@ -55,6 +55,13 @@ COLUMNS: dict[TableName, str] = {
     "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",
     "trials": "tokens_per_second step_seconds_median timed_steps startup_seconds wall_seconds",
 }
+# Parts of the model states, in the order of their colors, and their keys in a row.
+PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
+LONGEST_INTERVAL = 1.5
+# Two lanes in the row of a rank: compute and waiting for data above, communication below.
+LANE_HEIGHT = 9.0
+LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
 
 
 def results_unit(results: Results) -> ByteUnit:
@@ -207,15 +214,6 @@ def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
 def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
     """Return a size in a table's unit."""
     return Cell(text=unit.text(size), value=size)
-
-
-# Parts of the model states, in the order of their colors, and their keys in a row.
-PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
-# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
-LONGEST_INTERVAL = 1.5
-# Two lanes in the row of a rank: compute and waiting for data above, communication below.
-LANE_HEIGHT = 9.0
-LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
 
 
 def losses_chart(results: Results) -> LineChart | None:
