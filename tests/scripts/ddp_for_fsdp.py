@@ -7,9 +7,9 @@ import toolkit.train.__main__ as door
 
 def main() -> int:
     door.prepare_environment()
-    import toolkit.train.launch_context as launch_context
+    import toolkit.train.arguments as arguments
 
-    launch_context.enable_fsdp_on_cpu = lambda: None
+    arguments.enable_fsdp_on_cpu = lambda: None
     return door.main(sys.argv[1:])
 
 
