@@ -20,7 +20,6 @@ ANSWERS = {
     "private-owner": (401, "", "is not on the hub, or it is private", "HF_TOKEN"),
     "other-revision": (404, "RevisionNotFound", "has no revision 'v9'", "see http"),
     "no-config": (404, "EntryNotFound", "has no config.json", "see http"),
-    "broken-hub": (500, "", "the hub answers 500", "a local folder"),
 }
 
 
