@@ -17,8 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import dtype_name, uncompiled
-from toolkit.train.active_run import ActiveRun
+from toolkit.observe.observed_run import ObservedRun
 
 PLAIN_HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -32,13 +33,13 @@ PLAIN_HOOKS = {
 class CommunicationHook(TrainerCallback):  # type: ignore[misc]
     """Registers `--ddp_comm_hook` once DDP wraps the model, and records in run.json the bytes that it sent."""
 
-    def __init__(self, run: ActiveRun, trainer: Any) -> None:
-        self.run, self.trainer = run, trainer
+    def __init__(self, run: ObservedRun, trainer: Any, arguments: ModelArguments) -> None:
+        self.run, self.trainer, self.arguments = run, trainer, arguments
         self.hook: CountedHook | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Register the hook on the live model. Raises ToolkitError where DDP does not wrap it."""
-        wrapped, job = uncompiled(self.trainer.model_wrapped), self.run.arguments.job
+        wrapped, job = uncompiled(self.trainer.model_wrapped), self.arguments
         if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
             raise ToolkitError(
                 f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
