@@ -163,7 +163,6 @@ def verify_packing(trainer: Any) -> Values:
 
 
 def _losses(trainer: Any, *packs: list[list[int]]) -> Sequence[torch.Tensor]:
-    """Return the losses of each document's tokens, in eval mode."""
     batch = trainer.data_collator([joined([{"input_ids": tokens, "labels": tokens} for tokens in p]) for p in packs])
     for name in (BATCH_FACTS, SUPERVISED_POSITIONS):
         batch.pop(name, None)
