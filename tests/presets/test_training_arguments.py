@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +11,13 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, cpu_environment, read, run_warm, torchrun
+from launching import CPU_PRESETS, cpu_environment, nightly, read, run_warm, torchrun
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.presets import load_preset, training_arguments
 
 # -- in effect
-
-
-def nightly(*values: str) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +95,10 @@ def refusal(name: str, **given: Any) -> ToolkitError:
     return caught.value
 
 
-@pytest.mark.parametrize("name", training_arguments.STRATEGY_ARGUMENTS)
-def test_an_argument_that_the_preset_decides_is_refused(name: str) -> None:
-    assert refusal("zero3", **{name: {"stage": 2}}).message.startswith(f"{name} is set by the preset: 'zero3'")
-
-
-def test_a_script_without_a_launcher_is_refused() -> None:
+def test_what_the_preset_decides_and_a_script_without_a_launcher_are_refused() -> None:
+    for name in training_arguments.STRATEGY_ARGUMENTS:
+        refused = refusal("zero3", **{name: {"stage": 2}}).message
+        assert refused.startswith(f"{name} is set by the preset: 'zero3'")
     error = refusal("fsdp2")
     assert error.message == "preset 'fsdp2' needs a launcher: no LOCAL_RANK is in the environment"
     assert error.hint == "`torchrun --nproc_per_node 2 script.py`, or `accelerate launch`"
@@ -178,24 +173,14 @@ def test_only_the_engine_that_shards_the_model_is_configured() -> None:
     assert training_arguments.trainer_arguments(load_preset("cp"), precision="bf16")["fsdp"] is True
 
 
-@pytest.mark.parametrize("variable", training_arguments.ENGINE_VARIABLES)
-def test_a_launcher_with_an_engine_of_its_own_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_with_an_engine_of_its_own_and_a_second_preset_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     started_in(monkeypatch, 2)
-    monkeypatch.setenv(variable, "true")
-    assert refusal("zero2").message.startswith(f"{variable} is set: this script was started by `accelerate launch`")
-
-
-def test_a_second_preset_in_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    started_in(monkeypatch, 2)
+    for name in training_arguments.ENGINE_VARIABLES:
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "true")
+            assert refusal("zero2").message.startswith(f"{name} is set: this script was started by `accelerate launch`")
     monkeypatch.setattr(training_arguments, "_presets_in_effect", [load_preset("zero2").accelerate_config_path])
     assert refusal("zero3").message == "preset 'zero2' is in effect in this process, so 'zero3' cannot be"
-
-
-def test_a_key_that_only_the_launcher_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started_in(monkeypatch, 2)
-    path = tmp_path / "mine.yaml"
-    path.write_text("distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}\n")
-    assert "training arguments cannot carry 'dynamo_config'" in refusal(str(path)).message
 
 
 def run_program(program: str, folder: Path, *words: str) -> CompletedProcess[str]:
@@ -235,22 +220,11 @@ def test_what_was_made_before_the_preset_is_refused_where_it_matters(
     assert why is None or f"ToolkitError: {why}" in ended.stderr
 
 
-# -- what the arguments carry, in a process that trains nothing
-
-
-def arguments_of(preset: str, given: str, tmp_path: Path) -> list[str]:
-    program = (
-        f"from toolkit import load_preset\n"
-        f"given = dict(output_dir={str(tmp_path)!r}, report_to='none', {given})\n"
-        f"args = load_preset({preset!r}).training_arguments(**given)\n"
-        "print('READ', args.bf16, args.mixed_precision, args.use_cpu, args.n_gpu)"
-    )
+@pytest.mark.launch
+def test_a_cpu_computes_in_fp32_by_default(tmp_path: Path) -> None:
+    program = "from toolkit import load_preset\nfor given in ({}, {'bf16': True}):\n"
+    program += "    args = load_preset('single').training_arguments(output_dir='out', report_to='none', **given)\n"
+    program += "    print('READ', args.bf16, args.mixed_precision, args.use_cpu, args.n_gpu)"
     ended = run_program(program, tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    return ended.stdout.rpartition("READ ")[2].split()
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(("given", "bf16", "precision"), [("", "False", "no"), ("bf16=True", "True", "bf16")])
-def test_a_cpu_computes_in_fp32_by_default(given: str, bf16: str, precision: str, tmp_path: Path) -> None:
-    assert arguments_of("single", given, tmp_path) == [bf16, precision, "True", "0"]
+    assert re.findall("READ (.*)", ended.stdout) == ["False no True 0", "True bf16 True 0"]
