@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_r
 
 sys.path.append(str(ROOT / "tests"))
 
-from file_mutations.attempts import Case, Outcome, attempt, limit_memory
+from file_mutations.attempts import Case, Outcome, attempt
 from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, newest, run_format
 from file_mutations.formats import Format, light_formats
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -211,7 +212,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     kinds = [kind for kind in formats(options.work) if not options.format or kind.name in options.format]
     if options.chunk is not None:
-        limit_memory(MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         name, number, mutations = options.chunk
         chunk = Chunk(format=name, number=number, mutations=mutations)
         kind = next(kind for kind in kinds if kind.name == name)

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from toolkit.compare import comparison_report, summary, two_comparisons
+from toolkit.compare import comparison_report, two_comparisons
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.two_comparisons import BeforeAndAfter
 
@@ -22,11 +22,11 @@ def read(file: Path) -> Document:
 
 
 def summary_sentence(document: Document) -> str:
-    return summary.summary_sentence(Results.model_validate(document))
+    return comparison_report.summary_sentence(Results.model_validate(document))
 
 
 def notes(document: Document) -> list[str]:
-    return summary.notes(Results.model_validate(document))
+    return comparison_report.notes(Results.model_validate(document))
 
 
 def write_report(document: Document, folder: Path) -> None:

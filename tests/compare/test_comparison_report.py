@@ -1,7 +1,8 @@
-"""Reports are self-contained, escape every value, show the exact figures, and are written completely or not at all."""
+"""Reports are self-contained, escape every value, show exact figures; the summary claims what the comparison does."""
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -9,7 +10,18 @@ import re
 from pathlib import Path
 
 import pytest
-from results_documents import Document, Tags, console_lines, csv_text, html_text, markdown_text, read, write_report
+from results_documents import (
+    Document,
+    Tags,
+    console_lines,
+    csv_text,
+    html_text,
+    markdown_text,
+    notes,
+    read,
+    summary_sentence,
+    write_report,
+)
 
 from toolkit.compare.commands import write_report_again
 
@@ -23,6 +35,9 @@ def test_markdown_has_each_row_s_figures_and_its_difference_from_the_baseline(re
     ]
     assert "| fsdp2 | parity failed | 2.750000 | +1.0e-01 | 2.200000 | +1.0e-01 |" in lines
     assert "| zero3 | n/a | 2.500000 | 0 | 2.500000 | n/a |" in lines  # it never reached the reference's last step
+    assert all(line.endswith("|") for line in lines if line.startswith("|"))
+    hostile = "````text\n<script>alert('loss')</script> | CUDA out of memory.\nTried to allocate"
+    assert hostile in markdown_text(results)
 
 
 def test_figures_of_gpus_have_intervals_mfu_scaling_and_timelines(made_up: Document) -> None:
@@ -31,13 +46,6 @@ def test_figures_of_gpus_have_intervals_mfu_scaling_and_timelines(made_up: Docum
     page = html_text(made_up)
     assert "<h2>Scaling</h2>" in page
     assert (page.count("<details"), page.count("<details open>")) == (6, 1)  # one per row with a profile
-
-
-def test_markdown_escapes_hostile_text(results: Document) -> None:
-    text = markdown_text(results)
-    assert "````text\n<script>alert('loss')</script> | CUDA out of memory.\nTried to allocate" in text
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in tables)
 
 
 def test_html_makes_no_request_and_has_one_script(made_up: Document, results: Document) -> None:
@@ -63,11 +71,6 @@ def test_a_hostile_name_acts_in_no_terminal_page_or_spreadsheet(
     for shown in (printed, *((tmp_path / name).read_text() for name in ("report.html", "report.md", "results.csv"))):
         assert not {"\x1b", "\u202e"} & set(shown)
     assert (tmp_path / "report.html").read_text().count("<script>") == 1
-
-
-def test_a_spreadsheet_reads_no_formula(results: Document) -> None:
-    results["rows"][2]["message"] = "=cmd()"
-    assert "'=cmd()" in {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results)))}
 
 
 @pytest.mark.parametrize(("index", "preset"), [(2, "zero3"), (3, "fsdp2")])
@@ -98,9 +101,82 @@ def test_report_writes_four_files_and_writing_again_changes_nothing(results: Doc
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == first
 
 
-def test_the_csv_begins_with_the_row_and_has_one_line_for_each(results: Document) -> None:
+def test_the_csv_has_one_line_per_row_and_no_formula(results: Document) -> None:
+    results["rows"][3]["message"] = "=cmd()"
     header, *lines = csv_text(results).splitlines()
     assert header.startswith("trial,preset,world_size,status,message,parity,parity_message,tokens_per_second_per_gpu,")
     assert "losses" not in header
     assert len(lines) == 4  # the message with a line break is one line too
     assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,150.0,0.75,")
+    assert "'=cmd()" in {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results)))}
+
+
+# The summary
+
+
+def test_summary_ranks_only_rows_that_completed_and_trained_the_same_problem(results: Document) -> None:
+    assert summary_sentence(results) == (
+        "On 2 CPU processes, the 2 of 4 presets that can be compared ran at 300 (zero2) to 400 tokens/s (ddp) in"
+        " single runs, unranked; zero2 holds 38 % fewer model-state bytes than ddp at 0.75 times its speed;"
+        " 1 did not complete (zero3: out_of_memory); 1 did not train the same problem (fsdp2);"
+        " CPU speeds (gloo) say nothing about GPU speeds."
+    )
+
+
+def repeat(results: Document, *presets: str, ranked: bool = True) -> Document:
+    """Rows with intervals of 10 % to each side; with `ranked` the comparison says that they are separated."""
+    rows = [row for row in results["rows"] if row["preset"] in presets]
+    for rank, row in enumerate(rows, 1):
+        middle = row["tokens_per_second"] or 0.0
+        row.update(repeats=3, tokens_per_second_interval=[middle * 0.9, middle * 1.1], rank=rank if ranked else None)
+        row["difference"] = "reference" if row["preset"] == "ddp" else "no difference seen"
+    return results
+
+
+def test_summary_calls_one_fastest_only_where_the_comparison_ranks_it(results: Document) -> None:
+    ranked = summary_sentence(repeat(copy.deepcopy(results), "ddp", "zero2"))
+    assert "ddp is the fastest that fits (400 tokens/s)" in ranked
+    assert "zero2 holds 38 % fewer model-state bytes than ddp for 25 %" in ranked
+    unranked = summary_sentence(repeat(results, "ddp", "zero2", ranked=False))
+    assert "no difference in speed is seen between ddp and zero2, the fastest of the 2 of 4" in unranked
+    assert "zero2 holds 38 % fewer model-state bytes than ddp with no difference seen in speed" in unranked
+    results["rows"][1]["difference"] = "slower"  # separated from the reference, and there are only two
+    assert "for 25 % less speed" in summary_sentence(results)
+
+
+def test_summary_ranks_nothing_when_the_baseline_failed(results: Document) -> None:
+    results["rows"][0].update(status="failed", parity=None)
+    results["rows"][1]["parity"] = None
+    sentence = summary_sentence(results)
+    assert "none of 4 presets can be ranked" in sentence
+    assert "2 did not complete (ddp: failed, zero3: out_of_memory)" in sentence
+    assert "1 could not be checked against the baseline (zero2)" in sentence
+
+
+def test_summary_names_what_differs_by_design(results: Document) -> None:
+    results["rows"][1].update(group="ddp_comm_hook int8", parity=None)
+    assert "1 not ranked here, different by design (zero2 (ddp_comm_hook int8))" in summary_sentence(results)
+    assert "could not be checked" not in summary_sentence(results)
+
+
+def test_an_empty_comparison_is_reported_as_such(results: Document) -> None:
+    results["rows"] = []
+    assert summary_sentence(results) == "Nothing was compared: there are no rows."
+    assert "Nothing was measured." in html_text(results)
+
+
+def test_summary_of_repeated_gpus_says_what_is_fastest_and_what_less_memory_costs(made_up: Document) -> None:
+    assert summary_sentence(made_up) == (
+        "On 2 × NVIDIA H100 80GB HBM3, zero2 is the fastest that fits (27,000 tokens/s); fsdp2 uses 31 % less"
+        " memory than zero2 for 8 % less speed; on 4 × NVIDIA H100 80GB HBM3, zero2 is the fastest of 3 presets (50,220"
+        " tokens/s); fsdp2 uses 44 % less memory than zero2 for 5 % less speed; from 2 to 4 processes zero2"
+        " becomes 1.86 times as fast (93 % of ideal); 1 did not complete (ddp: out_of_memory);"
+        " 1 did not train the same problem (zero1)."
+    )
+
+
+def test_notes_of_gpus_say_what_mfu_counts_the_price_and_throttling(made_up: Document) -> None:
+    said = "\n".join(notes(made_up))
+    assert "Cost: per million non-padding tokens, at 2.5 per GPU-hour." in said
+    assert "MFU counts all parameters and causal attention, padding included" in said
+    assert "GPU clocks were reduced during timed steps: zero2 n2 (software power cap), zero2 n4 (" in said

@@ -39,11 +39,6 @@ def test_a_value_that_makes_no_comparison_is_refused(name: str, value: Any, mess
     assert caught.value.message == message
 
 
-def test_rows_scale_weakly_by_default_and_only_with_several_world_sizes() -> None:
-    assert options("1,2").effective_scaling == "weak"
-    assert options("2").effective_scaling is None
-
-
 WARM_STARTS = [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]
 
 

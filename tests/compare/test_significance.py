@@ -20,16 +20,13 @@ def test_student_t_equals_the_published_tables(confidence: float, freedom: float
     assert student_t(confidence, freedom) == pytest.approx(expected, abs=5e-4)
 
 
-def test_an_interval_worked_out_by_hand() -> None:
+def test_intervals_worked_out_by_hand() -> None:
     # logs 0, 0, 0.03: mean 0.01, standard deviation 0.017320508, over sqrt 3 is 0.01; t(0.95, 2) = 4.302653
-    low, high = mean_interval([1.0, 1.0, math.exp(0.03)]) or (0, 0)
+    own = [1.0, 1.0, math.exp(0.03)]
+    low, high = mean_interval(own) or (0, 0)
     assert (math.log(low), math.log(high)) == pytest.approx((0.01 - 0.04302653, 0.01 + 0.04302653), abs=1e-7)
-
-
-def test_a_ratio_worked_out_by_hand() -> None:
     # equal variances 0.0003: error sqrt(2 * 0.0001), 4 degrees of freedom, t(0.99, 4) = 4.604095
-    own, other = [1.0, 1.0, math.exp(0.03)], [2.0, 2.0, 2 * math.exp(0.03)]
-    low, high = ratio_interval(own, other, 0.99) or (0, 0)
+    low, high = ratio_interval(own, [2 * figure for figure in own], 0.99) or (0, 0)
     half = 4.604095 * math.sqrt(2e-4)
     assert (math.log(2 * low), math.log(2 * high)) == pytest.approx((-half, half), abs=1e-6)
     assert difference((low, high)) == "slower"
@@ -75,23 +72,13 @@ def test_all_speeds_count_the_same_steps() -> None:
     assert rows["other-n2"].ratio_to_reference == pytest.approx(1.0)
 
 
-def test_scaling_is_relative_to_the_fewest_processes() -> None:
-    spec = comparison("ddp", world_sizes=(1, 2), scaling="weak")
-    rows = aggregate_rows(
-        spec, *(trial("ddp", r, world_size=n, slower=1.25 if n == 2 else 1) for n in (1, 2) for r in range(3))
-    )
-    assert (rows["ddp-n1"].speed_up, rows["ddp-n1"].scaling_efficiency) == (1.0, 1.0)
-    assert rows["ddp-n2"].speed_up == pytest.approx(1.6)
-    assert rows["ddp-n2"].scaling_efficiency == pytest.approx(0.8)
-
-
-def test_a_preset_with_a_single_world_size_has_no_scaling() -> None:
+def test_scaling_is_relative_to_the_fewest_processes_of_the_same_preset() -> None:
     """fsdp2 needs two processes, so next to ddp with one and two it has no efficiency of 100 %."""
-    spec = comparison("ddp", "fsdp2", world_sizes=(1, 2), scaling="weak")
-    trials = [trial("ddp", r, world_size=n) for n in (1, 2) for r in range(3)]
-    rows = aggregate_rows(spec, *trials, *(trial("fsdp2", r) for r in range(3)))
-    assert (rows["fsdp2-n2"].speed_up, rows["fsdp2-n2"].scaling_efficiency) == (None, None)
-    assert rows["ddp-n2"].scaling_efficiency == pytest.approx(1.0)
+    trials = [trial("ddp", r, world_size=n, slower=1.25 if n == 2 else 1) for n in (1, 2) for r in range(3)]
+    trials += [trial("fsdp2", r) for r in range(3)]
+    rows = aggregate_rows(comparison("ddp", "fsdp2", world_sizes=(1, 2), scaling="weak"), *trials)
+    found = {name: (row.speed_up, row.scaling_efficiency) for name, row in rows.items()}
+    assert found == {"ddp-n1": (1.0, 1.0), "ddp-n2": pytest.approx((1.6, 0.8)), "fsdp2-n2": (None, None)}
 
 
 def test_rows_are_ranked_only_if_intervals_separate_them() -> None:

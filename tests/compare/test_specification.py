@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from toolkit.compare.specification import (
     ComparisonSpec,
     make_specification,
     open_comparison,
-    parse_variant,
     strong_scaling_batches,
     with_own_batches,
 )
@@ -36,11 +34,10 @@ def test_trials_are_interleaved_in_a_new_order_each_round() -> None:
     assert order != [(each.repeat, each.row.preset) for each in other.trials()]
 
 
-def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu() -> None:
-    on_cpu = comparison("ddp")
-    assert [on_cpu.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == ["ddp", "ddp"]
-    on_gpu = comparison("ddp", cpu=False)
-    assert [on_gpu.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == ["none", "ddp"]
+@pytest.mark.parametrize(("cpu", "engines"), [(True, ["ddp", "ddp"]), (False, ["none", "ddp"])])
+def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu(cpu: bool, engines: list[str]) -> None:
+    spec = comparison("ddp", cpu=cpu)
+    assert [spec.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == engines
 
 
 def with_split_model(*words: str, **changes: Any) -> ComparisonSpec:
@@ -104,6 +101,7 @@ def test_a_global_batch_size_is_kept_by_every_row() -> None:
     assert [batch["gradient_accumulation_steps"] for batch in scaled.batches.values()] == [4, 2, 1]
     single = specification(*words, num_processes=("2",))
     assert (single.scaling, single.batches) == (None, {"ddp-n2": {"gradient_accumulation_steps": 2}})
+    assert specification(num_processes=("1,2",)).scaling == "weak"
     with pytest.raises(ToolkitError, match="numbers of processes that keep it: 1, 2, 4"):
         specification(*words, num_processes=("3",))
 
@@ -143,35 +141,24 @@ def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path:
         ("a=", "expected a name of letters"),
         ("a=ddp --ddp_com_hook int8", "unknown argument --ddp_com_hook"),
         ("a=ddp --optim 'sgd", "no closing quotation"),
+        ("ddp=zero2", "--preset ddp is given twice"),
     ],
 )
 def test_a_text_that_is_no_variant_is_refused(text: str, message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
-        parse_variant(text)
+        specification(variant=(text,), num_processes=("2",))
 
 
-def test_a_name_can_be_compared_once() -> None:
-    with pytest.raises(ToolkitError, match="--preset ddp is given twice"):
-        specification(variant=("ddp=zero2",))
-
-
-def compare_options(faq_alpaca: Path, tiny_model: Path, *variants: str, repeats: int = 3) -> CompareOptions:
-    words = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8")
-    return CompareOptions(
-        preset=("ddp",),
-        variant=variants,
-        num_processes=("2",),
-        output_dir=Path("out"),
-        training_arguments=words,
-        repeats=repeats,
-        cpu=True,
-    )
+def compare_options(faq_alpaca: Path, tiny_model: Path, *words: str, **options: Any) -> CompareOptions:
+    job = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8", *words)
+    given = {"preset": ("ddp",), "num_processes": ("2",), "training_arguments": job, "cpu": True} | options
+    return CompareOptions(output_dir=Path("out"), **given)
 
 
 def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(faq_alpaca: Path, tiny_model: Path) -> None:
     for words, message in (("--optim nope", "--optim is 'nope'"), ("--dataset /nope.jsonl", "no such data file")):
         with pytest.raises(ToolkitError, match=message):
-            check_comparison(compare_options(faq_alpaca, tiny_model, f"mine=ddp {words}"))
+            check_comparison(compare_options(faq_alpaca, tiny_model, variant=(f"mine=ddp {words}",)))
 
 
 @pytest.mark.parametrize(
@@ -186,8 +173,7 @@ def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(faq_alpaca: Path
 def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
     presets: tuple[str, ...], arguments: tuple[str, ...], message: str | None, faq_alpaca: Path, tiny_model: Path
 ) -> None:
-    job = compare_options(faq_alpaca, tiny_model)
-    job = replace(job, preset=presets, num_processes=("6",), training_arguments=(*job.training_arguments, *arguments))
+    job = compare_options(faq_alpaca, tiny_model, *arguments, preset=presets, num_processes=("6",))
     if message is None:  # a row of its own says why: the other preset can run
         assert check_comparison(job).unsupported.keys() == {"cp-n6"}
         return
@@ -198,4 +184,4 @@ def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
 
 def test_more_trials_than_a_day_has_time_for_are_refused(faq_alpaca: Path, tiny_model: Path) -> None:
     with pytest.raises(ToolkitError, match="the rows and --repeats make 2,000 trials, expected 1,000 or fewer"):
-        check_comparison(compare_options(faq_alpaca, tiny_model, "again=ddp", repeats=1000))
+        check_comparison(compare_options(faq_alpaca, tiny_model, preset=("ddp", "zero2"), repeats=1000))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow
 import pytest
 from dataset_folders import write_dataset_folder
+from pyarrow import parquet
 
 from toolkit.data import text_files
 from toolkit.data.data_files import (
@@ -54,54 +54,34 @@ def faq(name: str) -> Path:
 # -- sources
 
 
-def test_a_hub_id_is_an_owner_and_a_name() -> None:
-    assert is_hub_id("HuggingFaceH4/ultrachat_200k")
-    assert not is_hub_id("data/train.jsonl")
-    assert not is_hub_id("/data/train")
-    assert not is_hub_id("train")
-
-
 def test_a_source_is_a_file_that_exists_or_a_hub_id(write: Write) -> None:
     path = write("rows.jsonl", AS_LINES)
     assert resolve_source(str(path)) == DataSource(kind="file", name=str(path), path=path)
     assert resolve_source("owner/name") == DataSource(kind="hub", name="owner/name")
-
-
-def test_a_missing_file_is_reported_with_the_nearest_file(write: Write) -> None:
-    path = write("train.jsonl", AS_LINES)
-    missing = path.with_name("trian.jsonl")
-    with pytest.raises(ToolkitError, match=f"no such data file: {missing}") as caught:
-        resolve_source(str(missing))
-    assert caught.value.hint == f"did you mean `{path}`?"
-
-
-def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) -> None:
-    with pytest.raises(ToolkitError, match="unsupported data file") as caught:
-        resolve_source(str(write("rows.txt", "hello")))
-    assert caught.value.hint == "supported suffixes: .json, .jsonl, .csv, .parquet"
+    assert [name for name in ("a/b_c", "data/train.jsonl", "/data/train", "train") if is_hub_id(name)] == ["a/b_c"]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (
+            "{folder}/trian.jsonl",
+            "no such data file: {folder}/trian.jsonl\n  hint: did you mean `{folder}/train.jsonl`?",
+        ),
+        ("{folder}/rows.txt", "unsupported data file\n  hint: supported suffixes: .json, .jsonl, .csv, .parquet"),
+        ("{folder}", "is a folder, expected a data file\n  hint: it holds: train.jsonl"),
         ("~nobody/rows.json", "no such data file"),
         ("a" * 5000, "is not one that a file can have"),
-        ("folder/" * 1000 + "rows.json", "is not one that a file can have"),
-        ("\0", "is not one that a file can have"),
         ("https://example.org/rows.json", "no such data file"),
-        ("squad", "no such data file: squad.* like `owner/name`"),
+        ("squad", "no such data file: squad\n  hint: give a path to a file, or a hub id like `owner/name`"),
     ],
 )
-def test_a_source_that_names_no_file_is_refused(source: str, message: str) -> None:
-    with pytest.raises(ToolkitError, match=f"(?s){message}"):
-        resolve_source(source)
-
-
-def test_a_folder_is_refused_with_the_data_files_in_it(write: Write) -> None:
-    path = write("rows.csv", "text\nhello\n")
-    with pytest.raises(ToolkitError, match="is a folder") as caught:
-        resolve_source(str(path.parent))
-    assert caught.value.hint == "it holds: rows.csv"
+def test_a_source_that_names_no_data_is_refused(source: str, message: str, write: Write) -> None:
+    folder = write("train.jsonl", AS_LINES).parent
+    write("rows.txt", "hello")
+    with pytest.raises(ToolkitError) as refused:
+        resolve_source(source.format(folder=folder))
+    assert message.format(folder=folder) in str(refused.value)
 
 
 # -- reading
@@ -119,11 +99,7 @@ def test_a_folder_is_refused_with_the_data_files_in_it(write: Write) -> None:
         ("wrapped.json", json.dumps({"version": 2, "data": ROWS}), ["row 1", "row 2", "row 3"]),
         ("wrapped_indented.json", json.dumps({"data": ROWS}, indent=2), ["row 1", "row 2", "row 3"]),
         ("a.csv", 'text\nfirst\n\n"second\nline"\nüåß\n', ["row 1, line 2", "row 2, line 4", "row 3, line 6"]),
-        (
-            "bom.csv",
-            '\ufefftext\r\nfirst\r\n"second\nline"\r\nüåß',
-            ["row 1, line 2", "row 2, line 3", "row 3, line 5"],
-        ),
+        ("b.csv", '\ufefftext\r\nfirst\r\n"second\nline"\r\nüåß', ["row 1, line 2", "row 2, line 3", "row 3, line 5"]),
     ],
 )
 def test_rows_are_read_with_their_places(write: Write, name: str, content: str, places: list[str]) -> None:
@@ -131,11 +107,8 @@ def test_rows_are_read_with_their_places(write: Write, name: str, content: str, 
 
 
 def test_parquet_rows_are_read_with_their_numbers(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    expected = list(zip(["row 1", "row 2", "row 3"], ROWS, strict=True))
-    assert list(iter_rows(tmp_path / "rows.parquet")) == expected
-    assert check_file(tmp_path / "rows.parquet").format == "text"
+    assert list(iter_rows(tmp_path / "rows.parquet")) == list(zip(["row 1", "row 2", "row 3"], ROWS, strict=True))
 
 
 def test_a_single_row_with_one_list_is_a_row_and_not_a_wrapper(write: Write) -> None:
@@ -164,10 +137,7 @@ def test_a_json_list_does_not_depend_on_how_much_is_read_at_once(
         ("empty.jsonl", "", "empty.jsonl has no rows"),
         ("empty.json", " \n", "empty.json has no rows"),
         ("lines.jsonl", '{"text": "a"}\n\n{"text": "b', r"row 2, line 3: malformed JSON: Unterminated .* \(column 10"),
-        ("empty_list.json", "[ ]", "empty_list.json has no rows"),
-        ("empty.csv", "", "empty.csv has no rows"),
         ("header.csv", "text\n", "header.csv has no rows"),
-        ("number.jsonl", '{"text": "a"}\n\n7\n', r"number.jsonl: row 2, line 3: the row is not an object but 7"),
         ("number.json", '[{"text": "a"},\n7]', r"number.json: row 2, line 2: the row is not an object but 7"),
         ("cut.json", '[\n{"text": "a"},\n{"text": "b', "row 2, line 3: malformed JSON: Unterminated string"),
         ("cut_list.json", '[\n{"text": "a"}\n', "line 3: malformed JSON: expected `,` or `]`"),
@@ -175,23 +145,20 @@ def test_a_json_list_does_not_depend_on_how_much_is_read_at_once(
         ("tail.json", '[{"text": "a"}]\n[]', "line 2: more text after the end of the list"),
         ("inner.json", '[{\n"text":\nNone}]', r"row 1, line 1 \(error in line 3\): malformed JSON: Expecting value"),
         ("object.json", '{\n"data": [\n{]}', "line 3: malformed JSON: Expecting property name"),
-        ("word.json", "hello", "line 1: malformed JSON: Expecting value"),
         ("digits.jsonl", '{"text": ' + "1" * 5000 + "}", "line 1: malformed JSON: Exceeds the limit"),
-        ("deep.jsonl", "[" * 100_000, "line 1: malformed JSON: nested too deeply"),
         ("deep.json", "[" * 100_000, "line 1: malformed JSON: nested too deeply"),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe5"}\n', r"line 2: byte 11 \(0xe5\) is not UTF-8"),
         ("latin.json", b'[{"text": "a"},\n{"text": "\xe5"}]', r"line 2: byte 11 \(0xe5\) is not UTF-8"),
         ("latin.csv", b"text\na\n\xe5\n", r"line 3: byte 1 \(0xe5\) is not UTF-8"),
         ("utf16.csv", "text\na\n".encode("utf-16"), r"line 1: byte 1 \(0xff\) is not UTF-8"),
+        ("cells.csv", "prompt,completion\na,b\n\na,b,c\n", r"row 2, line 4: 3 cells for 2 columns \(prompt, compl"),
         (
-            "cells.csv",
-            "prompt,completion\na,b\n\na,b,c\n",
-            r"row 2, line 4: 3 cells for 2 columns \(prompt, completion",
+            "quote.csv",
+            'text\n"' + "a line\n" * 300,
+            "line 2: malformed CSV: .*\n  hint: is a quote missing in this record",
         ),
-        ("quote.csv", 'text\na\n"b\nc\n', "line 3: malformed CSV: unexpected end of data"),
         ("twice.csv", "text,text\na,b\n", "line 1: two columns have the same name"),
         ("noise.parquet", b"PAR1 no", "is not a valid Parquet file"),
-        ("empty.parquet", b"", "is not a valid Parquet file"),
     ],
 )
 def test_unreadable_content_is_reported_with_its_place(
@@ -220,29 +187,22 @@ def test_only_regular_files_are_read(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "byte", "message"),
+    ("name", "start", "place"),
     [
-        ("line.jsonl", b'{"text": "', b"x", "line 1: more than 16 MiB, longer than any row"),
-        ("element.json", b'[{"text": "a"},\n{"text": "', b"x", "row 2, line 2: more than 16 MiB, longer than any row"),
-        ("cell.csv", b"text\n", b"x", "line 2: more than 16 MiB, longer than any row"),
+        ("line.jsonl", '{"text": "', "line 1"),
+        ("element.json", '[{"text": "a"},\n{"text": "', "row 2, line 2"),
+        ("cell.csv", "text\n", "line 2"),
     ],
 )
 def test_what_grows_without_end_is_refused_before_it_fills_memory(
-    write: Write, name: str, start: bytes, byte: bytes, message: str
+    write: Write, name: str, start: str, place: str
 ) -> None:
-    with pytest.raises(OverLimit, match=message):
-        check_file(write(name, start + byte * (17 * MIB)))
-
-
-def test_a_quote_that_is_never_closed_does_not_swallow_the_file(write: Write) -> None:
-    with pytest.raises(ToolkitError, match="line 2: malformed CSV") as caught:
-        check_file(write("rows.csv", 'text\n"' + "a line\n" * 300))
-    assert caught.value.hint == "is a quote missing in this record?"
+    with pytest.raises(OverLimit, match=f"{place}: more than 16 MiB, longer than any row"):
+        check_file(write(name, start + "x" * (17 * MIB)))
 
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_parquet_cell_that_unpacks_to_more_than_any_row_is_refused(tmp_path: Path, rows: int) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = ["short"] * (rows - 1) + ["x" * 17 * MIB]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "rows.parquet", compression="zstd")
     assert (tmp_path / "rows.parquet").stat().st_size < MIB
@@ -276,13 +236,6 @@ def test_a_check_stops_after_its_byte_limit(write: Write) -> None:
         check_file(path, max_bytes=None)
 
 
-def test_reading_data_files_imports_no_heavy_library() -> None:
-    heavy = "{'torch', 'datasets', 'transformers', 'pyarrow'}"
-    program = f"import sys, toolkit.data.data_files; print({heavy} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"
-
-
 # -- configurations and several data sets
 
 
@@ -308,10 +261,6 @@ def test_the_same_data_set_twice_is_refused(write: Write) -> None:
         resolve_sources(["owner/name", "owner/name"])
 
 
-def test_without_weights_an_epoch_has_every_row_once() -> None:
-    assert rows_per_epoch([3, 5], None) == [3, 5]
-
-
 @pytest.mark.parametrize(
     ("rows", "weights", "expected"),
     [
@@ -327,7 +276,7 @@ def test_weights_are_fractions_of_the_rows_of_an_epoch(
     rows: list[int], weights: list[float], expected: list[int]
 ) -> None:
     counts = rows_per_epoch(rows, weights)
-    assert counts == expected
+    assert (counts, rows_per_epoch(rows, None)) == (expected, rows)
     assert [count / sum(counts) for count in counts] == pytest.approx(fractions(weights), abs=1 / sum(counts))
 
 

@@ -10,25 +10,21 @@ import contextlib
 import io
 import os
 import re
-import resource
 import shutil
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
+from unittest import mock
 
 from toolkit.cli import program
 from toolkit.errors import ToolkitError
 
 ROOT = Path(__file__).parents[2]
-OUTPUT = "out"
-"""The folder that a command may write, beside its inputs; `Case.writes` names another one."""
-LIBRARIES_WRITE = (".cache", ".config")
+LIBRARIES_WRITE = (".cache", ".config")  # in the home folder
 # A command takes milliseconds. An attempt that takes more than this has failed as one that would never end.
 CPU_SECONDS, WALL_SECONDS = 10.0, 60.0
 MAX_MESSAGE_LINES, MAX_MESSAGE_CHARACTERS = 6, 1_500
@@ -44,13 +40,11 @@ class Case:
     command: Command
     changed: str = ""
     """The name of the file that is mutated."""
-    original: bytes = b""
-    """The content of that file before."""
-    writes: tuple[str, ...] = (OUTPUT,)
+    writes: tuple[str, ...] = ("out",)
+    """The folders that the command may write, beside its inputs."""
 
     def __repr__(self) -> str:
-        content = self.files.get(self.changed)
-        return f"Case({self.command}, {self.changed}: {str(content)[:3_000]})"
+        return f"Case({self.command}, {self.changed}: {str(self.files.get(self.changed))[:3_000]})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,101 +67,92 @@ class TakesTooLong(BaseException):
 
 @dataclass(frozen=True)
 class Command:
-    """Words for the command line, run in this process."""
+    """Words for the command line, run in this process; or a function for what no light command reaches."""
 
     words: tuple[str, ...]
+    function: Callable[[], Any] | None = None
 
-    def __call__(self) -> int:
-        program.main(list(self.words))
-        raise AssertionError("`main` returned")
-
-    def __str__(self) -> str:
-        return f"toolkit {' '.join(self.words)}"
-
-
-@dataclass(frozen=True)
-class Call(Command):
-    """A function for what no light command reaches; `words` describe it."""
-
-    function: Callable[[], Any]
-
-    def __call__(self) -> int:
-        code = self.function()
-        return code if isinstance(code, int) else 0
+    def __call__(self) -> Any:
+        return self.function() if self.function is not None else program.main(list(self.words))
 
     def __str__(self) -> str:
-        return " ".join(self.words)
+        return " ".join(self.words if self.function is not None else ("toolkit", *self.words))
 
 
 def command(*words: object) -> Command:
     return Command(tuple(map(str, words)))
 
 
-def call(function: Callable[[], Any]) -> Call:
-    return Call((str(function.__doc__).split("\n")[0],), function)
+def call(function: Callable[[], Any]) -> Command:
+    return Command((str(function.__doc__),), function)
 
 
 def attempt(case: Case, folder: Path) -> Outcome:
     """Run a case in `folder`, which must not exist, and remove the folder."""
-    work = folder / "work"
-    work.mkdir(parents=True)
-    (folder / "home").mkdir()
+    work, home = folder / "work", folder / "home"
+    home.mkdir(parents=True)
     for name, content in case.files.items():
-        _place(work / name, content)
-    own = [folder / "command.txt", *(folder / "home" / name for name in LIBRARIES_WRITE)]
-    own += [work / name for name in case.writes]
+        path = work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            os.link(content, path)
+        else:
+            path.write_bytes(content)
+    writable = {*(home / name for name in LIBRARIES_WRITE), *(work / name for name in case.writes)}
     (folder / "command.txt").write_text(f"{case.command}\n")
-    before = listing(folder, leave_out=own)
+    before = _listing(folder, writable)
+    cache = os.environ.get("TOOLKIT_CACHE") or str(Path("~/.cache/finetune-toolkit").expanduser())
+    variables = {"HOME": str(home), "TOOLKIT_CACHE": cache, "TOOLKIT_DEBUG": "1"}
     try:
-        with _inside(work, home=folder / "home"):
+        with mock.patch.dict(os.environ, variables), contextlib.chdir(work):
             outcome = run(case.command)
-        after = listing(folder, leave_out=own)
-        if outcome.kind != "failed" and before != after:
-            changed = sorted(map(str, dict(before.items() ^ after.items())))
-            outcome = _failed("wrote outside of its output", f"{case.command} changed {changed}", outcome.cpu_seconds)
+        changed = sorted(str(path) for path, _ in before.items() ^ _listing(folder, writable).items())
+        if changed and outcome.kind != "failed":
+            report = f"{case.command} changed {changed}"
+            return _failed("wrote outside of its output", report, outcome.cpu_seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
+def _listing(folder: Path, leave_out: set[Path]) -> dict[Path, tuple[int, ...]]:
+    """Return mode, size and time of change of everything below a folder."""
+    found = {}
+    for path in folder.rglob("*"):
+        if leave_out.isdisjoint((path, *path.parents)):
+            facts = path.lstat()
+            found[path] = (facts.st_mode, *(() if path.is_dir() else (facts.st_size, facts.st_mtime_ns)))
+    return found
+
+
 def run(run_command: Command) -> Outcome:
     """Run a command here, and classify its end."""
-    started = time.process_time()
-
-    def seconds() -> float:
-        return time.process_time() - started
-
-    out, err = _captured(), _captured(errors="backslashreplace")
+    started, code, message, kind = time.process_time(), 0, "", ""
+    out, err = _captured("strict"), _captured("backslashreplace")
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _limited_time():
-            code = run_command()
-            out.flush()
+            code = run_command() or 0
     except ToolkitError as error:
-        return _refused(error.exit_code, f"error: {error}", seconds())
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else 0 if exit_.code is None else 1
+        code, message = error.exit_code, f"error: {error}"
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        report = "".join(traceback.format_exception(error, limit=-25))
-        return _failed(_family(type(error).__name__, report), report[-6_000:], seconds())
-    message = _text(err)
-    if "error: unexpected " in message:  # the last handler of the command line has caught it
-        kind = message.rpartition("error: unexpected ")[2].split(":")[0].split("\n")[0]
-        return _failed(_family(kind, message), message[-6_000:], seconds())
+        kind, message = type(error).__name__, "".join(traceback.format_exception(error, limit=-25))
+    seconds, message = time.process_time() - started, message or err.buffer.getvalue().decode("utf-8", "replace")
+    if not kind and "error: unexpected " in message:  # the last handler of the command line has caught it
+        kind = re.split("[:\n]", message.rpartition("error: unexpected ")[2])[0]
+    if kind:
+        return _failed(_family(kind, message), message[-6_000:], seconds)
     if code in (0, 1):
-        return Outcome(kind="accepted", cpu_seconds=seconds())
-    return _refused(code, message, seconds())
-
-
-def _refused(code: int, message: str, seconds: float) -> Outcome:
+        return Outcome(kind="accepted", cpu_seconds=seconds)
     message = message[max(0, message.rfind("error: ")) :]
     lines = message.strip().splitlines()
     if code != 2:
         return _failed(f"exit code {code}", message[-3_000:], seconds)
-    if not lines or len(lines) > MAX_MESSAGE_LINES or len(message) > MAX_MESSAGE_CHARACTERS:
-        what = f"message of {len(lines)} lines, {len(message)} characters"
-        return _failed("message too long", f"{what}:\n{message[:3_000]}", seconds)
+    if not 0 < len(lines) <= MAX_MESSAGE_LINES or len(message) > MAX_MESSAGE_CHARACTERS:
+        return _failed("message too long", message[:3_000], seconds)
     return Outcome(kind="refused", cpu_seconds=seconds, message=message)
 
 
@@ -177,85 +162,32 @@ def _failed(family: str, report: str, seconds: float) -> Outcome:
 
 def _family(kind: str, report: str) -> str:
     """Return the kind of an exception with the deepest line of the toolkit in its traceback."""
-    frames = re.findall(r'File "(.*?)", line (\d+), in (\S+)', report)
-    ours = [frame for frame in frames if frame[0].startswith(f"{ROOT}/toolkit/")]
-    if not ours:
+    frames = re.findall(rf'File "{ROOT}/(toolkit/.*?)", line (\d+), in (\S+)', report)
+    if not frames:
         return f"{kind} at no line of the toolkit"
-    name, line, function = ours[-1]
-    return f"{kind} at {Path(name).relative_to(ROOT)}:{line} in {function}"
+    name, line, function = frames[-1]
+    return f"{kind} at {name}:{line} in {function}"
 
 
-def _place(path: Path, content: bytes | Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, Path):
-        os.link(content, path)
-    else:
-        path.write_bytes(content)
-
-
-def listing(folder: Path, *, leave_out: list[Path]) -> dict[str, tuple[int, int, int]]:
-    """Return every file and folder below a folder, with mode, size and time of change."""
-    found = {}
-    for name, folders, files in os.walk(folder):
-        here = Path(name)
-        folders[:] = [each for each in folders if here / each not in leave_out]
-        for each in (*folders, *files):
-            path = here / each
-            if path not in leave_out:
-                facts = path.lstat()
-                is_folder = path.is_dir()
-                found[str(path.relative_to(folder))] = (
-                    facts.st_mode, 0 if is_folder else facts.st_size, 0 if is_folder else facts.st_mtime_ns
-                )  # fmt: skip
-    return found
-
-
-@contextlib.contextmanager
-def _inside(work: Path, *, home: Path) -> Iterator[None]:
-    environment, before, limit = dict(os.environ), Path.cwd(), sys.getrecursionlimit()
-    cache = environment.get("TOOLKIT_CACHE") or str(Path("~/.cache/finetune-toolkit").expanduser())
-    os.environ.update(HOME=str(home), TOOLKIT_CACHE=cache, TOOLKIT_DEBUG="1")
-    os.chdir(work)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-        sys.setrecursionlimit(limit)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
+def _captured(errors: str) -> Any:
+    """A stream that encodes what is printed, as a terminal's does."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
 
 
 @contextlib.contextmanager
 def _limited_time() -> Iterator[None]:
     """Raise TakesTooLong in this thread, where a system call waits or Python code runs."""
 
-    def stop(number: int, _frame: FrameType | None) -> None:
+    def stop(number: int, _frame: object) -> None:
         raise TakesTooLong(f"{CPU_SECONDS} s of CPU time" if number == signal.SIGPROF else f"{WALL_SECONDS} s")
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+    timers = (signal.SIGPROF, signal.ITIMER_PROF, CPU_SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WALL_SECONDS)
+    previous = {number: signal.signal(number, stop) for number, _, _ in timers}
+    for _, timer, seconds in timers:
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _captured(errors: str = "strict") -> io.TextIOWrapper:
-    """A stream that encodes what is printed, as a terminal's does."""
-    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
-
-
-def _text(stream: io.TextIOWrapper) -> str:
-    buffer = stream.buffer
-    assert isinstance(buffer, io.BytesIO)
-    return buffer.getvalue().decode("utf-8", "replace")
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Let this process and its children allocate at most this many bytes of address space."""
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+        for number, timer, _ in timers:
+            signal.setitimer(timer, 0)
+            signal.signal(number, previous[number])

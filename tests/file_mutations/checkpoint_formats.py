@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from file_mutations.attempts import Command, call, command
-from file_mutations.formats import JOB, JOB_FILES, Format, content_of
+from file_mutations.formats import DRY_RUN, JOB, JOB_FILES, Format, content_of
 
 MANIFEST = "manifest.json"
 RUN, MODEL = "run", "base"
@@ -97,28 +98,20 @@ def checkpoint_formats(runs: Mapping[str, Path], model: Path) -> list[Format]:
     ]
 
 
-EXPORTED_FILES = ("safetensors index", "safetensors shard", "fingerprint.json", "tokenizer files", "chat template")
-
-
 def exported_formats(folder: Path) -> list[Format]:
-    """Return the files of a model that was exported in several shards: those of `EXPORTED_FILES`, in this order."""
-    seed = files_below(folder, "exported")
-    train = ("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--")
-    job = command(*train, "--model_name_or_path", "exported", *JOB[2:])
-    seeds = [{**JOB_FILES, **seed}]
-    verify = checkpoint("verify", "exported")
+    """Return the files of a model that was exported in several shards."""
+    seeds = [{**JOB_FILES, **files_below(folder, "exported")}]
+    job = command(*DRY_RUN, "--model_name_or_path", "exported", *JOB[2:])
+    verify, tokenized = checkpoint("verify", "exported"), call(tokenize)
     return [
-        Format(name="safetensors index", seeds=seeds, mutated=["*.index.json"], commands=[verify, job], share=5),
-        Format(name="safetensors shard", seeds=seeds, mutated=["exported/*.safetensors"], commands=[verify], share=5),
-        Format(name="fingerprint.json", seeds=seeds, mutated=["fingerprint.json"], commands=[verify], share=3),
-        Format(
-            name="tokenizer files",
-            seeds=seeds,
-            mutated=["tokenizer_config.json", "tokenizer.json"],
-            commands=[call(tokenize)],
-            share=3,
-        ),
-        Format(name="chat template", seeds=seeds, mutated=["chat_template.jinja"], commands=[call(tokenize)], share=8),
+        Format(name=name, seeds=seeds, mutated=mutated, commands=commands, share=share)
+        for name, mutated, commands, share in (
+            ("safetensors index", ["*.index.json"], [verify, job], 5),
+            ("safetensors shard", ["exported/*.safetensors"], [verify], 5),
+            ("fingerprint.json", ["fingerprint.json"], [verify], 3),
+            ("tokenizer files", ["tokenizer_config.json", "tokenizer.json"], [tokenized], 3),
+            ("chat template", ["chat_template.jinja"], [tokenized], 8),
+        )
     ]
 
 
@@ -139,53 +132,42 @@ def tokenize() -> None:
 
 def run_format(run: Path) -> Format:
     """Return the files of a run folder: what a comparison, a resumed run and a diagnosis read of it."""
-    seed = files_below(run, RUN, leave_out=("checkpoint-*/*", "*.safetensors", "tokenizer*", "*.lock"))
-    resumed = [*JOB[:4], "--max_steps", "8", "--output_dir", RUN, "--resume_from_checkpoint", "latest"]
-    train = ("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--")
-    dry_runs = [
-        command(*train, *JOB[:4], "--output_dir", RUN, "--overwrite_output_dir", "true"),
-        command(*train, *resumed),
-    ]
-    records = ["run/run.json", "attestation.json", "rank*.jsonl", "failure.json", "rank*.heartbeat"]
-    failure = {
-        "kind": "failed",
-        "phase": "load",
-        "step": 0,
-        "rank": 1,
-        "message": "no",
-        "hint": None,
-        "peak_bytes": None,
-    }
-    finished = {**JOB_FILES, **seed, f"{RUN}/failure.json": json.dumps(failure).encode()}
+    leave_out = ("checkpoint-*/*", "*.safetensors", "tokenizer*", "*.lock")
+    nothing = dict.fromkeys(("hint", "peak_bytes"))
+    failure = {"kind": "failed", "phase": "load", "step": 0, "rank": 1, "message": "no", **nothing}
+    files = {**JOB_FILES, **files_below(run, RUN, leave_out=leave_out)}
+    finished = {**files, f"{RUN}/failure.json": json.dumps(failure).encode()}
     interrupted = json.loads((run / "run.json").read_text()) | {"status": "interrupted"}
+    again = (*DRY_RUN, *JOB[:4], "--output_dir", RUN)
     return Format(
         name="run folder",
         seeds=[finished, {**finished, f"{RUN}/run.json": json.dumps(interrupted).encode()}],
-        mutated=records,
-        commands=[call(read_run), call(read_pulses), *dry_runs],
+        mutated=["run/run.json", "attestation.json", "rank*.jsonl", "failure.json", "rank*.heartbeat"],
+        commands=[
+            call(read_run),
+            call(read_pulses),
+            command(*again, "--overwrite_output_dir", "true"),
+            command(*again, "--max_steps", "8", "--resume_from_checkpoint", "latest"),
+        ],
     )
 
 
-def read_run() -> int:
+def read_run() -> None:
     """read_run_record on the run folder run"""
+    from toolkit.compare.ledger import read_run_record
     from toolkit.compare.rows import RowKey, Trial
-    from toolkit.compare.run_record import read_run_record
     from toolkit.record.folder import RunFolder
 
     trial = Trial(row=RowKey(preset="ddp", world_size=2), repeat=0)
     record = read_run_record(trial, RunFolder(Path(RUN)), Path(), untimed_steps=2, position=0)
     record.model_dump_json()
-    return 0
 
 
-def read_pulses() -> int:
+def read_pulses() -> None:
     """read_heartbeats on run/ranks, without a signal to any process"""
-    import time
-
     from toolkit.record.heartbeat import read_heartbeats, stalled_seconds, suspects, unresponsive_reason
 
     heartbeats, now = read_heartbeats(Path(RUN) / "ranks"), time.time()
     reasons = {pulse.rank: why for pulse in heartbeats if (why := unresponsive_reason(pulse, now=now))}
     suspects(heartbeats, unresponsive=reasons, stacks={})
     stalled_seconds(heartbeats, now=now)
-    return 0

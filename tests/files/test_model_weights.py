@@ -36,13 +36,8 @@ def test_the_librarys_own_file_is_read(tmp_path: Path) -> None:
     [
         ({"a": TENSOR}, {"data": 23}),
         ({"a": TENSOR}, {"length": 2**63}),
-        ({"a": TENSOR | {"dtype": "F33"}}, {}),
-        ({"a": TENSOR | {"shape": [-2, -3]}}, {}),
         ({"a": TENSOR | {"shape": [2**64 - 1] * 5_000}}, {}),
-        ({"a": TENSOR, "b": TENSOR}, {}),
         ({"a" * 100_000: 5}, {}),
-        (b'{"a":' * 100_000, {}),
-        (b"\xff\xfe{}", {}),
         (b"", {"data": 0}),
     ],
     ids=lambda value: str(value)[:40],

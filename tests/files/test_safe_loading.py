@@ -163,15 +163,6 @@ def test_what_libraries_write_is_accepted(tmp_path: Path) -> None:
 # -- What runs of every engine have written
 
 
-def newest(folder: Path) -> Path:
-    return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def pickles_of(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.suffix in PICKLE_SUFFIXES or path.name == DCP_METADATA]
-    return sorted(path for path in found if path.name not in NEVER_LOADED)
-
-
 def plant(path: Path, content: Calls) -> None:
     """Put a payload into a pickle, in the format that the file has."""
     if path.name == DCP_METADATA:
@@ -187,8 +178,9 @@ def plant(path: Path, content: Calls) -> None:
 def test_a_planted_payload_is_refused_by_file_and_name_and_never_runs(
     case: str, saved_runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    source = newest(saved_runs[case])
-    for number, original in enumerate(pickles_of(source)):
+    source = max(saved_runs[case].glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    pickles = [path for path in source.rglob("*") if path.suffix in PICKLE_SUFFIXES or path.name == DCP_METADATA]
+    for number, original in enumerate(sorted(path for path in pickles if path.name not in NEVER_LOADED)):
         copy = tmp_path / str(number) / source.name
         shutil.copytree(source, copy)
         planted = copy / original.relative_to(source)

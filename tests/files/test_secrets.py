@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from toolkit.files.secrets import (
     is_secret_name,
     refuse_hidden,
     remember_secrets,
-    restore_secrets,
     separate_secrets,
 )
 from toolkit.job.argument_reading import argument_types
@@ -68,13 +68,10 @@ def test_a_secret_is_known_by_its_name_and_an_ordinary_name_is_none() -> None:
     assert [name for name in argument_types() if is_secret_name(name)] == ["hub_token"]
 
 
-@pytest.mark.parametrize("around", ["it's {}.", "Authorization: Bearer {}", "x={}&y", "https://me:{}@hub.example/a"])
-def test_a_secret_is_known_by_its_shape(around: str) -> None:
-    hidden = "https://***@hub.example/a" if "://" in around else around.format("***")
-    assert {hide_secrets(around.format(text)) for text in SHAPES.split()} == {hidden}
-
-
-def test_ordinary_text_is_kept() -> None:
+def test_a_secret_is_known_by_its_shape_and_ordinary_text_is_kept() -> None:
+    for around in ("it's {}.", "Authorization: Bearer {}", "x={}&y"):
+        assert {hide_secrets(around.format(text)) for text in SHAPES.split()} == {around.format("***")}
+    assert hide_secrets("https://me:password@hub.example/a") == "https://***@hub.example/a"
     assert hide_secrets(ORDINARY_TEXTS) == ORDINARY_TEXTS
 
 
@@ -119,15 +116,6 @@ def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_
     assert json.loads(launch.environment[SECRETS_VARIABLE]) == {"1": PLAIN, "3": TOKEN}
 
 
-def test_a_process_gets_the_words_that_its_launcher_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["config.yaml", "--hub_token", PLAIN, f"--run_name={TOKEN}", "--max_steps", "8"]
-    shown, added = separate_secrets(words)
-    for name, value in added.items():
-        monkeypatch.setenv(name, value)
-    assert restore_secrets([*shown, "--resume_from_checkpoint", "latest"])[: len(words)] == words
-    assert restore_secrets(words) == words  # from no variable: it is not inherited
-
-
 def test_a_rank_trains_with_the_token_that_the_launcher_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +128,7 @@ def test_a_rank_trains_with_the_token_that_the_launcher_was_given(
     arguments = parse_args(shown, LaunchContext(preset=None, world_size=None))
     assert arguments.training.hub_token == PLAIN
     assert list(arguments.argv) == [*words[:-1], "***"]
+    assert SECRETS_VARIABLE not in os.environ  # no process inherits it
 
 
 def test_no_secret_reaches_the_log_or_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,43 +190,31 @@ YAML_TOKEN = "staple-in-a-file"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
-    """A run with checkpoints and a comparison, with tokens on the command line and in the training file; `printed`."""
-    found = tmp_path_factory.mktemp("secrets") / "out"
-    found.mkdir()
-    (found.parent / "printed").write_text("")
-    rows = "\n".join(faq_alpaca.read_text().splitlines()[:20]) + "\n"
-    (found.parent / "rows.jsonl").write_text(rows)
-    job = {"hub_token": YAML_TOKEN, "model_name_or_path": tiny_model, "dataset": found.parent / "rows.jsonl"}
+    """A folder with rows, and a job whose training file has a token."""
+    found = tmp_path_factory.mktemp("secrets")
+    (found / "rows.jsonl").write_text("\n".join(faq_alpaca.read_text().splitlines()[:20]) + "\n")
+    job = {"hub_token": YAML_TOKEN, "model_name_or_path": tiny_model, "dataset": found / "rows.jsonl"}
     job |= {"max_seq_length": 64, "per_device_train_batch_size": 2}
-    (found.parent / "job.yaml").write_text("".join(f"{name}: {value}\n" for name, value in job.items()))
+    (found / "job.yaml").write_text("".join(f"{name}: {value}\n" for name, value in job.items()))
     return found
 
 
-def run(folder: Path, *words: str) -> str:
-    """Run a command whose words have the tokens, and collect what it printed."""
+def run(folder: Path, *words: str) -> None:
+    """Run a command whose words have the tokens: they are nowhere in what it prints and writes."""
     ended = toolkit(*words, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    with (folder.parent / "printed").open("a") as file:
-        file.write(ended.stdout + ended.stderr)
-    return ended.stdout + ended.stderr
-
-
-def assert_no_secret(folder: Path) -> None:
-    files = [path for path in folder.parent.rglob("*") if path.is_file() and path.name != "job.yaml"]
+    (folder / "printed").write_text(ended.stdout + ended.stderr)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "job.yaml"]
     for secret in (TOKEN, PLAIN, YAML_TOKEN):
         assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
 
 
 @pytest.mark.launch
 def test_a_run_publishes_no_token(folder: Path) -> None:
-    run(
-        folder,
-        *("train", "--preset", "ddp", "--cpu", "--num-processes", "2", "--", str(folder.parent / "job.yaml")),
-        *("--hub_token", PLAIN, "--run_name", TOKEN, "--max_steps", "2", "--save_steps", "1", "--output_dir", "run"),
-    )
+    words = ["job.yaml", "--hub_token", PLAIN, "--run_name", TOKEN, "--max_steps", "2", "--save_steps", "1"]
+    run(folder, "train", "--preset", "ddp", "--cpu", "--num-processes", "2", "--", *words, "--output_dir", "run")
     assert (folder / "run" / "checkpoint-2" / "training_args.bin").is_file()
     assert "'--hub_token', '***'" in str(json.loads((folder / "run" / "run.json").read_text())["training_arguments"])
-    assert_no_secret(folder)
 
 
 @pytest.mark.nightly
@@ -245,16 +222,13 @@ def test_a_run_publishes_no_token(folder: Path) -> None:
 def test_a_comparison_publishes_no_token_and_is_resumed_with_another(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["compare", "--variant", f"named=ddp --run_name {TOKEN}", "--cpu", "--num-processes"]
-    command += ["2", "--repeats", "1", "--untimed-steps", "1", "--output-dir", "cmp", "--resume", "--"]
-    command += [str(folder.parent / "job.yaml"), "--max_steps", "3", "--hub_token"]
-    run(folder, *command, PLAIN)
+    words = ["compare", "--variant", f"named=ddp --run_name {TOKEN}", "--cpu", "--num-processes", "2", "--repeats", "1"]
+    words += ["--untimed-steps", "1", "--output-dir", "cmp", "--resume", "--", "job.yaml", "--max_steps", "3"]
+    run(folder, *words, "--hub_token", PLAIN)
     results = json.loads((folder / "cmp" / "results.json").read_text())
     assert results["job"]["training_arguments"][-2:] == ["--hub_token", "***"]
     assert [row["status"] for row in results["rows"]] == ["completed"]
     monkeypatch.chdir(folder)
-    code, out, err = command_line.run_command([*command, "another-token"], capsys)
+    code, _, err = command_line.run_command([*words, "--hub_token", "another-token"], capsys)
     assert code == 0
     assert "already in the ledger" in err
-    (folder.parent / "printed").write_text((folder.parent / "printed").read_text() + out + err)
-    assert_no_secret(folder)

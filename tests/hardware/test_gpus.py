@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.hardware.gpus import THROTTLES, Nvml, read_gpu_row, visible_gpus
+from toolkit.hardware.gpus import Nvml, read_gpu_row, visible_gpus
 
 
 def test_a_line_of_nvidia_smi_describes_one_gpu() -> None:
@@ -45,7 +45,3 @@ def test_no_gpu_is_visible_where_none_is_installed() -> None:
 def test_without_nvml_every_reading_is_unknown() -> None:
     nvml = Nvml("no-such-uuid")
     assert (nvml.process_bytes(1), nvml.energy_joules(), nvml.throttle_reasons()) == (None, None, None)
-
-
-def test_idle_and_user_set_clocks_are_not_throttling() -> None:
-    assert not THROTTLES.keys() & {0x1, 0x2, 0x10}  # idle, clocks set by the user, synchronised boost

@@ -18,34 +18,31 @@ from toolkit.models.attention import (
 H100, A100, T4 = (9, 0), (8, 0), (7, 5)
 
 
-def chosen(
-    monkeypatch: pytest.MonkeyPatch, model: ModelAttention | None, *installed: str, half: bool = True, gpu: Any = A100
-) -> str | None:
-    monkeypatch.setattr(attention, "is_importable", lambda module: module in installed)
-    return packed_attention(model, capability=gpu, half_precision=half)
-
-
 def known(model_type: str, **config: Any) -> ModelAttention:
     found = read_model_attention({"model_type": model_type, **config})
     assert found is not None
     return found
 
 
-def test_packed_rows_get_the_newest_installed_flash_attention_that_the_gpu_runs(
-    monkeypatch: pytest.MonkeyPatch,
+BOTH = ("flash_attn", "flash_attn_interface")
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "half", "function"),
+    [
+        (BOTH, H100, True, "flash_attention_3"),
+        (BOTH, A100, True, "flash_attention_2"),
+        (BOTH, T4, True, "sdpa_varlen"),
+        (BOTH, None, True, "sdpa_varlen"),
+        (BOTH, A100, False, "sdpa_varlen"),
+        (("kernels",), A100, True, "sdpa_varlen"),  # nothing is fetched from the hub
+    ],
+)
+def test_packed_rows_get_the_newest_installed_flash_attention_that_the_gpu_runs_or_the_toolkits_own(
+    installed: tuple[str, ...], gpu: Any, half: bool, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, both = known("llama"), ("flash_attn", "flash_attn_interface")
-    assert chosen(monkeypatch, model, *both, gpu=H100) == "flash_attention_3"
-    assert chosen(monkeypatch, model, *both, gpu=A100) == "flash_attention_2"
-    assert chosen(monkeypatch, model, *both, gpu=T4) == "sdpa_varlen"
-
-
-def test_without_a_package_or_a_gpu_packed_rows_get_the_toolkits_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = known("llama")
-    assert chosen(monkeypatch, model) == "sdpa_varlen"
-    assert chosen(monkeypatch, model, "flash_attn", gpu=None) == "sdpa_varlen"
-    assert chosen(monkeypatch, model, "flash_attn", half=False) == "sdpa_varlen"
-    assert chosen(monkeypatch, model, "kernels") == "sdpa_varlen"  # nothing is fetched from the hub
+    monkeypatch.setattr(attention, "is_importable", lambda module: module in installed)
+    assert packed_attention(known("llama"), capability=gpu, half_precision=half) == function
 
 
 @pytest.mark.parametrize(

@@ -56,20 +56,18 @@ def configs(folder: Path, model_type: str) -> list[Path]:
 def planned(config: Path) -> ModelShape:
     """The shape as `read_model` reads it: by formula, or as its child process counts it, without activations."""
     shape = shape_from_config(ConfigFields(json.loads(config.read_text()), str(config)))
-    if shape is not None:
-        return shape
-    return counted_tensors(built(config))
+    return counted_tensors(built(config)) if shape is None else shape
 
 
-def adapters_that_peft_makes(config: Path, targets: Any, rank: int = RANK) -> list[tuple[int, ...]]:
+def adapters_that_peft_makes(config: Path, targets: Any) -> list[tuple[int, ...]]:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(built(config), LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM"))
+    model = get_peft_model(built(config), LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM"))
     return sorted(tuple(p.shape) for p in model.parameters() if p.requires_grad)
 
 
-def planned_adapters(shape: ModelShape, targets: tuple[str, ...], rank: int = RANK) -> list[tuple[int, ...]]:
-    layers = (*(lora_layer(shape, kind, rank, targets) for kind in shape.layers), outer_lora(shape, rank, targets))
+def planned_adapters(shape: ModelShape, targets: tuple[str, ...]) -> list[tuple[int, ...]]:
+    layers = (*(lora_layer(shape, kind, RANK, targets) for kind in shape.layers), outer_lora(shape, RANK, targets))
     return sorted(tensor.shape for layer in layers for tensor in layer)
 
 
@@ -85,18 +83,12 @@ def choices_of_modules(shape: ModelShape) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_planned_tensors_are_those_that_transformers_makes(model_type: str, folders: Path) -> None:
+def test_planned_tensors_and_adapters_are_those_that_transformers_and_peft_make(model_type: str, folders: Path) -> None:
     for config in configs(folders, model_type):
         shape = planned(config)
         tensors = [tensor.shape for layer in (*shape.layers, shape.outer) for tensor in layer]
         assert sorted(tensors) == sorted(tuple(p.shape) for p in built(config).parameters())
-
-
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_planned_adapters_are_those_that_peft_makes(model_type: str, folders: Path) -> None:
-    for config in configs(folders, model_type):
-        made = adapters_that_peft_makes(config, "all-linear")
-        assert planned_adapters(planned(config), ALL_LINEAR) == made
+        assert planned_adapters(shape, ALL_LINEAR) == adapters_that_peft_makes(config, "all-linear")
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -14,6 +14,7 @@ LLAMA = {
     **{"intermediate_size": 14_336, "vocab_size": 128_256},
 }
 QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 128}
+SIX_KEYS = {**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 6}
 # Its plan is built by a call, so that its source has no literal to read.
 NOT_LITERAL = {"hrm_text"}
 
@@ -52,12 +53,7 @@ def test_all_plans_but_one_are_those_of_transformers_own_classes() -> None:
         (LLAMA, "cp", 7, None),
         (LLAMA, "sp", 16, None),  # each key-value head is then on two ranks
         (LLAMA, "sp", 3, "3 does not divide its 32 attention heads"),
-        (
-            {**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 6},
-            "sp",
-            4,
-            "4 neither divides its 6 key-value heads nor is a multiple of them",
-        ),
+        (SIX_KEYS, "sp", 4, "4 neither divides its 6 key-value heads nor is a multiple of them"),
         (QWEN3_MOE, "ep", 8, None),
         (QWEN3_MOE, "ep", 3, "3 does not divide its 128 experts"),
         ({**LLAMA, "model_type": "gpt2"}, "tp", 2, "transformers has no plan for gpt2"),
@@ -69,31 +65,27 @@ def test_a_degree_must_divide_what_it_divides(
     assert read_split(config).why_not(dimension, degree) == why
 
 
-def test_a_model_without_grouped_heads_has_as_many_key_value_heads_as_heads() -> None:
-    config = {"model_type": "llama", "num_attention_heads": 12}
-    assert read_split(config).sizes["num_key_value_heads"] == 12
-
-
-def test_the_text_part_of_a_composite_model_is_split() -> None:
-    split = read_split({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}})
-    assert (split.model_type, split.sizes["num_key_value_heads"], "tp" in split.plans) == ("gemma3_text", 8, True)
+def test_heads_are_read_of_models_without_groups_and_of_the_text_part_of_composite_ones() -> None:
+    plain = read_split({"model_type": "llama", "num_attention_heads": 12})
+    assert plain.sizes["num_key_value_heads"] == 12
+    text = read_split({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}})
+    assert (text.model_type, text.sizes["num_key_value_heads"], "tp" in text.plans) == ("gemma3_text", 8, True)
 
 
 def test_the_nearest_degree_is_the_largest_below_that_works() -> None:
-    split = read_split(LLAMA)
-    assert (split.nearest("tp", 16), split.nearest("tp", 8), split.nearest("tp", 2)) == (8, 4, None)
+    assert [read_split(LLAMA).nearest("tp", degree) for degree in (16, 8, 2)] == [8, 4, None]
+
+
+SLIDES = "its attention slides over a window, which needs a mask"
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"sliding_window": 4096}, "its attention slides over a window, which needs a mask"),
+        ({"sliding_window": 4096}, SLIDES),
         ({"sliding_window": 4096, "use_sliding_window": False}, None),
         ({"sliding_window": 4096, "layer_types": ["full_attention"]}, None),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "its attention slides over a window, which needs a mask",
-        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, SLIDES),
         ({"attention_chunk_size": 8192}, "it attends within chunks, which needs a mask"),
         ({"layer_types": ["linear_attention"]}, "its linear attention carries a state along the sequence"),
         ({"attn_logit_softcapping": 50.0}, "it caps its attention scores"),

@@ -15,7 +15,7 @@ from model_configs import small_shape
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, Tensor
-from toolkit.plan.communication import communication_bytes, step_collectives, zero3_gathers
+from toolkit.plan.communication import step_collectives, zero3_gathers
 from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
@@ -112,17 +112,8 @@ def test_four_ranks_of_tensor_and_data_parallelism_send_what_is_planned(
 
 LAYER = (Tensor(name="mlp.weight", shape=(8, 8)), Tensor(name="norm.weight", shape=(8,)))
 SMALL = ModelShape(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=8,
-    intermediate_size=8,
-    num_attention_heads=2,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=100,
-    gated_mlp=False,
-    activation="silu",
-    tied_embeddings=False,
+    **{"model_type": "llama", "num_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2},
+    **{"num_kv_heads": 2, "head_dim": 4, "vocab_size": 100, "gated_mlp": False, "tied_embeddings": False},
     layers=(LAYER, LAYER),
     outer=(Tensor(name="embed_tokens.weight", shape=(100, 8)), Tensor(name="lm_head.weight", shape=(100, 8))),
 )
@@ -137,48 +128,40 @@ def sent(setup: TrainingSetup) -> dict[str, Collective]:
     return {collective.purpose: collective for collective in step_collectives(setup)}
 
 
-def test_one_process_sends_nothing() -> None:
+ACCUMULATES_3 = {"gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("preset", "how", "purpose", "payload_bytes"),
+    [
+        ("ddp", {"gradient_accumulation_steps": 4}, "gradients", 4 * PARAMS),  # fp32, once per step
+        ("fsdp2", {}, "parameters in the forward", 2 * PARAMS),
+        ("fsdp2", {}, "parameters in the backward", 2 * (PARAMS - 800)),  # the head stays from forward to backward
+        ("fsdp2", {}, "gradients", 2 * PARAMS),
+        ("fsdp2", {"world_size": 16}, "gradients", 2 * (2 * (16 * 8 + 16) + 2 * 112 * 8)),  # padded rows
+        ("fsdp2", ACCUMULATES_3, "parameters in the forward", 3 * 2 * PARAMS),
+        ("fsdp2", ACCUMULATES_3, "gradients", 3 * 2 * PARAMS),
+        ("fsdp2", {**ACCUMULATES_3, "accumulate": "whole"}, "gradients", 2 * PARAMS),
+        ("fsdp2", {**ACCUMULATES_3, "accumulate": "whole"}, "parameters in the forward", 3 * 2 * PARAMS),
+        ("fsdp2_hybrid", {}, "gradients between replicas", 2 * PARAMS // 2),
+        # ZeRO-1 reduces once and ZeRO-2 in every step, and both parameter groups are multiples of 8 already
+        ("zero1", ACCUMULATES_3, "gradients", 2 * PARAMS),
+        ("zero2", ACCUMULATES_3, "gradients", 3 * 2 * PARAMS),
+        ("zero2", ACCUMULATES_3, "updated parameters", 2 * (1728 + 16)),
+        # one byte per weight between nodes, once per step; the rest stays: 64 elements and less
+        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "parameters in the step's first use", 1600),
+        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "gradients", 3 * (PARAMS + 16) // 2),
+        ("zeropp", {**ACCUMULATES_3, "world_size": 16}, "gradients between nodes", 3 * (PARAMS + 16) // 2 // 8),
+    ],
+)
+def test_payloads_worked_out_by_hand(preset: str, how: dict[str, Any], purpose: str, payload_bytes: int) -> None:
+    assert sent(setup_of(preset, **how))[purpose].payload_bytes == payload_bytes
+
+
+def test_one_process_sends_nothing_and_a_ring_reduces_and_gathers() -> None:
     assert step_collectives(setup_of("single", world_size=1)) == ()
-
-
-def test_ddp_sends_fp32_gradients_once_per_step() -> None:
-    (reduction,) = step_collectives(setup_of("ddp", gradient_accumulation_steps=4))
-    assert (reduction.name, reduction.payload_bytes) == ("all_reduce", 4 * PARAMS)
-    assert reduction.sent_bytes == 4 * PARAMS * 2 * 3 // 4
-
-
-def test_zero1_reduces_once_and_zero2_in_every_accumulation_step_and_neither_scatters() -> None:
-    gathered = 2 * (1728 + 16)  # both parameter groups are multiples of 8 already
-    for preset, steps in (("zero1", 1), ("zero2", 3)):
-        found = planned(setup_of(preset, gradient_accumulation_steps=3))
-        assert found == {"all_reduce": steps * 2 * PARAMS, "all_gather": gathered}
-
-
-def test_fsdp2_gathers_twice_except_the_root_unit() -> None:
-    plan = sent(setup_of("fsdp2"))
-    assert plan["parameters in the forward"].payload_bytes == plan["gradients"].payload_bytes == 2 * PARAMS
-    # the head stays from forward to backward
-    assert plan["parameters in the backward"].payload_bytes == 2 * (PARAMS - 800)
-
-
-def test_fsdp2_reduces_in_every_accumulation_step_or_in_the_last_one() -> None:
-    sharded, whole = (
-        sent(setup_of("fsdp2", gradient_accumulation_steps=3, **more)) for more in ({}, {"accumulate": "whole"})
-    )
-    assert sharded["gradients"].payload_bytes == 3 * whole["gradients"].payload_bytes == 3 * 2 * PARAMS
-    assert sharded["gradients"].calls == 3 * whole["gradients"].calls
-    assert sharded["parameters in the forward"] == whole["parameters in the forward"]
-
-
-def test_fsdp2_pads_the_first_dimension() -> None:
-    plan = sent(setup_of("fsdp2", world_size=16))
-    assert plan["gradients"].payload_bytes == 2 * (2 * (16 * 8 + 16) + 2 * 112 * 8)
-
-
-def test_a_hybrid_mesh_gathers_within_a_replica_and_reduces_shards_between() -> None:
-    between = step_collectives(setup_of("fsdp2_hybrid"))[-1]
-    assert (between.name, between.group, between.group_size) == ("all_reduce", "replicas", 2)
-    assert between.payload_bytes == 2 * PARAMS // 2
+    (reduction,) = step_collectives(setup_of("ddp"))
+    assert (reduction.name, reduction.sent_bytes) == ("all_reduce", 4 * PARAMS * 2 * 3 // 4)
 
 
 def test_zero3_gathers_a_small_model_once_and_a_large_one_again() -> None:
@@ -189,27 +172,8 @@ def test_zero3_gathers_a_small_model_once_and_a_large_one_again() -> None:
     assert again == first
     # The head is used again at once; the last layer after the head and a norm twice, 1,616 elements later.
     assert dict(zero3_gathers(setup, persistent=8, reuse=1617)[1]) == {64: 1, 800: 1}
-
-
-def test_zero3_with_activation_checkpointing_gathers_a_layer_once_more() -> None:
-    again = zero3_gathers(setup_of("zero3", activation_checkpointing=True), persistent=8, reuse=0)[1]
-    assert again[64] == 4
-
-
-def test_zeropp_sends_one_byte_per_weight_between_nodes_once_per_step() -> None:
-    plan = sent(setup_of("zeropp", world_size=16, gradient_accumulation_steps=2))
-    assert plan["parameters in the step's first use"].payload_bytes == 1600  # the rest stays: 64 elements and less
-    assert plan["gradients between nodes"].group_size == 2
-    assert plan["gradients between nodes"].payload_bytes == plan["gradients"].payload_bytes // 8
-
-
-def test_seven_billion_parameters_send_the_published_volume() -> None:
-    """7e9 parameters in bf16 on 8 GPUs, fully sharded: 3·2·7e9·7/8 = 36.75 GB a step, 61 ms at 600 GB/s."""
-    layer = (Tensor(name="mlp.weight", shape=(1_000_000, 7_000)),)
-    shape = replace(SMALL, num_layers=1, layers=(layer,), outer=())
-    sent = communication_bytes(step_collectives(setup_of("fsdp2", shape=shape, world_size=8)))
-    assert sent == 36_750_000_000
-    assert sent / 600e9 == pytest.approx(0.06125)
+    recomputed = setup_of("zero3", activation_checkpointing=True)
+    assert zero3_gathers(recomputed, persistent=8, reuse=0)[1][64] == 4  # each layer once more
 
 
 # -- split layers, experts and sequences
@@ -221,53 +185,38 @@ def split_setup(preset: str, model: str = "llama", *, world_size: int = 4, **job
     return replace(setup, mixed_precision="no")
 
 
-def test_the_backward_sums_the_input_of_every_projection_into_heads_and_mlp() -> None:
-    """Query, key, value, gate and up, and the head: counted on four CPU ranks as 22 calls in two accumulation steps."""
-    found = sent(split_setup("fsdp2_tp", tp=2, gradient_accumulation_steps=2))
-    inputs = found["gradients of the inputs of split layers"]
-    outputs = found["outputs of split layers"]
-    assert (inputs.calls, outputs.calls) == (2 * (5 * 2 + 1), 2 * (2 * 2 + 1))
-    each = 2 * 64 * 32 * 4  # tokens, hidden size, fp32
-    assert (inputs.payload_bytes, outputs.payload_bytes) == (22 * each, 10 * each)
-    assert found["logits"].payload_bytes == 2 * (2 * 64 * 288 * 4)
+TOKENS, HIDDEN, FP32 = 2 * 64, 32, 4
+PART = 9_216 + (9_280 - 64) + 64 * 2 + 32  # half of embedding and head, of two layers, and whole norms
+EXPERTS = 4 * (64 * 32 + 32 * 32)  # of the 8 experts, 4 on each rank: gate and up, and down
+KEYS = TOKENS * 2 * 2 * 8 * 2  # keys and values of both layers: 2 heads of 8, for each token of the group
 
 
-def test_activation_checkpointing_repeats_the_sums_of_the_forward() -> None:
-    once, twice = (
-        sent(split_setup("fsdp2_tp", tp=2, activation_checkpointing=checkpointing))["outputs of split layers"].calls
-        for checkpointing in (False, True)
-    )
-    assert (once, twice) == (5, 9)  # the embedding is not repeated
-
-
-def test_fsdp2_gathers_and_reduces_only_a_ranks_part_of_each_layer() -> None:
-    found = sent(split_setup("fsdp2_tp", tp=2))
-    part = 9_216 + (9_280 - 64) + 64 * 2 + 32  # half of embedding and head, of two layers, and whole norms
-    assert found["parameters in the forward"].payload_bytes == 4 * part
-    assert found["gradients"].payload_bytes == 4 * part
-    assert {found[name].group_size for name in ("gradients", "logits")} == {2}
-
-
-def test_experts_are_gathered_among_their_own_ranks() -> None:
-    found = sent(split_setup("ep", "qwen3_moe", ep=2))
-    experts = 4 * (64 * 32 + 32 * 32)  # of the 8 experts, 4 on each rank: gate and up, and down
-    assert found["experts in the forward"].payload_bytes == 4 * 2 * experts
-    assert (found["experts in the forward"].group_size, found["parameters in the forward"].group_size) == (2, 4)
-    rows = found["rows of the experts"]
-    assert rows.payload_bytes == 2 * 2 * 2 * (2 * 64 * 32 * 4) * 2  # there and back, both passes, 2 layers, top 2
-
-
-def test_ring_attention_gathers_keys_and_values_and_sends_their_fp32_gradients_round() -> None:
-    found = sent(split_setup("cp", world_size=2, cp=2))
-    keys = 2 * 64 * 2 * 16  # keys and values of both layers: 2 heads of 8, for each token of the group
-    assert found["keys and values"].payload_bytes == 2 * 2 * keys * 4
-    assert found["gradients of keys and values"].sent_bytes == 2 * keys * 4
-
-
-def test_ulysses_exchanges_heads_and_repeats_keys_that_are_too_few() -> None:
-    two, four = (sent(split_setup("ulysses", world_size=4, sp=sp))["heads of attention"].payload_bytes for sp in (2, 4))
-    assert two == 2 * 2 * 64 * (2 * 4 + 2 * 2) * 8 * 4  # both passes, both layers, a half of the tokens
-    assert four == 2 * 2 * 32 * (2 * 4 + 2 * 4) * 8 * 4
+@pytest.mark.parametrize(
+    ("preset", "model", "how", "purpose", "payload", "calls", "group_size"),
+    [
+        # query, key, value, gate and up of two layers, and the head; counted on four CPU ranks
+        ("fsdp2_tp", "llama", {"tp": 2}, "gradients of the inputs of split layers", 11 * TOKENS * HIDDEN * FP32, 11, 2),
+        ("fsdp2_tp", "llama", {"tp": 2}, "outputs of split layers", 5 * TOKENS * HIDDEN * FP32, 5, 2),
+        # the forward's sums are repeated, without the embedding's
+        ("fsdp2_tp", "llama", {"tp": 2, "activation_checkpointing": True}, "outputs of split layers", 9 * 16_384, 9, 2),
+        ("fsdp2_tp", "llama", {"tp": 2}, "logits", TOKENS * 288 * FP32, 1, 2),
+        ("fsdp2_tp", "llama", {"tp": 2}, "parameters in the forward", FP32 * PART, 3, 2),
+        ("fsdp2_tp", "llama", {"tp": 2}, "gradients", FP32 * PART, 3, 2),
+        ("ep", "qwen3_moe", {"ep": 2}, "experts in the forward", FP32 * 2 * EXPERTS, 2, 2),
+        # there and back, both passes, 2 layers, top 2
+        ("ep", "qwen3_moe", {"ep": 2}, "rows of the experts", 2 * 2 * 2 * TOKENS * HIDDEN * FP32 * 2, 8, 2),
+        ("cp", "llama", {"cp": 2}, "keys and values", 2 * KEYS * FP32, 4, 2),
+        ("cp", "llama", {"cp": 2}, "gradients of keys and values", KEYS * FP32, 4, 2),
+        # both passes, both layers, a half of the tokens; with four ranks there are too few keys
+        ("ulysses", "llama", {"sp": 2}, "heads of attention", 2 * 2 * 64 * (2 * 4 + 2 * 2) * 8 * FP32, 16, 2),
+        ("ulysses", "llama", {"sp": 4}, "heads of attention", 2 * 2 * 32 * (2 * 4 + 2 * 4) * 8 * FP32, 16, 4),
+    ],
+)
+def test_collectives_of_split_models_worked_out_by_hand(
+    preset: str, model: str, how: dict[str, Any], purpose: str, payload: int, calls: int, group_size: int
+) -> None:
+    found = sent(split_setup(preset, model, **how))[purpose]
+    assert (found.payload_bytes, found.calls, found.group_size) == (payload, calls, group_size)
 
 
 def test_groups_of_neighbours_stay_within_a_node_and_the_others_share_its_network() -> None:
@@ -275,17 +224,15 @@ def test_groups_of_neighbours_stay_within_a_node_and_the_others_share_its_networ
     setup = split_setup("fsdp2_tp", world_size=16, tp=4)
     traffic = {each.dimension: each for each in dimension_traffic(step_collectives(setup), nodes)}
     assert (traffic["tp"].crosses_nodes, traffic["dp_shard"].crosses_nodes) == (False, True)
-    whole, strided = (
-        nodes.seconds(Collective(name="all_gather", purpose="p", payload_bytes=10**9, group_size=4, stride=stride))[0]
-        for stride in (1, 4)
-    )
+    gathers = (Collective("all_gather", "p", 10**9, group_size=4, stride=stride) for stride in (1, 4))
+    whole, strided = (nodes.seconds(gather)[0] for gather in gathers)
     assert strided > 4 * whole  # four rings through each node's cards
 
 
-def test_ranks_of_one_batch_count_its_tokens_once() -> None:
-    speeds = [
-        step_time(split_setup(preset, **degrees), Interconnect(gpu=find_gpu("h100"), world_size=4))
-        for preset, degrees in (("fsdp2", {}), ("fsdp2_tp", {"tp": 2}), ("cp", {"cp": 4}))
-    ]
-    tokens = [None if speed is None else speed.tokens_per_step_per_gpu for speed in speeds]
-    assert tokens == [128, 64, 32]
+@pytest.mark.parametrize(
+    ("preset", "degrees", "tokens"), [("fsdp2", {}, 128), ("fsdp2_tp", {"tp": 2}, 64), ("cp", {"cp": 4}, 32)]
+)
+def test_ranks_of_one_batch_count_its_tokens_once(preset: str, degrees: dict[str, int], tokens: int) -> None:
+    speed = step_time(split_setup(preset, **degrees), Interconnect(gpu=find_gpu("h100"), world_size=4))
+    assert speed is not None
+    assert speed.tokens_per_step_per_gpu == tokens

@@ -76,19 +76,6 @@ def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:
     }
 
 
-def test_4_bit_weights_by_hand() -> None:
-    (layer,) = llama_8b().layer_kinds
-    weights = job_weights(llama_8b(), 16, True)
-    names = {tensor.name for tensor, _ in weights.in_4bit}
-    assert names == {tensor.name for tensor in layer if "proj" in tensor.name}
-    # q_proj: 4096 x 4096 weights in 262,144 blocks of 64, those in 1,024 of 256, and tables of 16 + 256 + 1 numbers
-    packed, scales, second, tables = 8_388_608, 262_144, 4 * 1_024, 4 * 273
-    stored = weights.num_frozen - (2 * 128_256 * 4_096 + 65 * 4_096)  # embeddings, head and norms are in bf16
-    per_element = (2 * stored + weights.constant_bytes) / num_in_4bit(weights)
-    assert per_element == pytest.approx((packed + scales + second + tables) / 4096**2, rel=1e-3)
-    assert 4 * stored == num_in_4bit(weights)  # four elements in a bf16 number
-
-
 def test_engines_that_shard_hold_their_part_of_the_packed_weights_and_all_constants() -> None:
     """A layer of 10 x 64 weights: 640 elements are 160 bf16 numbers, 10 scales, one of their own, and the tables."""
     sizes = {"hidden_size": 64, "intermediate_size": 10, "num_layers": 1, "vocab_size": 10, "head_dim": 64}

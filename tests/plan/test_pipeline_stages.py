@@ -13,7 +13,7 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_load, stage_shape
+from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, stage_shape
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
@@ -50,32 +50,20 @@ def test_the_plan_is_of_the_stage_that_needs_most() -> None:
     assert (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes) == (4 * worst, 4 * worst, 8 * worst)
 
 
-def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_stages_follow() -> None:
-    loads = {
-        schedule: [stage_load(PipelineSettings(ranks=4, schedule=schedule), rank, micro_batches=16) for rank in (0, 3)]
-        for schedule in ("gpipe", "1f1b")
-    }
-    assert [load.micro_batches_in_flight for load in loads["gpipe"]] == [16, 16]
-    assert [load.micro_batches_in_flight for load in loads["1f1b"]] == [4, 1]
-    assert [load.logits_in_flight for load in loads["gpipe"]] == [0, 15]
-    assert loads["1f1b"][0].buffered_activations == 16  # gradients only: nothing is sent to the first stage
+def test_gpipe_keeps_the_logits_of_all_micro_batches_and_the_first_stage_receives_gradients_only() -> None:
+    gpipe, one_f_one_b = (PipelineSettings(ranks=4, schedule=schedule) for schedule in ("gpipe", "1f1b"))
+    assert [StageLoad.of(gpipe, rank, micro_batches=16).logits_in_flight for rank in (0, 3)] == [0, 15]
+    assert StageLoad.of(one_f_one_b, 0, micro_batches=16).buffered_activations == 16
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        PipelineSettings(ranks=4, schedule="gpipe"),
-        PipelineSettings(ranks=4),
-        PipelineSettings(ranks=4, schedule="interleaved_1f1b", chunks=3),
-    ],
-    ids=lambda settings: settings.schedule,
-)
-def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operations(settings: PipelineSettings) -> None:
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 3)])
+def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operations(schedule: str, chunks: int) -> None:
+    settings = PipelineSettings(ranks=4, schedule=schedule, chunks=chunks)
     size = PipelineSize(stages=4, micro_batches=12, chunks=settings.chunks)
     each = ChunkTimes(forward_seconds=1.0, backward_seconds=1.5, weight_seconds=0.5)
     run = simulate(settings.schedule, size, [each] * size.num_chunks)
     assert run.makespan_seconds / run.work_seconds == pytest.approx(settings.bubble_factor(12))
-    in_flight = [stage_load(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]
+    in_flight = [StageLoad.of(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]
     assert run.peak_micro_batches == pytest.approx(in_flight)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG, toolkit
+from command_line import json_of, run_command
+from launching import LLAMA_8B_CONFIG
 from model_configs import llama_8b, small_shape
 
 from toolkit.errors import ToolkitError
@@ -20,7 +20,7 @@ from toolkit.plan.recommend import NOT_NEEDED, recommend, train_command
 from toolkit.plan.recommendation import compare_command
 from toolkit.presets import list_presets, load_preset
 
-H100 = find_gpu("h100-sxm")
+H100, MODEL = find_gpu("h100-sxm"), str(LLAMA_8B_CONFIG)
 
 
 def request(*presets: str, world_size: int = 8, **job: Any) -> PlanRequest:
@@ -34,17 +34,27 @@ def request(*presets: str, world_size: int = 8, **job: Any) -> PlanRequest:
     )
 
 
-def test_the_command_plans_a_layout_and_its_traffic_by_dimension() -> None:
-    words = ["--num-processes", "16", "--gpu", "h100", "--preset", "fsdp2_tp", "--tp", "4"]
-    done = toolkit("plan", str(LLAMA_8B_CONFIG), *words, "--per-device-train-batch-size", "1")
-    assert done.returncode == 0, done.stderr
-    assert "fsdp2_tp, 16 GPUs: dp_shard 4 x tp 4" in done.stdout
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("  ")}
+def test_the_command_plans_a_layout_and_its_traffic_by_dimension(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        str(LLAMA_8B_CONFIG),
+        "--num-processes",
+        "16",
+        "--gpu",
+        "h100",
+        "--preset",
+        "fsdp2_tp",
+        "--tp",
+        "4",
+    ]
+    code, out, _ = run_command([*words, "--per-device-train-batch-size", "1"], capsys)
+    assert code == 0
+    assert "fsdp2_tp, 16 GPUs: dp_shard 4 x tp 4" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert "between nodes" in lines["dp_shard"]
     assert "within a node" in lines["tp"]
-    assert max(map(len, done.stdout.splitlines()[1:])) <= 100  # below the heading
-    answer = json.loads(toolkit("plan", str(LLAMA_8B_CONFIG), *words, "--json").stdout)
-    [row] = answer["plans"]
+    assert max(map(len, out.splitlines()[1:])) <= 100  # below the heading
+    [row] = json_of(words, capsys)["plans"]
     assert (row["layout"]["tp"], row["layout"]["dp_shard"]) == (4, 4)
     assert [each["dimension"] for each in row["communication"]] == ["dp_shard", "tp"]
     assert sum(each["sent_bytes"] for each in row["communication"]) == row["communication_bytes_per_step"]
@@ -74,11 +84,9 @@ def test_a_degree_is_given_to_the_presets_that_have_its_dimension() -> None:
 
 
 def test_without_named_presets_those_of_the_given_degrees_are_planned_beside_data_parallelism() -> None:
-    data_parallel = {plan.preset for plan in make_plans(request())}
-    assert {"ddp", "fsdp2"} <= data_parallel
-    assert not data_parallel & {"tp", "fsdp2_tp", "hsdp_tp", "ep", "cp", "ulysses"}
-    assert {plan.preset for plan in make_plans(request(tp=2))} == data_parallel | {"tp", "fsdp2_tp", "hsdp_tp"}
-    assert {plan.preset for plan in make_plans(request(cp=2))} == data_parallel | {"cp"}
+    alone, tp, cp = ({plan.preset for plan in make_plans(request(**how))} for how in ({}, {"tp": 2}, {"cp": 2}))
+    assert {"ddp", "fsdp2"} <= alone
+    assert (tp - alone, cp - alone) == ({"tp", "fsdp2_tp", "hsdp_tp"}, {"cp"})
 
 
 def test_what_has_no_figures_is_refused_rather_than_planned() -> None:
@@ -107,18 +115,14 @@ def test_where_data_parallelism_fits_split_presets_are_not_considered() -> None:
 def test_a_sequence_too_long_for_one_gpu_is_divided_and_the_command_has_the_degree() -> None:
     presets = [preset for preset in list_presets() if preset.offload_optimizer is None]
     long = asked(length=131_072, memory_gib=60)
-    found = recommend(long, presets)
-    degrees = found.choice.job.degrees
-    assert found.choice.preset.name in ("cp", "ulysses")
-    assert found.choice.fits
-    command = train_command(found.choice, long, "model")
-    (name, degree) = next(iter(degrees.items()))
-    assert command.split(" -- ")[1].count(f"--{name} {degree}") == 1
-    groups = 8 // degree
-    job = found.choice.job
-    assert job.per_device_train_batch_size * job.gradient_accumulation_steps * groups == long.global_batch_size
-    assert job.per_device_train_batch_size < degree  # a comparison would give the group a sequence per rank
-    assert compare_command([found.choice], long, "model") is None
+    choice = recommend(long, presets).choice
+    assert choice.preset.name in ("cp", "ulysses")
+    ((name, degree),) = choice.job.degrees.items()
+    assert train_command(choice, long, "model").split(" -- ")[1].count(f"--{name} {degree}") == 1
+    rows, steps = choice.job.per_device_train_batch_size, choice.job.gradient_accumulation_steps
+    assert rows * steps * 8 // degree == long.global_batch_size
+    assert rows < degree  # a comparison would give the group a sequence per rank
+    assert compare_command([choice], long, "model") is None
 
 
 def test_a_comparison_divides_the_batch_of_a_group_by_its_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,31 +47,24 @@ LIVE = [
 ]
 
 
-def on_cpu(preset: str, model: str, ranks: int, **job: Any) -> MemoryPlan:
-    return plan_memory(
-        small_shape(model), load_preset(preset), world_size=ranks, job=PlannedJob(**job), mixed_precision="no"
-    )
-
-
 @pytest.mark.parametrize(("preset", "model", "ranks", "job", "live"), LIVE)
 def test_planned_model_states_are_those_of_live_ranks(
     preset: str, model: str, ranks: int, job: dict[str, Any], live: tuple[int, int, int]
 ) -> None:
-    states = on_cpu(preset, model, ranks, **job).states
+    planned, chosen = PlannedJob(**job), load_preset(preset)
+    states = plan_memory(small_shape(model), chosen, world_size=ranks, job=planned, mixed_precision="no").states
     assert (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes) == live
 
 
 def on_gpus(preset: str, *, length: int, ranks: int = 8, shape: ModelShape | None = None, **job: Any) -> MemoryPlan:
-    planned = PlannedJob(
-        per_device_train_batch_size=1, max_seq_length=length, activation_checkpointing=True, loss="full", **job
-    )
+    how = {"per_device_train_batch_size": 1, "activation_checkpointing": True, "loss": "full", **job}
+    planned = PlannedJob(max_seq_length=length, **how)
     return plan_memory(shape or llama_8b(), load_preset(preset), world_size=ranks, job=planned)
 
 
 def test_logits_are_whole_where_layers_are_split_and_divided_where_sequences_are() -> None:
     def logits(preset: str, **job: Any) -> int:
-        plan = on_gpus(preset, length=32_768, **job)
-        return max(phase.logits_bytes for phase in plan.phases)
+        return max(phase.logits_bytes for phase in on_gpus(preset, length=32_768, **job).phases)
 
     whole = 12 * 32_768 * 128_256
     assert logits("fsdp2") == logits("fsdp2_tp", tp=4) == whole
@@ -79,13 +73,13 @@ def test_logits_are_whole_where_layers_are_split_and_divided_where_sequences_are
 
 def test_the_loss_is_full_where_ranks_share_a_batch_and_chunked_where_experts_are_dealt() -> None:
     def logits(preset: str, model: str, **job: Any) -> int:
-        planned = PlannedJob(per_device_train_batch_size=64, max_seq_length=64, **job)
-        plan = plan_memory(small_shape(model), load_preset(preset), world_size=4, job=planned)
+        job |= {"per_device_train_batch_size": 64, "loss": "chunked"}
+        plan = on_gpus(preset, length=64, ranks=4, shape=small_shape(model), **job)
         return max(phase.logits_bytes for phase in plan.phases)
 
-    tokens = 64 * 64
-    assert logits("fsdp2_tp", "llama", tp=2) == 12 * tokens * 288
-    assert logits("ep", "qwen3_moe", ep=2) < 12 * tokens * 288 / 2
+    full = 12 * 64 * 64 * 288
+    assert logits("fsdp2_tp", "llama", tp=2) == full
+    assert logits("ep", "qwen3_moe", ep=2) < full / 2
 
 
 # --- torchtitan, Llama 3.1 8B on 8 H100 of 96 GB: FSDP × CP, full activation checkpointing, one sequence per group,
@@ -93,15 +87,15 @@ def test_the_loss_is_full_where_ranks_share_a_batch_and_chunked_where_experts_ar
 TORCHTITAN = [(1, 32_768, 3890, 83.9), (2, 65_536, 2540, 84.2), (4, 131_072, 1071, 84.0), (8, 262_144, 548, 84.5)]
 
 
-def titan_job(cp: int) -> tuple[str, dict[str, int]]:
-    return ("cp", {"cp": cp}) if cp > 1 else ("fsdp2", {})
+def titan_job(cp: int, length: int) -> tuple[str, PlannedJob]:
+    job = PlannedJob(per_device_train_batch_size=1, max_seq_length=length, activation_checkpointing=True, loss="full")
+    return ("cp", replace(job, cp=cp)) if cp > 1 else ("fsdp2", job)
 
 
 def test_torchtitans_peaks_stay_flat_as_context_and_ranks_grow_together() -> None:
-    peaks = []
-    for cp, length, _, _ in TORCHTITAN:
-        preset, degrees = titan_job(cp)
-        peaks.append(on_gpus(preset, length=length, **degrees).planned_peak_bytes / GIB)
+    jobs = [titan_job(cp, length) for cp, length, _, _ in TORCHTITAN]
+    plans = [plan_memory(llama_8b(), load_preset(preset), world_size=8, job=job) for preset, job in jobs]
+    peaks = [plan.planned_peak_bytes / GIB for plan in plans]
     assert max(peaks) < 1.02 * min(peaks)  # measured: 83.9 to 84.5 GiB
     assert peaks == [pytest.approx(gib, rel=0.15) for *_, gib in TORCHTITAN]  # the margin of a verdict
 
@@ -109,14 +103,7 @@ def test_torchtitans_peaks_stay_flat_as_context_and_ranks_grow_together() -> Non
 def test_torchtitans_speeds_are_inside_the_planned_ranges() -> None:
     ranges = []
     for cp, length, measured, _ in TORCHTITAN:
-        preset, degrees = titan_job(cp)
-        job = PlannedJob(
-            per_device_train_batch_size=1,
-            max_seq_length=length,
-            activation_checkpointing=True,
-            loss="full",
-            **degrees,  # type: ignore[arg-type]
-        )
+        preset, job = titan_job(cp, length)
         setup = TrainingSetup(shape=llama_8b(), preset=load_preset(preset), world_size=8, job=job)
         speed = step_time(setup, Interconnect(gpu=find_gpu("h100"), world_size=8))
         assert speed is not None

@@ -38,10 +38,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_folder_with_trained_steps_is_refused_and_nothing_in_it_changes(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out")
     before = contents(folder.path)
-    with pytest.raises(ToolkitError, match="holds a run that has trained 3 steps") as refused:
+    with pytest.raises(ToolkitError, match=r"trained 3 steps\n.*--resume_from_checkpoint latest.*overwrite_output_dir"):
         start_attempt(folder)
-    assert "--resume_from_checkpoint latest" in str(refused.value.hint)
-    assert "--overwrite_output_dir true" in str(refused.value.hint)
     assert contents(folder.path) == before
     for rank in range(2):  # a checkpoint alone is a trained run
         folder.rank_rows(rank).unlink()
@@ -64,28 +62,22 @@ def test_a_resumed_run_keeps_rows_checkpoints_log_and_profile(tmp_path: Path) ->
 def test_a_run_that_is_given_up_leaves_only_what_is_not_its_own(status: str, tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out", status=status)
     start_attempt(folder, "overwrite")
-    assert contents(folder.path) == {
-        "notes.txt": b"mine",
-        "run.json": folder.run_json.read_bytes(),
-    }
+    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
     assert folder.read_run() == {"schema_version": 1, "attempt": 2, "status": "running"}
 
 
-def test_an_unfinished_run_without_a_checkpoint_starts_over_where_it_is_to_resume(tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out")
-    shutil.rmtree(folder.path / "checkpoint-2")
-    start_attempt(folder, reuse_of(continues=False, resumes=True, overwrite=False))
-    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
-
-
-def test_a_finished_run_is_refused_also_where_another_is_to_resume_it_without_a_checkpoint(tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", status="completed")
-    shutil.rmtree(folder.path / "checkpoint-2")
-    before = contents(folder.path)
+def test_without_a_checkpoint_an_unfinished_run_starts_over_and_a_finished_one_is_refused(tmp_path: Path) -> None:
+    finished = earlier_run(tmp_path / "finished", status="completed")
+    shutil.rmtree(finished.path / "checkpoint-2")
+    before = contents(finished.path)
     for resumes in (False, True):
         with pytest.raises(ToolkitError, match="already holds a finished run"):
-            start_attempt(folder, reuse_of(continues=False, resumes=resumes, overwrite=False))
-    assert contents(folder.path) == before
+            start_attempt(finished, reuse_of(continues=False, resumes=resumes, overwrite=False))
+    assert contents(finished.path) == before
+    unfinished = earlier_run(tmp_path / "out")
+    shutil.rmtree(unfinished.path / "checkpoint-2")
+    start_attempt(unfinished, reuse_of(continues=False, resumes=True, overwrite=False))
+    assert sorted(contents(unfinished.path)) == ["notes.txt", "run.json"]
 
 
 def test_a_folder_in_which_nothing_was_trained_is_used_again_also_with_a_damaged_run_json(tmp_path: Path) -> None:

@@ -47,28 +47,20 @@ DAMAGES = [
 
 def test_a_saved_checkpoint_is_complete_and_lists_every_file(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(save(tmp_path, 8))
-    assert checkpoint.problem(deep=True) is None
-    assert checkpoint.step == 8
-    assert checkpoint.bytes == 8 * (7 + 5)
+    assert (checkpoint.problem(deep=True), checkpoint.step, checkpoint.bytes) == (None, 8, 8 * (7 + 5))
     assert checkpoint.manifest is not None
     assert [entry.path for entry in checkpoint.manifest.files] == ["model.safetensors", "shards/0.distcp"]
 
 
 @pytest.mark.parametrize(("name", "change", "problem"), DAMAGES)
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
-    name: str,
-    change: Callable[[bytes], bytes] | None,
-    problem: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, change: Callable[[bytes], bytes] | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, damaged = save(tmp_path, 4), save(tmp_path, 8)
     content = (damaged / name).read_bytes()
     (damaged / name).unlink() if change is None else (damaged / name).write_bytes(change(content))
     assert str(read_checkpoint(damaged).problem(deep=True)).startswith(problem)
-    found = latest_complete(tmp_path)
-    assert found is not None
-    assert found.path == before
+    assert latest_complete(tmp_path) == read_checkpoint(before)
     assert f"skipped {damaged}: {problem}" in capsys.readouterr().err
     with pytest.raises(ToolkitError, match="checkpoint-8 cannot be used: ") as refused:
         read_complete_checkpoint(damaged)
@@ -87,20 +79,15 @@ def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         read_complete_checkpoint(tmp_path / "checkpoint-3")
 
 
-def test_checkpoints_are_listed_newest_first_by_number(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_newest_first_and_an_unfinished_save_is_removed(tmp_path: Path) -> None:
     for step in (8, 10, 9):
         save(tmp_path, step)
     (tmp_path / "checkpoint-best").mkdir()
+    shutil.copytree(tmp_path / "checkpoint-8", saving_folder(tmp_path, 11))
     assert list_checkpoints(tmp_path / "none") == []
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [10, 9, 8]
-
-
-def test_an_unfinished_save_is_not_a_checkpoint_and_is_removed(tmp_path: Path) -> None:
-    whole = save(tmp_path, 4)
-    shutil.copytree(whole, saving_folder(tmp_path, 8))
-    assert [checkpoint.path for checkpoint in list_checkpoints(tmp_path)] == [whole]
-    assert remove_unfinished(tmp_path) == [saving_folder(tmp_path, 8)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4"]
+    assert remove_unfinished(tmp_path) == [saving_folder(tmp_path, 11)]
+    assert sorted(path.name[11:] for path in tmp_path.iterdir()) == ["10", "8", "9", "best"]
 
 
 def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from toolkit.record.measurements import (
     grad_norm,
     measure,
     percentile,
-    read_rows,
     read_steps,
 )
 
@@ -31,19 +30,9 @@ def test_a_percentile_is_the_smallest_value_that_covers_the_share(count: int, sh
 
 def row(rank: int, **measured: Any) -> StepRow:
     facts = {
-        "step": 1,
-        "rank": rank,
-        "seconds": 1.0,
-        "cpu_seconds": 2.0,
-        "tokens": 100,
-        "non_padding_tokens": 80,
-        "supervised_tokens": 40,
-        "loss": 2.0,
-        "grad_norm": None,
-        "peak_allocated_bytes": None,
-        "peak_reserved_bytes": None,
-        "peak_host_bytes": 1000,
-        "batch_sha256": f"batch of {rank}",
+        **{"step": 1, "rank": rank, "seconds": 1.0, "cpu_seconds": 2.0, "loss": 1.0, "grad_norm": None},
+        **{"tokens": 100, "non_padding_tokens": 80, "supervised_tokens": 40, "batch_sha256": f"batch of {rank}"},
+        **{"peak_allocated_bytes": None, "peak_reserved_bytes": None, "peak_host_bytes": 1000},
     }
     return StepRow.model_validate(facts | measured)
 
@@ -74,11 +63,8 @@ def test_losses_are_means_over_ranks_padding_is_a_share_and_peaks_are_maxima() -
     assert measured.padding_fraction == 0.25  # 70 and 80 of 100 tokens
     assert (measured.peak_allocated_bytes, measured.peak_host_bytes, measured.peak_rank) == (7, 901, 1)
     assert (measured.peak_driver_bytes, measured.allocator_retries) == (7, 2)
-
-
-def test_on_a_cpu_the_peak_rank_is_the_one_with_the_largest_resident_set() -> None:
-    measured = measure([[row(0, peak_host_bytes=10), row(1, peak_host_bytes=20)]], untimed_steps=0)
-    assert (measured.peak_allocated_bytes, measured.peak_host_bytes, measured.peak_rank) == (None, 20, 1)
+    on_cpu = measure([[row(0, peak_host_bytes=10), row(1, peak_host_bytes=20)]], untimed_steps=0)
+    assert (on_cpu.peak_allocated_bytes, on_cpu.peak_host_bytes, on_cpu.peak_rank) == (None, 20, 1)
 
 
 def reading(at: float, joules: float | None, *reasons: str) -> dict[str, Any]:
@@ -114,12 +100,6 @@ def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     assert measure([[row(0)]], untimed_steps=0).memory_by_phase is None
 
 
-def test_a_run_without_steps_has_no_speed_and_no_peak() -> None:
-    measured = measure([], untimed_steps=2)
-    assert (measured.losses, measured.tokens_per_second, measured.peak_rank) == ((), None, None)
-    assert (measured.step_seconds_median, measured.step_seconds_p90, measured.padding_fraction) == (None, None, None)
-
-
 @pytest.mark.parametrize(
     ("ranks", "norm"),
     [
@@ -132,13 +112,6 @@ def test_a_run_without_steps_has_no_speed_and_no_peak() -> None:
 )
 def test_gradient_norms_of_shards_add_up_as_squares(ranks: list[dict[str, Any]], norm: float | None) -> None:
     assert grad_norm([row(rank, **norms) for rank, norms in enumerate(ranks)]) == norm
-
-
-def test_an_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "rank0.jsonl"
-    rows = [row(0, step=step) for step in (1, 2)]
-    path.write_text("".join(found.model_dump_json() + "\n" for found in rows) + '{"step": 3, "loss"')
-    assert read_rows(path) == rows
 
 
 def test_steps_are_those_that_all_ranks_completed_and_a_run_that_lost_a_rank_has_both_sizes(tmp_path: Path) -> None:
@@ -155,15 +128,17 @@ def test_steps_are_those_that_all_ranks_completed_and_a_run_that_lost_a_rank_has
     assert (len(measured.losses), measured.rank_skew, measured.energy_joules) == (3, 2.0, None)
 
 
-def test_profiled_steps_are_not_timed() -> None:
+def test_profiled_steps_are_not_timed_and_a_run_without_steps_has_no_speed() -> None:
     steps = [[row(0)], [row(0, seconds=99.0, profiled=True)], [row(0)]]
-    measured = measure(steps, untimed_steps=1)
+    measured, nothing = measure(steps, untimed_steps=1), measure([], untimed_steps=2)
     assert (len(measured.losses), measured.timed_steps, measured.tokens_per_second) == (3, 1, 100)
+    assert (nothing.losses, nothing.tokens_per_second, nothing.step_seconds_p90) == ((), None, None)
+    assert (nothing.peak_rank, nothing.padding_fraction) == (None, None)
 
 
 def test_rows_before_a_damaged_line_are_kept_where_a_run_resumes(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnothing\n{"step": 1}\n')
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnothing\n{"step": 1}\n{"step"')
     assert [dropped["step"] for dropped in drop_rows_after(path, 2)] == [3]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     drop_rows_after(tmp_path / "rank1.jsonl", 2)

@@ -23,10 +23,9 @@ from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json
+from toolkit.files.documents import TOKENIZER, read_json
 from toolkit.files.model_weights import SavedTensor
 from toolkit.files.reading import open_file
-from toolkit.files.value_limits import TOKENIZER
 from toolkit.hardware.disks import check_free_space, existing_folder
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.build_results import at_price, build_results
-from toolkit.compare.comparison_report import console_table, write_report
+from toolkit.compare.comparison_report import console_table, summary_sentence, write_report
 from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions
 from toolkit.compare.predictions import dry_run_text
@@ -18,7 +18,6 @@ from toolkit.compare.results import RESULTS_FILE, Results, load_results, results
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches, stderr_console
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
-from toolkit.compare.summary import summary_sentence
 from toolkit.compare.two_comparisons import before_and_after
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
@@ -31,7 +30,7 @@ from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals
-from toolkit.report.tables import one_line, rich_table
+from toolkit.report.rendering import one_line, rich_table
 
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
 

@@ -1,4 +1,4 @@
-"""The ledger: one JSON line per finished run of a comparison, on disk before the next run starts.
+"""The ledger: one JSON line per finished run of a comparison, read from its run folder before the next run starts.
 
 Killed at any byte it can be read again: a last line that was cut off is dropped, and its run is repeated. Any other
 line that is no record is an error; nothing is left out silently. A record knows which row it belongs to, and whether it
@@ -9,24 +9,43 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, Trial
+from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import complete_bytes, read_json_lines
-from toolkit.files.value_limits import explain, shown
+from toolkit.files.documents import complete_bytes, explain, read_json_lines, shown
+from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
+from toolkit.record import status
 from toolkit.record.columns import PositiveCount
-from toolkit.record.folder import lock_file
+from toolkit.record.folder import RunFolder, lock_file
+from toolkit.record.measurements import measure, read_steps
+from toolkit.record.run_files import (
+    AttestedRank,
+    Profile,
+    RecordedAttestation,
+    RecordedFailure,
+    RecordedRun,
+    damaged_hint,
+    read_run,
+    read_run_file,
+)
 
 LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
 DAMAGED_LINE = "move the line to another file, and `--resume` repeats its run or reads it from its run folder"
 SideRunKind = Literal["profile", "save"]
+# What the training script understood, defaults included; every other fact of a problem is attested by each rank.
+SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
+COMPUTED = ("layout", "ranks", "expected_masters")
+ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
+OF_FIRST_RANK = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
+# Of the rank that holds most of each.
+MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
 
 
 class _Record(RunRecord):
@@ -104,11 +123,22 @@ def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[TrialRec
     return sorted(found, key=lambda trial: trial.repeat)
 
 
+def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRecord | None:
+    """Return another repeat of the trial's row that failed; what ran out of memory once would do so again."""
+    repeats = trials_of(records, trial.row)
+    return next((record for record in repeats if record.trial != trial.id and not record.completed), None)
+
+
 def probes_of(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[int, ProbeRecord]:
     """Return a row's probes by micro-batch, ascending."""
     found = [record for record in records.values() if isinstance(record, ProbeRecord) and record.key == row]
     sizes = {probe.per_device_train_batch_size: probe for probe in found}
     return dict(sorted(sizes.items()))
+
+
+def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
+    """Return the micro-batches that ran."""
+    return [probe.per_device_train_batch_size for probe in probes if probe.completed]
 
 
 def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRunKind) -> list[SideRunRecord]:
@@ -133,12 +163,97 @@ def comparison_lock(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRecord | None:
-    """Return another repeat of the trial's row that failed; what ran out of memory once would do so again."""
-    repeats = trials_of(records, trial.row)
-    return next((record for record in repeats if record.trial != trial.id and not record.completed), None)
+def read_run_record(
+    trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int = 0
+) -> RunRecord:
+    """Return everything that a finished run's folder shows. Raises ToolkitError for a damaged file in it."""
+    run = read_run(folder)
+    failure = read_run_file(folder.failure_json, RecordedFailure)
+    attestation = read_run_file(folder.attestation_json, RecordedAttestation)
+    measured = measure(read_steps(folder), untimed_steps=untimed_steps)
+    speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (AttestedRank(),)
+    failed_at = {"kind": run.status, "phase": failure.phase, "step": failure.step, "rank": failure.rank}
+    failed_at["measured_bytes"] = largest(
+        (failure.peak_bytes, measured.peak_allocated_bytes or measured.peak_host_bytes)
+    )
+    begun = next((when for phase, when in run.phases or () if phase == "train"), None)
+    startup = None if begun is None or run.started_unix is None else begun - run.started_unix
+    try:
+        problem = trained_problem(run, attestation)
+        return RunRecord.model_validate(
+            {
+                **dict(measured),
+                **{part: largest(getattr(rank, part) for rank in ranks) for part in MODEL_STATES},
+                **{fact: getattr(ranks[0], fact) for fact in OF_FIRST_RANK},
+                **({} if goodput is None else goodput.model_dump()),
+                "goodput_fraction": None if goodput is None else goodput.fraction,
+                "trial": trial.id,
+                "preset": trial.row.preset,
+                "world_size": trial.row.world_size,
+                "repeat": trial.repeat,
+                "position": position,
+                "status": run.status,
+                "message": failure.message,
+                "phase": failure.phase,
+                "failure": None if run.status == status.COMPLETED else failed_at,
+                "tokens_per_second_per_gpu": None if speed is None else speed / trial.row.world_size,
+                "memory_by_phase": measured.memory_by_phase or failure.memory_by_phase,
+                "layout": problem.layout if isinstance(problem.layout, str) else None,
+                "num_nodes": len(run.nodes) or None,
+                "attestation_sha256": attestation.sha256,
+                "startup_seconds": startup if startup is None or startup >= 0 else None,  # a clock was set back
+                "wall_seconds": run.wall_seconds,
+                "run_folder": str(folder.path.relative_to(comparison_folder)),
+                "command": run.command,
+                "problem": problem,
+            }
+        )
+    except ValidationError as error:
+        raise ToolkitError(f"{folder.path}: {explain(error)}", hint=damaged_hint(folder.run_json)) from None
 
 
-def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
-    """Return the micro-batches that ran."""
-    return [probe.per_device_train_batch_size for probe in probes if probe.completed]
+def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunKind]) -> SideRunRecord:
+    """Return a side run's record, with its profile and its checkpoint as far as it has them.
+
+    The timeline is of the last profiled step, each rank's start relative to the earliest rank's.
+    """
+    run = read_run(folder)
+    profile = run.profile or Profile()
+    steps, drawn = profile.steps or (), profile.timeline or ()
+    total = sum(step.step_seconds for step in steps) or None
+    saved = next((save for save in run.saves or () if save.kind == "checkpoint"), None)
+    earliest = min((rank.start_unix for rank in drawn), default=0.0)
+    ranks = [
+        rank.model_dump(exclude={"start_unix"}) | {"start_seconds": round(rank.start_unix - earliest, 6)}
+        for rank in drawn
+    ]
+    return SideRunRecord.of(
+        record,
+        kinds=kinds,
+        communication_fraction=total and sum(step.communication_seconds for step in steps) / total,
+        exposed_communication_fraction=total and sum(step.exposed_communication_seconds for step in steps) / total,
+        timeline={"step": profile.last_step, "ranks": ranks} if ranks else None,
+        save_seconds=saved and saved.seconds,
+        save_bytes=saved and saved.bytes,
+    )
+
+
+def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> TrainedProblem:
+    """Return what was trained, from what the ranks attest and from the arguments that the script understood."""
+    ranks, spec = attestation.ranks or (), run.spec or {}
+    facts: dict[str, Any] = {fact: _shared([getattr(rank, fact, None) for rank in ranks]) for fact in ATTESTED}
+    facts |= {fact: spec.get(fact) for fact in SPECIFIED}
+    masters = attestation.expected.master_dtype if attestation.expected else None
+    degrees = [rank.layout and {name: rank.layout.get(name, 1) for name in DIMENSIONS} for rank in ranks]
+    layout = _shared([None if own is None else str(ParallelLayout(**own)) for own in degrees])
+    return TrainedProblem(**facts, layout=layout, ranks=len(ranks), expected_masters=masters)
+
+
+def largest(sizes: Iterable[int | None]) -> int | None:
+    """Return the largest of the sizes that are known."""
+    return max((size for size in sizes if size is not None), default=None)
+
+
+def _shared(values: list[Any]) -> Any:
+    """The value of all ranks, or the list of theirs where they differ."""
+    return values[0] if values and all(value == values[0] for value in values) else (values or None)

@@ -1,8 +1,8 @@
 """The options of `toolkit compare`, in one dataclass from the command line to the work.
 
 >>> options = CompareOptions(preset=("ddp",), num_processes=("1,2", "4"), output_dir=Path("out"))
->>> options.world_sizes, options.effective_scaling
-((1, 2, 4), 'weak')
+>>> options.world_sizes
+(1, 2, 4)
 
 The command line is made of the annotated fields (`toolkit.cli.options.expand_options`), so a new flag is one field.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import MAX_SHOWN, shown
+from toolkit.files.documents import MAX_SHOWN, shown
 from toolkit.flags import (
     DEFAULT_PROCESSES_HELP,
     PROCESSES_HELP,
@@ -32,7 +32,6 @@ from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
-    from toolkit.compare.results import Scaling
 
 # Trials of all rows and repeats. More are a typing error: an interval narrows with the square root of the repeats, and
 # at one minute per trial a thousand take 17 hours.
@@ -145,13 +144,6 @@ class CompareOptions:
                 raise ToolkitError(f"--num-processes is {shown(word)}, expected whole numbers: `--num-processes 1,2,4`")
             check_range("--num-processes", word[:MAX_SHOWN], Range(lowest=1, highest=2**20))
         return tuple(dict.fromkeys(map(int, words)))
-
-    @property
-    def effective_scaling(self) -> Scaling | None:
-        """Weak unless given otherwise; None with a single world size."""
-        if len(self.world_sizes) == 1:
-            return None
-        return "strong" if self.scaling == "strong" else "weak"
 
     @property
     def on_cpu(self) -> bool:

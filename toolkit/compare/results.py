@@ -10,10 +10,9 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from toolkit.compare.rows import Row, RunRecord
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json
+from toolkit.files.documents import explain, read_json
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import hide_words
-from toolkit.files.value_limits import explain
 from toolkit.record.columns import Bytes, Column, Count, Model, NonNegativeReal, PositiveCount, Share
 from toolkit.units import MIB
 

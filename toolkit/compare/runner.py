@@ -31,13 +31,14 @@ from toolkit.compare.ledger import (
     completed_sizes,
     failed_repeat,
     probes_of,
+    read_run_record,
+    read_side_run,
     side_runs_of,
     trials_of,
 )
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import RowKey, RunRecord, Trial
-from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, with_largest_batches
 from toolkit.job.job import Job
 from toolkit.launch.command import inherited_environment

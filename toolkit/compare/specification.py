@@ -17,7 +17,6 @@ import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,9 +29,8 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object, shown
 from toolkit.files.secrets import hide_secrets, hide_words
-from toolkit.files.value_limits import shown
 from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
@@ -49,17 +47,6 @@ VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
 TARGET_INTERVAL_ON_GPU, TARGET_INTERVAL_ON_CPU = 0.01, 0.03
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """A preset as it is compared; one without extra arguments has the preset's own name."""
-
-    name: str
-    preset: PresetSpec
-    source: str
-    """The preset's name or the absolute path of its file, as `load_preset` takes it."""
-    extra_arguments: tuple[str, ...] = ()
 
 
 class ExpectedStrategy(BaseModel):
@@ -218,26 +205,6 @@ class ComparisonSpec(BaseModel):
         return dict(hide_secrets(content))
 
 
-def load_variants(options: CompareOptions) -> list[Variant]:
-    """Return the presets, then the variants. Raises ToolkitError for none at all and for a repeated name."""
-    given = [*(("", preset, ()) for preset in options.preset), *map(parse_variant, options.variant)]
-    found: dict[str, Variant] = {}
-    for name, source, words in given:
-        preset = load_preset(source)
-        if source.endswith((".yaml", ".yml")):  # a comparison is resumed from any directory
-            source = str(preset.accelerate_config_path)
-        name = name or preset.name
-        if name in found:
-            raise ToolkitError(
-                f"--preset {name} is given twice",
-                hint=f"name each preset once; `--variant again={name}` is the same under another name",
-            )
-        found[name] = Variant(name=name, preset=preset, source=source, extra_arguments=words)
-    if not found:
-        raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
-    return list(found.values())
-
-
 def parse_variant(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`."""
     name, equals, rest = text.partition("=")
@@ -256,42 +223,59 @@ def parse_variant(text: str) -> tuple[str, str, tuple[str, ...]]:
     return name, source, tuple(extra)
 
 
+def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, tuple[str, ...]]]:
+    """Each preset and variant by name: its preset, what `load_preset` takes, and the arguments that it alone has."""
+    loaded: dict[str, tuple[PresetSpec, str, tuple[str, ...]]] = {}
+    for name, source, words in [*(("", name, ()) for name in options.preset), *map(parse_variant, options.variant)]:
+        preset = load_preset(source)
+        if source.endswith((".yaml", ".yml")):  # a comparison is resumed from any directory
+            source = str(preset.accelerate_config_path)
+        name = name or preset.name
+        if name in loaded:
+            raise ToolkitError(
+                f"--preset {name} is given twice",
+                hint=f"name each preset once; `--variant again={name}` is the same under another name",
+            )
+        loaded[name] = preset, source, words
+    if not loaded:
+        raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
+    return loaded
+
+
 def make_specification(options: CompareOptions) -> ComparisonSpec:
-    """Return the comparison that the options describe. Raises ToolkitError for an impossible baseline or batch."""
-    variants = load_variants(options)
-    names = [variant.name for variant in variants]
-    baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
-    if baseline not in names:
-        raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
-    scaling, target_interval = _scaling(options), options.target_interval
+    """Return the comparison that the options describe.
+
+    Raises ToolkitError for no preset, a repeated name, an unknown baseline, and an impossible batch.
+    """
+    loaded = _load_presets(options)
+    presets = {name: preset for name, (preset, _, _) in loaded.items()}
+    baseline = options.baseline or ("ddp" if "ddp" in presets else next(iter(presets)))
+    if baseline not in presets:
+        raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(presets)}")
+    target_interval = options.target_interval
     if target_interval is None:
-        offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
+        offloads = any(preset.offload_optimizer or preset.offload_param for preset in presets.values())
         target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
-    batches = {}
+    job, batches = Job.from_argv(options.training_arguments), {}
+    scaling = _scaling(options, job)
     if scaling == "strong":
-        by_size = strong_scaling_batches(Job.from_argv(options.training_arguments), options.world_sizes)
-        batches = {RowKey(preset=name, world_size=size).name: by_size[size] for size in by_size for name in names}
-    spec = ComparisonSpec(
-        presets=tuple(names),
-        preset_files={variant.name: variant.preset.texts() for variant in variants},
-        expected={variant.name: ExpectedStrategy.of(variant.preset) for variant in variants},
-        preset_sources={variant.name: variant.source for variant in variants},
-        extra_arguments={variant.name: variant.extra_arguments for variant in variants if variant.extra_arguments},
-        world_sizes=options.world_sizes,
-        training_arguments=tuple(options.training_arguments),
-        untimed_steps=options.untimed_steps,
-        reference=baseline,
-        cpu=options.on_cpu,
-        processes_per_node=options.nproc_per_node,
-        repeats=options.repeats,
-        order_seed=options.order_seed,
-        target_interval=target_interval or None,
-        trial_minutes=options.trial_minutes,
-        scaling=scaling,
-        find_max_batch=options.find_max_batch,
-        batches=batches,
-    )
-    return with_own_batches(spec)
+        by_size = strong_scaling_batches(job, options.world_sizes)
+        batches = {RowKey(preset=name, world_size=size).name: by_size[size] for size in by_size for name in presets}
+    same = {key: getattr(options, key) for key in ComparisonSpec.model_fields if hasattr(options, key)}
+    determined = {
+        "presets": tuple(presets),
+        "preset_files": {name: preset.texts() for name, preset in presets.items()},
+        "expected": {name: ExpectedStrategy.of(preset) for name, preset in presets.items()},
+        "preset_sources": {name: source for name, (_, source, _) in loaded.items()},
+        "extra_arguments": {name: words for name, (_, _, words) in loaded.items() if words},
+        "reference": baseline,
+        "cpu": options.on_cpu,
+        "processes_per_node": options.nproc_per_node,
+        "target_interval": target_interval or None,
+        "scaling": scaling,
+        "batches": batches,
+    }
+    return with_own_batches(ComparisonSpec.model_validate(same | determined))
 
 
 def with_own_batches(spec: ComparisonSpec) -> ComparisonSpec:
@@ -315,16 +299,17 @@ def with_own_batches(spec: ComparisonSpec) -> ComparisonSpec:
     return spec.with_batches(batches)
 
 
-def _scaling(options: CompareOptions) -> Scaling | None:
-    """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
-    if Job.from_argv(options.training_arguments).global_batch_size is None:
-        return options.effective_scaling
+def _scaling(options: CompareOptions, job: Job) -> Scaling | None:
+    """Strong where `--global_batch_size` gives every row the same batch; otherwise weak unless given."""
+    fixed = job.global_batch_size is not None
     for option, is_set in {"find-max-batch": options.find_max_batch, "scaling weak": options.scaling == "weak"}.items():
-        if is_set:
+        if fixed and is_set:
             raise ToolkitError(
                 f"--{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
             )
-    return None if len(options.world_sizes) == 1 else "strong"
+    if len(options.world_sizes) == 1:
+        return None
+    return "strong" if fixed or options.scaling == "strong" else "weak"
 
 
 def strong_scaling_batches(job: Job, world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:

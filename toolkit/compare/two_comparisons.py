@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.compare.result_tables import bytes_cell, format_cell, make_table, results_unit
 from toolkit.compare.results import Environment, Results
 from toolkit.compare.rows import Difference, Row
 from toolkit.compare.significance import difference
+from toolkit.compare.tables_and_charts import bytes_cell, format_cell, make_table, results_unit
 from toolkit.errors import ToolkitError
 from toolkit.record.columns import Column, Interval
-from toolkit.report.rendering import render, write_report_file
-from toolkit.report.tables import Cell, Table, number_cell, text_cell
+from toolkit.report.rendering import Cell, Table, number_cell, render, text_cell, write_report_file
 from toolkit.units import NOT_AVAILABLE, fixed, interval, speed
 
 FILE_NAME = "before-and-after"

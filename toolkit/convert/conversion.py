@@ -17,9 +17,8 @@ import yaml
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.draft import PRESET, Conversion, load_dialect
 from toolkit.errors import ToolkitError, did_you_mean, visible
+from toolkit.files.documents import read_configuration, shown
 from toolkit.files.reading import read_text
-from toolkit.files.value_limits import shown
-from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.units import KIB
 

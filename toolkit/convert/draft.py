@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import parse_yaml, read_configuration, shown, unexpected
 from toolkit.files.secrets import hide_settings
-from toolkit.files.value_limits import shown, unexpected
-from toolkit.files.yaml_files import parse_yaml, read_configuration
 from toolkit.job.argument_aliases import HINTS, canonical_values
 from toolkit.job.argument_reading import argument_types, argument_words
 from toolkit.job.argument_values import check_type, is_true

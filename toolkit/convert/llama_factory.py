@@ -17,8 +17,7 @@ from toolkit.convert.sources import (
     take_strategy,
 )
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown, unexpected
-from toolkit.files.yaml_files import read_configuration
+from toolkit.files.documents import read_configuration, shown, unexpected
 from toolkit.job.argument_aliases import HINTS
 
 

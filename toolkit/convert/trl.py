@@ -19,8 +19,8 @@ from toolkit.convert.sources import (
     take_strategy,
 )
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_configuration
 from toolkit.files.reading import is_file, user_path
-from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
 SCRIPTS = ("sft.py", "trl.scripts.sft")

@@ -30,9 +30,8 @@ from toolkit.data.text_files import (
     over_limit,
 )
 from toolkit.errors import OverLimit, ToolkitError, nearest
+from toolkit.files.documents import Limits, parse_yaml, shown
 from toolkit.files.reading import open_file, read_text, user_path
-from toolkit.files.value_limits import Limits, shown
-from toolkit.files.yaml_files import parse_yaml
 from toolkit.units import GIB, MIB
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")

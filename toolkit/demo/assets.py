@@ -28,7 +28,7 @@ from typing import Any
 
 from toolkit.cache import cache_folder
 from toolkit.errors import RunFailed, ToolkitError, did_you_mean
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.files.reading import user_path
 
 MODEL_NAME = "SmolLM2-135M-Instruct"

@@ -24,7 +24,7 @@ from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, SKIPPED, WARNING,
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.hardware.disks import existing_folder, mount_of
 from toolkit.hardware.node import describe_node, library_versions
 from toolkit.presets.preset import list_presets

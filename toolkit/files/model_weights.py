@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object, unexpected
 from toolkit.files.reading import open_file
-from toolkit.files.value_limits import unexpected
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown
+from toolkit.files.documents import shown
 
 SHARDED, WHOLE = "sharded", "whole"
 ACCUMULATE = (SHARDED, WHOLE)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown
+from toolkit.files.documents import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

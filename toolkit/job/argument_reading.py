@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean, nearest
-from toolkit.files.json_files import parse_json, read_json_object
+from toolkit.files.documents import (
+    CONFIGURATION,
+    parse_json,
+    parse_yaml,
+    read_configuration,
+    read_json_object,
+    shown,
+    unexpected,
+)
 from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
-from toolkit.files.value_limits import CONFIGURATION, shown, unexpected
-from toolkit.files.yaml_files import parse_yaml, read_configuration
 from toolkit.job.argument_aliases import ALIASES, HINTS, alias_value, canonical_values
 from toolkit.job.argument_fields import OWN_ARGUMENTS
 from toolkit.job.argument_values import FALSE_WORDS, TRUE_WORDS, as_list, check_type, fits

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files.value_limits import MAX_SHOWN, shown
+from toolkit.files.documents import MAX_SHOWN, shown
 
 # Defaults and limits that options of commands share; the first two are transformers' own, so that a plain
 # `accelerate launch` and a plan mean the same job.

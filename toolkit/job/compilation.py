@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.value_limits import shown
+from toolkit.files.documents import shown
 from toolkit.versions import is_importable
 
 # Backends of torch 2.13 that train (`torch._dynamo.list_backends()`, and `aot_eager`, for debugging). The others are

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.documents import shown
 from toolkit.files.secrets import refuse_hidden
-from toolkit.files.value_limits import shown
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_reading import argument_words
 from toolkit.job.argument_values import as_list, check_range, check_word

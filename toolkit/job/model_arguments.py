@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files.value_limits import shown
+from toolkit.files.documents import shown
 from toolkit.job.argument_values import check_word
 from toolkit.job.job import Job
 from toolkit.models.attention import KERNEL, attention_words

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.value_limits import shown
+from toolkit.files.documents import shown
 from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON, parse_optimizer_arguments

@@ -28,8 +28,7 @@ from typing import Any, get_args, get_type_hints
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import parse_json, read_json_object
-from toolkit.files.value_limits import CONFIGURATION
+from toolkit.files.documents import CONFIGURATION, parse_json, read_json_object
 from toolkit.versions import installed_version
 
 # What the Trainer itself passes to the function of a schedule.

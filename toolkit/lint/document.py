@@ -18,10 +18,18 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files import json_files, reading
+from toolkit.files import reading
+from toolkit.files.documents import (
+    CONFIGURATION,
+    LOADER,
+    MAX_YAML_BYTES,
+    YAML_TAG,
+    check_values,
+    check_yaml,
+    not_yaml,
+    parse_json,
+)
 from toolkit.files.reading import is_file
-from toolkit.files.value_limits import CONFIGURATION, check_values
-from toolkit.files.yaml_files import LOADER, MAX_YAML_BYTES, YAML_TAG, check_yaml, not_yaml
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
@@ -172,7 +180,7 @@ def _parse_yaml(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
 
 
 def _parse_json(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
-    data = json_files.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
+    data = parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
     try:
         return data, list(_json_positions(text))
     except RecursionError:  # in a value that a repeated key replaces, which is not among those that were checked

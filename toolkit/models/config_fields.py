@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.json_files import read_json_object
-from toolkit.files.value_limits import unexpected
+from toolkit.files.documents import read_json_object, unexpected
 from toolkit.units import MIB
 
 MISSING = object()

@@ -26,9 +26,8 @@ from urllib.parse import urlsplit
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import write_text
-from toolkit.files.json_files import parse_json, read_json
+from toolkit.files.documents import MAX_SHOWN_PATH, parse_json, read_json, shown
 from toolkit.files.reading import user_path
-from toolkit.files.value_limits import MAX_SHOWN_PATH, shown
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
 from toolkit.models.shape import Adapter, CountedActivations, ModelShape, Tensor

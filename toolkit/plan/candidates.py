@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
@@ -56,12 +57,8 @@ class RecommendRequest:
     @property
     def interconnect(self) -> Interconnect:
         """The GPUs and what connects them."""
-        return Interconnect(
-            gpu=self.gpu,
-            world_size=self.world_size,
-            gpus_per_node=self.job.gpus_per_node,
-            network_bytes_per_second=self.network_bytes_per_second,
-        )
+        made = Interconnect(gpu=self.gpu, world_size=self.world_size, gpus_per_node=self.job.gpus_per_node)
+        return replace(made, network_bytes_per_second=self.network_bytes_per_second)
 
     @property
     def sequences_per_group(self) -> int:
@@ -210,16 +207,12 @@ def _better(candidates: Sequence[Candidate]) -> Candidate:
 def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpointing: bool) -> Candidate:
     """Return the candidate with the largest micro-batch that fits, or with the smallest one if none fits."""
     sizes = request.micro_batches
-    planned: dict[int, Candidate] = {}
 
-    def does_not_fit(size: int) -> bool:
-        planned[size] = _candidate(request, preset, request.job_with(micro_batch=size, checkpointing=checkpointing))
-        return not planned[size].fits
+    @cache
+    def planned(size: int) -> Candidate:
+        return _candidate(request, preset, request.job_with(micro_batch=size, checkpointing=checkpointing))
 
-    size = sizes[max(bisect.bisect_left(sizes, True, key=does_not_fit) - 1, 0)]
-    if size not in planned:
-        does_not_fit(size)
-    return planned[size]
+    return planned(sizes[max(bisect.bisect_left(sizes, True, key=lambda size: not planned(size).fits) - 1, 0)])
 
 
 def _candidate(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:

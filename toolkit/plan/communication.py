@@ -33,20 +33,14 @@ def communication_bytes(collectives: Iterable[Collective]) -> int:
 
 def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, its accumulation steps included."""
-    planned = (*_of_model_states(setup), *split_collectives(setup))
+    preset, engine = setup.preset, setup.preset.engine
+    of_states = {"pipeline": _pipeline, "fsdp2": _fsdp2}.get(engine, _ddp)
+    if engine == "deepspeed":
+        of_states = _zero3 if preset.shards_parameters else _zero12
+    elif preset.sharded_at_load and engine != "pipeline":
+        of_states = _at_load
+    planned = (*of_states(setup), *split_collectives(setup))
     return tuple(collective for collective in planned if collective.group_size > 1 and collective.payload_bytes)
-
-
-def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
-    """Gathers of parameters and reductions of gradients."""
-    preset = setup.preset
-    if preset.engine == "pipeline":
-        return _pipeline(setup)
-    if preset.engine == "deepspeed":
-        return _zero3(setup) if preset.shards_parameters else _zero12(setup)
-    if preset.sharded_at_load:
-        return _at_load(setup)
-    return _fsdp2(setup) if preset.engine == "fsdp2" else _ddp(setup)
 
 
 def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
@@ -54,28 +48,23 @@ def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
     shape, settings, layout, job = setup.shape, setup.job.pipeline, setup.layout, setup.job
     assert settings is not None, "a pipeline is planned with its number of stages"
     assert layout is not None
-    stages = partial(Collective, group="pp")
+    stages, purpose = partial(Collective, group="pp"), "activations to the next stage, and their gradients back"
     calls = 2 * setup.accumulation_steps * settings.chunks
-    yield stages(
-        name="permute",
-        purpose="activations to the next stage, and their gradients back",
-        payload_bytes=ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size * calls,
-        group_size=layout.pp,
-        calls=calls,
-    )
+    payload = ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size * calls
+    yield stages("permute", purpose, payload, calls, group_size=layout.pp)
     if shape.tied_embeddings:
         payload = 4 * shape.vocab_size * shape.hidden_size
-        yield stages(name="all_reduce", purpose="gradient of a tied embedding", payload_bytes=payload, group_size=2)
+        yield stages("all_reduce", "gradient of a tied embedding", payload, group_size=2)
     largest = max(stage_shape(shape, settings, rank).num_params for rank in range(layout.pp))
     replicas = partial(Collective, group="replicas", group_size=layout.dp_replicate, stride=layout.pp)
-    yield replicas(name="all_reduce", purpose="gradients between pipelines", payload_bytes=4 * largest)
+    yield replicas("all_reduce", "gradients between pipelines", 4 * largest)
 
 
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
     """fp32 gradients of fp32 weights, in the last accumulation step; in buckets of 25 MiB."""
     payload = 4 * setup.weights.num_trained
-    everyone = partial(Collective, group_size=setup.world_size, calls=math.ceil(payload / DDP_BUCKET_BYTES))
-    yield everyone(name="all_reduce", purpose="gradients", payload_bytes=payload)
+    calls = math.ceil(payload / DDP_BUCKET_BYTES)
+    yield Collective("all_reduce", "gradients", payload, calls, group_size=setup.world_size)
 
 
 def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
@@ -91,14 +80,13 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
     regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.weights.units[:-1], embedding)
     for phase, units in (("forward", setup.weights.units), ("backward", regathered)):
         payload = steps * element_bytes * _padded_rows(units, ranks)
-        calls = steps * len(units)
-        yield inside(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
+        yield inside("all_gather", f"parameters in the {phase}", payload, steps * len(units))
     reductions = 1 if setup.job.keeps_whole_gradients else steps
     payload = reductions * element_bytes * _padded_rows(setup.trained, ranks)
     calls = reductions * len(setup.weights.units)
-    yield inside(name="reduce_scatter", purpose="gradients", payload_bytes=payload, calls=calls)
-    between = partial(Collective, group_size=replicas, group="replicas", calls=calls)
-    yield between(name="all_reduce", purpose="gradients between replicas", payload_bytes=payload // ranks)
+    yield inside("reduce_scatter", "gradients", payload, calls)
+    between = partial(Collective, group_size=replicas, group="replicas")
+    yield between("all_reduce", "gradients between replicas", payload // ranks, calls)
 
 
 def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
@@ -111,15 +99,10 @@ def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
     if layout is None:
         return
     if setup.weights.adapters:
-        yield Collective(
-            name="all_reduce",
-            purpose="gradients of adapters",
-            payload_bytes=4 * setup.weights.num_trained,
-            group_size=layout.data_parallel_size,
-            group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
-            stride=layout.tp,
-            calls=sum(map(len, setup.trained)),
-        )
+        group = "dp_shard" if layout.dp_replicate == 1 else "dp_replicate"
+        ranks = partial(Collective, group_size=layout.data_parallel_size, group=group, stride=layout.tp)
+        payload = 4 * setup.weights.num_trained
+        yield ranks("all_reduce", "gradients of adapters", payload, sum(map(len, setup.trained)))
     yield from _at_load_group(setup, layout, experts=False, ranks=layout.dp_shard, stride=layout.tp)
     if layout.ep > 1:
         yield from _at_load_group(setup, layout, experts=True, ranks=layout.expert_shard, stride=layout.ep)
@@ -142,15 +125,14 @@ def _at_load_group(
     tied_head = outer[:1] if setup.engine.unties_head and setup.shape.tied_embeddings else ()
     for phase, units in (("forward", held((*layers, outer, tied_head))), ("backward", held((*layers, embedding)))):
         payload = steps * setup.engine.element_bytes * _padded_rows(units, ranks)
-        calls = steps * len(units)
-        yield sharers(name="all_gather", purpose=f"{name} in the {phase}", payload_bytes=payload, calls=calls)
+        yield sharers("all_gather", f"{name} in the {phase}", payload, steps * len(units))
     reduced = [] if setup.weights.adapters else held((*setup.trained, tied_head))
     reductions = 1 if setup.job.keeps_whole_gradients else steps
     payload = reductions * setup.engine.reduce_bytes * _padded_rows(reduced, ranks)
     calls = reductions * len(reduced)
-    yield sharers(name="reduce_scatter", purpose=gradients, payload_bytes=payload, calls=calls)
-    between = partial(Collective, group_size=layout.dp_replicate, group="replicas", calls=calls)
-    yield between(name="all_reduce", purpose=f"{gradients} between replicas", payload_bytes=payload // ranks)
+    yield sharers("reduce_scatter", gradients, payload, calls)
+    between = partial(Collective, group_size=layout.dp_replicate, group="replicas")
+    yield between("all_reduce", f"{gradients} between replicas", payload // ranks, calls)
 
 
 def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
@@ -163,20 +145,14 @@ def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
     sharding, element_bytes = setup.preset.sharding, setup.engine.element_bytes
     steps = setup.accumulation_steps if sharding == "shard_grad_op" else 1
     to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
-    everyone = partial(Collective, group_size=setup.world_size)
-    yield everyone(
-        name="reduce" if to_owner and sharding != "replicate" else "all_reduce",
-        purpose="gradients",
-        payload_bytes=steps * element_bytes * setup.weights.num_trained,
-        calls=steps * math.ceil(setup.weights.num_trained / max(setup.engine.reduce_bucket, 1)),
-    )
+    everyone, trained = partial(Collective, group_size=setup.world_size), setup.weights.num_trained
+    calls = steps * math.ceil(trained / max(setup.engine.reduce_bucket, 1))
+    name = "reduce" if to_owner and sharding != "replicate" else "all_reduce"
+    yield everyone(name, "gradients", steps * element_bytes * trained, calls)
     if sharding != "replicate":  # flat buffers of the Trainer's parameter groups, with and without weight decay
-        groups = {True: 0, False: 0}
-        for tensor in (tensor for layer in setup.trained for tensor in layer):
-            groups[tensor.has_weight_decay] += tensor.num_elements
-        payload = element_bytes * sum(_round_up(size, 2 * setup.world_size) for size in groups.values())
-        calls = 1 if setup.weights.adapters else 2
-        yield everyone(name="all_gather", purpose="updated parameters", payload_bytes=payload, calls=calls)
+        groups = setup.weights.groups(lambda tensor: tensor.num_elements)
+        payload = element_bytes * sum(_round_up(size, 2 * setup.world_size) for size in groups)
+        yield everyone("all_gather", "updated parameters", payload, 1 if setup.weights.adapters else 2)
 
 
 def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
@@ -201,22 +177,21 @@ def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
     for phase, elements, group in gathers:
         # A gather fills a prefetch bucket, or takes one tensor if the preset prefetches nothing.
         calls = min(-(-elements // max(engine.prefetch_bucket, 1)), tensors)
-        payload = gathered_bytes * elements
-        yield group(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
+        yield group("all_gather", f"parameters in the {phase}", gathered_bytes * elements, calls)
 
     padded = sum(_round_up(tensor.num_elements, ranks) for layer in setup.trained for tensor in layer)
     calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))
     if zero.get("zero_quantized_gradients") and ranks > node:
         payload = steps * padded // 2
-        between = partial(Collective, group_size=ranks // node, group="replicas", calls=calls)
-        yield same_node(name="all_to_all", purpose="gradients", payload_bytes=payload, calls=calls)
-        yield between(name="all_to_all", purpose="gradients between nodes", payload_bytes=payload // node)
+        between = partial(Collective, group_size=ranks // node, group="replicas")
+        yield same_node("all_to_all", "gradients", payload, calls)
+        yield between("all_to_all", "gradients between nodes", payload // node, calls)
     else:
         name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
-        yield everyone(name=name, purpose="gradients", payload_bytes=steps * element_bytes * padded, calls=calls)
+        yield everyone(name, "gradients", steps * element_bytes * padded, calls)
     sizes = [tensor.num_elements for unit in setup.weights.units for tensor in unit]
     small = element_bytes * sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
-    yield everyone(name="all_gather", purpose="small parameters, after the step", payload_bytes=small)
+    yield everyone("all_gather", "small parameters, after the step", small)
 
 
 def zero3_gathers(setup: TrainingSetup, *, persistent: int, reuse: int) -> tuple[Counter[int], Counter[int]]:
@@ -283,20 +258,11 @@ def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
             if len(whole.shape) > 1:
                 outputs += [whole.shape[-2]] * count if whole.shape[-1] != part.shape[-1] else []
                 inputs += [whole.shape[-1]] * count if whole.shape[-2] != part.shape[-2] else []
-    yield group(
-        name="all_reduce",
-        purpose="outputs of split layers",
-        payload_bytes=tokens * (element_bytes * forwards * sum(outputs) + residual_bytes * steps * hidden),
-        calls=forwards * len(outputs) + steps,
-    )
-    yield group(
-        name="all_reduce",
-        purpose="gradients of the inputs of split layers",
-        payload_bytes=tokens * residual_bytes * steps * (sum(inputs) + hidden),
-        calls=steps * (len(inputs) + 1),
-    )
-    payload = steps * tokens * element_bytes * shape.vocab_size
-    yield group(name="all_gather", purpose="logits", payload_bytes=payload, calls=steps)
+    payload = tokens * (element_bytes * forwards * sum(outputs) + residual_bytes * steps * hidden)
+    yield group("all_reduce", "outputs of split layers", payload, forwards * len(outputs) + steps)
+    payload = tokens * residual_bytes * steps * (sum(inputs) + hidden)
+    yield group("all_reduce", "gradients of the inputs of split layers", payload, steps * (len(inputs) + 1))
+    yield group("all_gather", "logits", steps * tokens * element_bytes * shape.vocab_size, steps)
 
 
 def _expert_parallel(setup: TrainingSetup, layout: ParallelLayout) -> Iterator[Collective]:
@@ -304,17 +270,11 @@ def _expert_parallel(setup: TrainingSetup, layout: ParallelLayout) -> Iterator[C
     shape, passes = setup.shape, setup.forwards + setup.accumulation_steps
     sparse = sum(count for kind, count in shape.layer_kinds.items() if any(tensor.is_expert for tensor in kind))
     payload = passes * sparse * setup.local_tokens * shape.hidden_size * setup.engine.element_bytes
-    yield Collective(
-        name="all_to_all",
-        purpose="rows of the experts",
-        payload_bytes=2 * payload * (shape.experts_per_token or 1) // layout.tp,
-        group_size=layout.ep,
-        group="ep",
-        calls=2 * passes * sparse,
-    )
     # With tensor parallelism each rank of a batch sends a slice of its tokens.
-    group = partial(Collective, group_size=layout.tp, group="tp")
-    yield group(name="all_gather", purpose="outputs of the experts", payload_bytes=payload, calls=passes * sparse)
+    rows = 2 * payload * (shape.experts_per_token or 1) // layout.tp
+    yield Collective("all_to_all", "rows of the experts", rows, 2 * passes * sparse, group_size=layout.ep, group="ep")
+    outputs = partial(Collective, group_size=layout.tp, group="tp")
+    yield outputs("all_gather", "outputs of the experts", payload, passes * sparse)
 
 
 def _ring_attention(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
@@ -323,10 +283,9 @@ def _ring_attention(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
     elements = setup.local_tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * ranks
     passes = setup.forwards + steps
     ring = partial(Collective, group_size=ranks, group="cp")
-    payload, calls = passes * elements * setup.engine.element_bytes, passes * shape.num_layers
-    yield ring(name="all_gather", purpose="keys and values", payload_bytes=payload, calls=calls)
-    payload, calls = steps * elements * 4, steps * shape.num_layers * ranks
-    yield ring(name="permute", purpose="gradients of keys and values", payload_bytes=payload, calls=calls)
+    payload = passes * elements * setup.engine.element_bytes
+    yield ring("all_gather", "keys and values", payload, passes * shape.num_layers)
+    yield ring("permute", "gradients of keys and values", steps * elements * 4, steps * shape.num_layers * ranks)
 
 
 def _ulysses(setup: TrainingSetup, ranks: int) -> Collective:
@@ -334,24 +293,14 @@ def _ulysses(setup: TrainingSetup, ranks: int) -> Collective:
     shape = setup.shape
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_kv_heads, ranks)  # fewer keys and values are repeated
     passes = (setup.forwards + setup.accumulation_steps) * shape.num_layers
-    return Collective(
-        name="all_to_all",
-        purpose="heads of attention",
-        payload_bytes=passes * setup.local_tokens * heads * shape.head_dim * setup.engine.element_bytes,
-        group_size=ranks,
-        group="sp",
-        calls=4 * passes,
-    )
+    payload = passes * setup.local_tokens * heads * shape.head_dim * setup.engine.element_bytes
+    return Collective("all_to_all", "heads of attention", payload, 4 * passes, group_size=ranks, group="sp")
 
 
 def _padded_rows(units: Iterable[Layer], ranks: int) -> int:
     """Elements under FSDP2: the first dimension of each tensor is rounded up to a multiple of the ranks."""
-    return sum(
-        _round_up(tensor.shape[0], ranks) * (tensor.num_elements // max(tensor.shape[0], 1))
-        for unit in units
-        for tensor in unit
-        if tensor.shape
-    )
+    tensors = (tensor for unit in units for tensor in unit if tensor.shape)
+    return sum(_round_up(each.shape[0], ranks) * (each.num_elements // max(each.shape[0], 1)) for each in tensors)
 
 
 def _round_up(size: int, multiple: int) -> int:

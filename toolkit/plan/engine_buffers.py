@@ -60,25 +60,16 @@ def overhead_bytes(engine: EngineSettings, *, allocated_bytes: int) -> int:
 class EngineBuffers:
     """Bytes on the GPU, by the time at which they are allocated."""
 
-    lasting_bytes: int = 0
-    """During the entire run."""
-    forward_bytes: int = 0
-    """At the end of the forward."""
-    forward_layer_bytes: int = 0
-    """While one layer runs forward."""
-    loss_bytes: int = 0
-    """Between forward and backward."""
-    backward_bytes: int = 0
-    """While the last layer runs backward, which is the first to do so."""
-    first_layer_bytes: int = 0
-    """While the first layer runs backward."""
-    end_bytes: int = 0
-    """After the backward of the layers, while an embedding's gradient is computed."""
-    accumulated_bytes: int = 0
-    """FSDP2's unsharded gradients waiting for the last accumulation step (`--accumulate whole`)."""
+    lasting_bytes: int = 0  # during the entire run
+    load_bytes: int = 0  # while the engine is built, in addition to the parameters
+    forward_layer_bytes: int = 0  # while one layer runs forward
+    forward_bytes: int = 0  # at the end of the forward
+    loss_bytes: int = 0  # between forward and backward
+    backward_bytes: int = 0  # while the last layer runs backward, which is the first to do so
+    first_layer_bytes: int = 0  # while the first layer runs backward
+    end_bytes: int = 0  # after the backward of the layers, while an embedding's gradient is computed
+    accumulated_bytes: int = 0  # FSDP2's unsharded gradients (`--accumulate whole`), up to the last accumulation step
     step_bytes: int = 0
-    load_bytes: int = 0
-    """While the engine is built, in addition to the parameters."""
 
 
 def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
@@ -251,7 +242,10 @@ def _offloaded_blocks(engine: EngineSettings, weights: JobWeights, states: Model
         yield states.parameter_bytes - states.persistent_bytes
         return
     elements = _optimizer_elements(states)
-    rounded = _power_of_two if engine.pins_memory else int
+
+    def rounded(size: int) -> int:  # to a power of two if the memory is page-locked
+        return 1 << (size - 1).bit_length() if engine.pins_memory and size else size
+
     if engine.offload_optimizer == "cpu":
         yield rounded(FP32_BYTES * elements)  # master weights
     yield rounded(FP32_BYTES * elements)  # gradients as the optimizer reads them
@@ -264,7 +258,3 @@ def _offloaded_blocks(engine: EngineSettings, weights: JobWeights, states: Model
     if engine.offload_optimizer == "nvme":
         # Buffers that a sub-group is read into (docs/how-to/optimizers.md).
         yield 4 * FP32_BYTES * min(elements, engine.sub_group)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length() if size else 0

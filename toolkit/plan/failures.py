@@ -1,13 +1,5 @@
 """Failures and checkpoints of a long job in closed form: time between failures, best interval, effective time ratio.
 
-    >>> job = FailingJob(nodes=2048, failures_per_1000_node_days=6.5, checkpoint_seconds=60, restart_seconds=300)
-    >>> round(job.mean_seconds_between_failures / 3600, 2)
-    1.8
-    >>> round(young_interval(job.checkpoint_seconds, job.mean_seconds_between_failures))
-    883
-    >>> round(job.effective_time_ratio, 3)
-    0.829
-
 Any node's failure stops the job, which starts again from its last checkpoint. Failures are independent, at a constant
 rate: real ones are not, and small jobs fail more often than their nodes explain (docs/evidence/simulations.md).
 """

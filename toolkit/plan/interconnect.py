@@ -14,7 +14,7 @@ source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, Gpu
@@ -42,7 +42,7 @@ NETWORK_WITH_NVLINK: Range = (50 * GIGA, 400 * GIGA)
 NETWORK_WITH_PCIE: Range = (1.25 * GIGA, 12.5 * GIGA)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
 
@@ -51,12 +51,13 @@ class Collective:
     purpose: str
     payload_bytes: int
     """Complete tensors, padding included: the output of a gather, the input of a reduction; what a rank permutes."""
+    calls: int = 1
+    _: KW_ONLY
     group_size: int
     group: str = "all"
     """`all` ranks, the ranks of one `replica`, one rank of each of the `replicas`, or a dimension of parallelism."""
     stride: int = 1
     """Distance between two neighbours of a group, in ranks; ranks of a node are numbered one after the other."""
-    calls: int = 1
 
     @property
     def dimension(self) -> str:
@@ -73,8 +74,12 @@ class Collective:
         """Bytes that each rank of a ring sends: (N-1)/N of the payload, twice for an all-reduce; all it permutes."""
         if self.name == "permute":
             return self.payload_bytes
-        passes = 2 if self.name == "all_reduce" else 1
-        return self.payload_bytes * passes * (self.group_size - 1) // self.group_size
+        return self.payload_bytes * self.passes * (self.group_size - 1) // self.group_size
+
+    @property
+    def passes(self) -> int:
+        """Times that a ring goes round: an all-reduce reduces, then gathers."""
+        return 2 if self.name == "all_reduce" else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,22 +139,18 @@ class Interconnect:
         slow, fast = (self.gpu.link_bytes_per_second * share for share in BANDWIDTH_SHARE)
         if not self.crosses_nodes(collective):
             return slow, fast
-        replicas = collective.group == "replicas"
-        rings = self.gpus_per_node if replicas else min(collective.stride, self.gpus_per_node)
+        rings = self.gpus_per_node if collective.group == "replicas" else min(collective.stride, self.gpus_per_node)
         low, high = self.network_rate
         return min(slow, low / rings), min(fast, high / rings)
 
     def _latency(self, collective: Collective) -> Range:
         """Of one call: a ring takes a hop to each other rank, an all-reduce two."""
-        passes = 2 if collective.name == "all_reduce" else 1
-        hops = 1 if collective.name == "permute" else passes * (collective.group_size - 1)
+        hops = 1 if collective.name == "permute" else collective.passes * (collective.group_size - 1)
         across = 0
         if self.crosses_nodes(collective):
             nodes = -(-collective.group_size * collective.stride // self.gpus_per_node)
-            across = hops if collective.group == "replicas" else passes * (nodes - 1)
+            across = hops if collective.group == "replicas" else collective.passes * (nodes - 1)
         inside, outside = self.hop_seconds(between_nodes=False), self.hop_seconds(between_nodes=True)
-        low, high = (
-            call + (hops - across) * hop + across * network
-            for call, hop, network in zip(CALL_SECONDS, inside, outside, strict=True)
-        )
+        parts = zip(CALL_SECONDS, inside, outside, strict=True)
+        low, high = (call + (hops - across) * hop + across * network for call, hop, network in parts)
         return low, high

@@ -23,16 +23,15 @@ from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
-from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
-from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.planned_job import (
     ACTIVATION_BYTES,
     LOG_PROBABILITY_BYTES,
     PlannedJob,
     StageLoad,
-    stage_load,
+    TrainingSetup,
     stage_shape,
 )
 from toolkit.presets.spec import PresetSpec
@@ -63,7 +62,7 @@ class PhaseMemory:
     """Bytes allocated on the GPU at the peak of one phase."""
 
     phase: str
-    """`load`, `forward`, `backward` or `step`."""
+    """One of `PHASES`."""
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
@@ -117,19 +116,13 @@ def plan_memory(
 
     `mixed_precision` overrides the preset's own.
     """
-    engine = engine_settings(
-        preset,
-        world_size=world_size,
-        hidden_size=shape.hidden_size,
-        mixed_precision=mixed_precision,
-        layout=preset.layout(world_size, job.degrees),
-    )
-    settings = job.pipeline
+    setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job, mixed_precision=mixed_precision)
+    engine, settings = setup.engine, job.pipeline
     if preset.engine != "pipeline" or settings is None:
         return plan_engine_memory(shape, engine, job)
     stages = []
     for rank in range(settings.ranks):
-        load = stage_load(settings, rank, micro_batches=job.gradient_accumulation_steps)
+        load = StageLoad.of(settings, rank, micro_batches=job.gradient_accumulation_steps)
         stages.append(plan_engine_memory(stage_shape(shape, settings, rank), engine, job, load=load))
     return max(stages, key=lambda stage: stage.planned_peak_bytes)
 
@@ -228,14 +221,9 @@ def logits_bytes(
     return 2 * chunk * vocab_size + gradients, gradients
 
 
-@lru_cache(maxsize=64)
-def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, layout: ParallelLayout | None) -> Activations:
-    """One object for all micro-batches, and for all world sizes of data parallelism."""
-    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, layout=layout)
-
-
 @lru_cache(maxsize=256)
 def _saved(activations: Activations, mask: str) -> SavedActivations:
+    """The same for all micro-batches, and for all world sizes of data parallelism."""
     return activations.saved(mask)
 
 
@@ -253,6 +241,14 @@ class _Phases:
     ) -> None:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers = engine_buffers(engine, weights, states, job)
+        # On the GPU between steps; offloaded parameters leave only those that ZeRO-3 keeps whole.
+        self.parameters = states.persistent_bytes if engine.offload_param else states.parameter_bytes
+        # On the GPU after the reduction; they go where the optimizer is.
+        self.gradients = 0 if engine.offload_optimizer else states.gradient_bytes
+        # Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed.
+        never_freed = engine.kind == "deepspeed" and engine.shards_parameters
+        waiting = never_freed or job.gradient_accumulation_steps > 1
+        self.gradients_in_forward = self.gradients if waiting else 0
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
         self.tokens = -(-job.tokens_per_micro_batch // engine.ranks_per_sequence) * fp32_factor
         self._set_activations(shape)
@@ -270,7 +266,8 @@ class _Phases:
 
     def _set_activations(self, shape: ModelShape) -> None:
         job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
-        activations = _activations(shape, self.engine.autocasts, job.lora_r, self.engine.layout)
+        layout, autocast = self.engine.layout, self.engine.autocasts
+        activations = Activations(shape=shape, autocast=autocast, lora_r=job.lora_r, layout=layout)
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
         padded = self.engine.ranks_per_sequence == 1 and job.needs_mask(shape)
         varlen = job.packs_without_mask(shape)
@@ -311,39 +308,36 @@ class _Phases:
     def peaks(self) -> tuple[PhaseMemory, ...]:
         """Return the moment of each phase that allocates most."""
         # Parameters, complete or sharded, and what the engine needs to put them in place.
-        load = PhaseMemory(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
+        load = PhaseMemory(phase="load", parameter_bytes=self.parameters, buffer_bytes=self.buffers.load_bytes)
         # Activations are gone and gradients reduced: ZeRO-1 has freed all but its partition of them.
         ranks = self.engine.world_size if self.engine.sharding == "shard_optimizer" else 1
-        step = self._phase("step", buffers=self.buffers.step_bytes, gradients=self._gradients // ranks)
-        moments = [load, *self._forward(), *self._backward(), step]
-        return tuple(
-            max((moment for moment in moments if moment.phase == phase), key=lambda moment: moment.allocated_bytes)
-            for phase in PHASES
-        )
-
-    def _forward(self) -> list[PhaseMemory]:
-        """In the last layer, or at the end, when the logits exist in two dtypes."""
+        step = self._phase("step", buffers=self.buffers.step_bytes, gradients=self.gradients // ranks)
+        # The forward in the last layer, or at its end, when the logits exist in two dtypes.
         last_layer = self._phase(
             "forward",
             activations=self.saved,
             buffers=self.buffers.forward_layer_bytes + self.exchanged + self.saved_copies,
-            gradients=self._gradients_in_forward,
+            gradients=self.gradients_in_forward,
         )
         end = self._phase(
             "forward",
             activations=self.saved + self.outer,
             logits=self.logits[0],
             buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy,
-            gradients=self._gradients_in_forward,
+            gradients=self.gradients_in_forward,
         )
-        return [last_layer, end]
+        moments = [load, last_layer, end, *self._backward(), step]
+        return tuple(
+            max((moment for moment in moments if moment.phase == phase), key=lambda moment: moment.allocated_bytes)
+            for phase in PHASES
+        )
 
     def _backward(self) -> list[PhaseMemory]:
         """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
         checkpointing = self.job.activation_checkpointing
-        trained, in_forward = self.weights.num_trained, self._gradients_in_forward
+        trained, in_forward = self.weights.num_trained, self.gradients_in_forward
         # The head's gradient is the first of the backward.
-        head_gradient = int(self._gradients * (self.head / trained)) if trained and not self.weights.frozen else 0
+        head_gradient = int(self.gradients * (self.head / trained)) if trained and not self.weights.frozen else 0
         loss = self._phase(
             "backward",
             activations=self.saved + self.outer,
@@ -356,7 +350,7 @@ class _Phases:
             "backward",
             activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
             buffers=self.buffers.backward_bytes + self.exchanged + copies,
-            gradients=max(in_forward, min(self._gradients, head_gradient)),
+            gradients=max(in_forward, min(self.gradients, head_gradient)),
         )
         first_layer = self._phase(
             "backward",
@@ -365,7 +359,7 @@ class _Phases:
             gradients=self._gradients_at_first_layer,
         )
         tied = self.buffers.end_bytes + self.tied_gradients
-        return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self._gradients)]
+        return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
 
     def _phase(
         self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, gradients: int
@@ -375,7 +369,7 @@ class _Phases:
             gradients = 0
         return PhaseMemory(
             phase=name,
-            parameter_bytes=self._parameters,
+            parameter_bytes=self.parameters,
             gradient_bytes=gradients,
             optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
@@ -384,28 +378,13 @@ class _Phases:
         )
 
     @property
-    def _parameters(self) -> int:
-        """On the GPU between steps; offloaded parameters leave only those that ZeRO-3 keeps whole."""
-        return self.states.persistent_bytes if self.engine.offload_param else self.states.parameter_bytes
-
-    @property
-    def _gradients(self) -> int:
-        """On the GPU after the reduction; they go where the optimizer is."""
-        return 0 if self.engine.offload_optimizer else self.states.gradient_bytes
-
-    @property
-    def _gradients_in_forward(self) -> int:
-        """Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed."""
-        never_freed = self.engine.kind == "deepspeed" and self.engine.shards_parameters
-        return self._gradients if never_freed or self.job.gradient_accumulation_steps > 1 else 0
-
-    @property
     def _gradients_at_first_layer(self) -> int:
         """Gradients of all later layers: the first layer's appear as its activations go, an untied embedding's last."""
-        if self.engine.kind == "deepspeed" or not self.weights.num_trained:
-            return self._gradients
-        if self.weights.frozen:
-            return self._gradients - self._gradients // self.weights.shape.num_layers
-        missing = self.weights.largest_layer() + (0 if self.weights.shape.tied_embeddings else self.head)
-        share = 1 - min(missing, self.weights.num_trained) / self.weights.num_trained
-        return max(self._gradients_in_forward, int(self._gradients * share))
+        weights, trained = self.weights, self.weights.num_trained
+        if self.engine.kind == "deepspeed" or not trained:
+            return self.gradients
+        if weights.frozen:
+            return self.gradients - self.gradients // weights.shape.num_layers
+        missing = weights.largest_layer() + (0 if weights.shape.tied_embeddings else self.head)
+        share = 1 - min(missing, trained) / trained
+        return max(self.gradients_in_forward, int(self.gradients * share))

@@ -103,14 +103,14 @@ class JobWeights:
         return decayed, total(self.trained, share) - decayed
 
     @cached_property
-    def largest(self) -> int:
-        """Elements of the largest tensor."""
-        return max(tensor.num_elements for tensor, _ in (*self.trained, *self.frozen))
-
-    @cached_property
     def largest_trained(self) -> int:
         """Elements of the largest trained tensor."""
         return max(tensor.num_elements for tensor, _ in self.trained)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max([self.largest_trained, *(tensor.num_elements for tensor, _ in self.frozen)])
 
     @cached_property
     def largest_linear(self) -> int:
@@ -129,8 +129,7 @@ class JobWeights:
         """
 
         def gathered(tensor: Tensor) -> int:
-            ranks = ranks_sharing(tensor)
-            return ranks * rows_share(tensor.shape, ranks=ranks)
+            return (ranks := ranks_sharing(tensor)) * rows_share(tensor.shape, ranks=ranks)
 
         adapters = (self.num_trained if self.frozen else 0) // max(self.shape.num_layers, 1)
         return max(sum(map(gathered, kind)) for kind in self.stored.values()) + adapters

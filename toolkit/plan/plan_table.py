@@ -46,7 +46,13 @@ def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
     for plan in plans:
         table.add_row(*_cells(plan))
     console.print(table, soft_wrap=False)
-    for line in (*_layout_lines(plans), *_footer(plans, request)):
+    checked = f"{request.shape.model_type}, {request.job.method_text}"
+    exact = f"Model states are exact (tests compare {checked}, with the libraries)."
+    if not are_states_checked(request):
+        exact = f"Model states are counted from config.json, and not checked for {checked}."
+    disk = max(plan.memory.host.disk_bytes for plan in plans)
+    on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
+    for line in (*_layout_lines(plans), *LEGEND, exact, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
 
 
@@ -74,13 +80,21 @@ def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
     sizes = [memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes, peak.logits_bytes]
     sizes += [peak.buffer_bytes + memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes]
-    counts = (plan.largest_micro_batch, plan.smallest_world_size)
+    counts, speed = (plan.largest_micro_batch, plan.smallest_world_size), NOT_AVAILABLE
+    if plan.speed is not None:
+        low, high = plan.speed.tokens_per_second_per_gpu
+        speed = f"{low:.0f}-{high:.0f}" if high < 999.5 else f"{_thousands(low)}-{_thousands(high)}k"
     return [
         *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
-        *map(_gib, sizes),
+        # three digits and more, so that columns stay narrow
+        *(f"{size / GIB:.1f}" if abs(size) < 99.95 * GIB else f"{size / GIB:.0f}" for size in sizes),
         *("none" if count is None else str(count) for count in counts),
-        _tokens_per_second(plan),
+        speed,
     ]
+
+
+def _thousands(speed: float) -> str:
+    return f"{speed / 1000:.1f}" if speed < 99_950 else f"{speed / 1000:.0f}"
 
 
 def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
@@ -96,33 +110,6 @@ def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
             yield f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}"
 
 
-def _gib(size: int) -> str:
-    """Three digits and more, so that columns stay narrow."""
-    return f"{size / GIB:.1f}" if abs(size) < 99.95 * GIB else f"{size / GIB:.0f}"
-
-
-def _tokens_per_second(plan: Plan) -> str:
-    if plan.speed is None:
-        return NOT_AVAILABLE
-    low, high = plan.speed.tokens_per_second_per_gpu
-    if high < 999.5:
-        return f"{low:.0f}-{high:.0f}"
-    return "-".join(f"{speed / 1000:.1f}" if speed < 99_950 else f"{speed / 1000:.0f}" for speed in (low, high)) + "k"
-
-
 def are_states_checked(request: PlanRequest) -> bool:
     """Return True if a test compares the tensors of this architecture and training method with the libraries' own."""
     return is_checked(request.shape.model_type, in_4bit=request.job.load_in_4bit)
-
-
-def _footer(plans: Sequence[Plan], request: PlanRequest) -> Iterator[str]:
-    yield from LEGEND
-    job = f"{request.shape.model_type}, {request.job.method_text}"
-    if are_states_checked(request):
-        yield f"Model states are exact (tests compare {job}, with the libraries)."
-    else:
-        yield f"Model states are counted from config.json, and not checked for {job}."
-    yield "No figure has been checked against a GPU."
-    disk = max(plan.memory.host.disk_bytes for plan in plans)
-    if disk:
-        yield f"on disk, per node: up to {gib(disk)}"

@@ -1,8 +1,7 @@
 """`toolkit plan --verify`: each plan compared with a rehearsal of the same rank, part by part.
 
-    >>> difference = compare_parts({"parameter_bytes": 8}, {"parameter_bytes": 10})[0]
-    >>> (difference.part, difference.planned_bytes, difference.rehearsed_bytes, round(difference.relative, 2))
-    ('parameter', 8, 10, -0.2)
+    >>> round(PartDifference("parameter", planned_bytes=8, rehearsed_bytes=10).relative, 2)
+    -0.2
 
 On a GPU the rehearsal is real and reports the allocator's peaks. Without a GPU, FSDP2 and DDP are traced on fake
 tensors, which gives the peak of each phase by part; DeepSpeed and offloading are rehearsed on the CPU in the plan's
@@ -38,7 +37,7 @@ PLANNED_PART = {
 LOADING_BYTES_PER_PARAMETER = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PartDifference:
     """One part of one rank's memory, planned and rehearsed."""
 
@@ -100,26 +99,21 @@ def compare_parts(plan: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> list
     `plan` is a row of `toolkit plan --json`, `rehearsal` the facts of `toolkit rehearse --json`.
     """
 
-    def difference(part: str, planned_bytes: int, rehearsed_bytes: int) -> PartDifference:
-        return PartDifference(part=part, planned_bytes=planned_bytes, rehearsed_bytes=rehearsed_bytes)
-
     keys = {part: f"{part}_bytes" for part in STATES}
-    found = [
-        difference(part, plan[key], rehearsal[key]) for part, key in keys.items() if key in plan and key in rehearsal
-    ]
-    planned = plan.get("phases") or {}
+    found = [PartDifference(part, plan[key], rehearsal[key]) for part, key in keys.items() if key in rehearsal]
+    planned = plan["phases"]
     for phase, peak in (rehearsal.get("peaks") or {}).items():  # on fake tensors
         if phase in planned:
             traced = Counter[str]()
             for tag, size in peak["parts"].items():
                 traced[PLANNED_PART[tag]] += size
             for part in dict.fromkeys(PLANNED_PART.values()):
-                found.append(difference(f"{phase}: {part}", planned[phase][f"{part}_bytes"], traced[part]))
-            found.append(difference(f"{phase}: allocated", planned[phase]["allocated_bytes"], peak["total_bytes"]))
+                found.append(PartDifference(f"{phase}: {part}", planned[phase][f"{part}_bytes"], traced[part]))
+            found.append(PartDifference(f"{phase}: allocated", planned[phase]["allocated_bytes"], peak["total_bytes"]))
     for phase, peak in (rehearsal.get("phase_peaks") or {}).items():  # on a GPU
         if phase in planned:
             allocated = planned[phase]["allocated_bytes"]
-            found.append(difference(f"{phase}: allocated", allocated, peak["peak_allocated_bytes"]))
+            found.append(PartDifference(f"{phase}: allocated", allocated, peak["peak_allocated_bytes"]))
     return found
 
 

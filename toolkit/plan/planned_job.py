@@ -90,6 +90,10 @@ class PlannedJob(Job):
         """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP2."""
         return self.accumulate == WHOLE and self.gradient_accumulation_steps > 1
 
+    def accumulate_under(self, preset: PresetSpec) -> str | None:
+        """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
+        return (self.accumulate or default_accumulate(preset)) if self.gradient_accumulation_steps > 1 else None
+
     @property
     def is_padded(self) -> bool:
         """True if rows of one micro-batch differ in length. Packed rows are full."""
@@ -167,6 +171,16 @@ class StageLoad:
     logits_in_flight: int = 0
     """Micro-batches whose log-probabilities wait for their backward, beside the one that computes."""
 
+    @classmethod
+    def of(cls, settings: PipelineSettings, rank: int, *, micro_batches: int) -> StageLoad:
+        """Return that of one rank under a schedule."""
+        is_first, is_last = rank == 0, rank == settings.ranks - 1
+        return cls(
+            micro_batches_in_flight=settings.in_flight(rank, micro_batches) / settings.chunks,
+            buffered_activations=(2 * settings.chunks - is_first - is_last) * micro_batches,
+            logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
+        )
+
 
 def stage_shape(shape: ModelShape, settings: PipelineSettings, rank: int) -> ModelShape:
     """Return the part of a model that one rank of a pipeline holds."""
@@ -198,16 +212,6 @@ def model_part(shape: ModelShape, stages: int, own: tuple[int, ...]) -> ModelSha
     )
 
 
-def stage_load(settings: PipelineSettings, rank: int, *, micro_batches: int) -> StageLoad:
-    """Return what one rank of a pipeline holds beside its model states."""
-    is_first, is_last = rank == 0, rank == settings.ranks - 1
-    return StageLoad(
-        micro_batches_in_flight=settings.in_flight(rank, micro_batches) / settings.chunks,
-        buffered_activations=(2 * settings.chunks - is_first - is_last) * micro_batches,
-        logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
     """One job on one model under one preset at one world size: everything that decides communication and step time."""
@@ -234,11 +238,6 @@ class TrainingSetup:
     def layout(self) -> ParallelLayout | None:
         """How the ranks are divided; None for data parallelism alone."""
         return self.preset.layout(self.world_size, self.job.degrees)
-
-    @property
-    def ranks_per_batch(self) -> int:
-        """Ranks that train on the same rows."""
-        return 1 if self.layout is None else self.layout.ranks_per_batch
 
     @property
     def accumulation_steps(self) -> int:
@@ -273,11 +272,6 @@ class TrainingSetup:
     def trained(self) -> tuple[Layer, ...]:
         """Groups of tensors that have gradients."""
         return self.weights.adapter_units or self.weights.units
-
-
-def accumulate_in_effect(preset: PresetSpec, job: PlannedJob) -> str | None:
-    """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
-    return (job.accumulate or default_accumulate(preset)) if job.gradient_accumulation_steps > 1 else None
 
 
 def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:

@@ -26,7 +26,6 @@ from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import (
     PlannedJob,
     TrainingSetup,
-    accumulate_in_effect,
     check_planned_job,
     check_world_size,
     scaled,
@@ -120,7 +119,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     """Return the request with model, presets and GPU read. Raises ToolkitError for what cannot be read."""
     gpu = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
     gpu = custom_gpu(gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
-    host_memory_bytes = scaled("--host-memory-gib", options.host_memory_gib, GIB)
+    host_bytes = scaled("--host-memory-gib", options.host_memory_gib, GIB)
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
@@ -132,7 +131,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         # a rehearsal's rows all have the full length
         job=PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify),
         gpu=gpu,
-        host_memory_bytes=host_memory_bytes,
+        host_memory_bytes=host_bytes,
         strict=bool(options.preset),
     )
 
@@ -269,5 +268,5 @@ def _plan(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: i
         speed=step_time(setup, interconnect),
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
-        accumulate=accumulate_in_effect(preset, job),
+        accumulate=job.accumulate_under(preset),
     )

@@ -109,11 +109,17 @@ def recommend(
         raise _nothing_fits(request, presets, candidates)
     choice, *others = _best_first(fitting, objective)
     rule_of_thumb = min(fitting, key=_sharding)
+    refused = {preset.name: why_refused(request, preset) for preset in presets if preset.name != choice.preset.name}
+    why_not = {name: reason for name, reason in refused.items() if reason is not None}
+    for candidate in candidates:
+        if candidate is not choice:
+            too_large = memory_refusal(request, candidate).removeprefix("it ").removeprefix("is ")
+            why_not[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
     return Recommendation(
         choice=choice,
         others=tuple(others[:2]),
         reasons=tuple(_reasons(request, choice, fitting, rule_of_thumb)),
-        why_not=_reasons_against(request, presets, candidates, choice),
+        why_not=why_not,
         rule_of_thumb=rule_of_thumb.preset.name,
     )
 
@@ -187,18 +193,6 @@ def memory_refusal(request: RecommendRequest, candidate: Candidate) -> str:
     needed, available = gib(candidate.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
     verdict = "it is too close to call" if candidate.verdict == TOO_CLOSE else "it does not fit"
     return f"{verdict}: {needed} of {available} ({candidate.settings})"
-
-
-def _reasons_against(
-    request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate], choice: Candidate
-) -> dict[str, str]:
-    others = [preset for preset in presets if preset.name != choice.preset.name]
-    reasons = {preset.name: reason for preset in others if (reason := why_refused(request, preset)) is not None}
-    for candidate in candidates:
-        if candidate is not choice:
-            too_large = memory_refusal(request, candidate).removeprefix("it ").removeprefix("is ")
-            reasons[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
-    return reasons
 
 
 def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpose = "recommend") -> str | None:

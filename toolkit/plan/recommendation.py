@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.plan.candidates import Candidate, RecommendRequest
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
-from toolkit.plan.planned_job import TrainingSetup, accumulate_in_effect
+from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation, train_command, training_words
 from toolkit.plan.step_time import StepTime, step_time
@@ -59,19 +59,17 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
     return points
 
 
-def failure_loss(world_size: int, *, save_seconds: float = 60.0, restart_seconds: float = 600.0) -> float:
+def failure_loss(world_size: int) -> float:
     """Return the share of the time spent on saving, on repeated work and on restarts, at Young's interval.
 
     >>> round(failure_loss(1024), 3)
     0.029
     """
-    job = FailingJob(
-        nodes=world_size,  # a GPU stands for a node: only their product with the rate counts
-        failures_per_1000_node_days=1000 * 24 / GPU_HOURS_TO_FAILURE,
-        checkpoint_seconds=save_seconds,
-        restart_seconds=restart_seconds,
+    failures = 1000 * 24 / GPU_HOURS_TO_FAILURE  # a GPU stands for a node: only their product with the rate counts
+    costs = FailingJob(
+        nodes=world_size, failures_per_1000_node_days=failures, checkpoint_seconds=60.0, restart_seconds=600.0
     )
-    return 1 - job.exact_time_ratio
+    return 1 - costs.exact_time_ratio
 
 
 def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Range | None:
@@ -110,7 +108,7 @@ def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -
         "preset": candidate.preset.name,
         "per_device_train_batch_size": job.per_device_train_batch_size,
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "accumulate": accumulate_in_effect(candidate.preset, job),
+        "accumulate": job.accumulate_under(candidate.preset),
         "degrees": job.degrees,
         "global_batch_size": request.global_batch_size,
         "activation_checkpointing": job.activation_checkpointing,

@@ -1,8 +1,5 @@
 """Planned seconds of an optimizer step, tokens per second and MFU, each as a range from best to worst case.
 
-    >>> offload_efficiency(2.0, 1.0)  # two thirds of the time are computation
-    0.6666666666666666
-
 Nothing here was fitted to or checked on a GPU by this project. Rates are published measurements, each with its source;
 `tests/plan/test_step_time.py` checks the range against MosaicML's published A100 runs (docs/concepts/communication.md).
 """
@@ -13,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
-from toolkit.models.flops import TokenFlops, flops_of, mfu
+from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
@@ -71,9 +68,8 @@ class DimensionTraffic:
 
 def dimension_traffic(collectives: Iterable[Collective], interconnect: Interconnect) -> tuple[DimensionTraffic, ...]:
     """Return the traffic of each dimension that has any, from the outermost to the innermost."""
-    by_dimension: dict[str, list[Collective]] = {name: [] for name in DIMENSIONS}
-    for collective in collectives:
-        by_dimension[collective.dimension].append(collective)
+    planned = tuple(collectives)
+    by_dimension = {name: [each for each in planned if each.dimension == name] for name in DIMENSIONS}
     return tuple(
         DimensionTraffic(
             dimension=name,
@@ -104,7 +100,11 @@ class StepTime:
     flops_per_token: int
     """Operations that MFU counts: full attention, all parameters that a token passes through."""
     offload_efficiency: Range | None = None
-    """Share of the time that computation has if transfers do not overlap it; None without offload."""
+    """Share of its speed that a GPU keeps if transfers of model states overlap nothing; None without offload.
+
+    ZeRO-Infinity's AIT·bw / (AIT·bw + peak) (section 4.1, https://arxiv.org/abs/2104.07857), where the arithmetic
+    intensity AIT is the operations per transferred byte.
+    """
 
 
 def step_time(
@@ -118,20 +118,15 @@ def step_time(
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
     if peak is None:
         return None
-    steps = setup.accumulation_steps
+    steps, ranks_per_batch = setup.accumulation_steps, 1 if setup.layout is None else setup.layout.ranks_per_batch
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
-    tokens, own_tokens = setup.job.tokens_per_micro_batch * steps // setup.ranks_per_batch, setup.local_tokens * steps
+    tokens, own_tokens = setup.job.tokens_per_micro_batch * steps // ranks_per_batch, setup.local_tokens * steps
     if preset.engine == "pipeline":  # each has all tokens, and some of the layers
-        own_tokens //= setup.ranks_per_batch
-    flops, bubble = setup_flops(setup), _bubble_factor(setup)
-    low, high = compute_seconds(
-        interconnect.gpu,
-        setup.shape,
-        tp=setup.engine.tp,
-        peak=peak,
-        tokens=own_tokens,
-        flops=flops.hardware_flops * tokens,
-    )
+        own_tokens //= ranks_per_batch
+    flops, gpu, tp = setup_flops(setup), interconnect.gpu, setup.engine.tp
+    operations = flops.hardware_flops * tokens
+    low, high = compute_seconds(gpu, setup.shape, tp=tp, peak=peak, tokens=own_tokens, flops=operations)
+    bubble = _bubble_factor(setup)
     compute = low * bubble, high * bubble
     collectives = step_collectives(setup)
     communication = _sum(map(interconnect.seconds, collectives))
@@ -143,12 +138,9 @@ def step_time(
     low = max(overlapped, offload[0]) + optimizer[0]
     high = compute[1] + communication[1] + offload[1] + optimizer[1]
     speed = tokens / high, tokens / low
-    utilisation = [
-        mfu(tokens_per_second_per_gpu=each, flops_per_token=flops.model_flops, peak_flops=peak) or 0.0 for each in speed
-    ]
     efficiency = None
     if preset.offload_optimizer or preset.offload_param:
-        efficiency = offload_efficiency(compute[0], offload[1]), offload_efficiency(compute[1], offload[0])
+        efficiency = compute[0] / (compute[0] + offload[1]), compute[1] / (compute[1] + offload[0])
     return StepTime(
         step_seconds=(low, high),
         compute_seconds=compute,
@@ -156,7 +148,7 @@ def step_time(
         offload_seconds=offload,
         optimizer_seconds=optimizer,
         tokens_per_second_per_gpu=speed,
-        mfu=(utilisation[0], utilisation[1]),
+        mfu=(speed[0] * flops.model_flops / peak, speed[1] * flops.model_flops / peak),
         communication_bytes_per_step=communication_bytes(collectives),
         tokens_per_step_per_gpu=tokens,
         flops_per_token=flops.model_flops,
@@ -187,15 +179,6 @@ def setup_flops(setup: TrainingSetup) -> TokenFlops:
         num_adapter_params=setup.weights.num_trained if setup.weights.adapters else 0,
         recompute=setup.job.activation_checkpointing,
     )
-
-
-def offload_efficiency(compute_seconds: float, transfer_seconds: float) -> float:
-    """Return the share of its speed that a GPU keeps if transfers of model states overlap nothing.
-
-    ZeRO-Infinity's AIT·bw / (AIT·bw + peak) (section 4.1, https://arxiv.org/abs/2104.07857), where the arithmetic
-    intensity AIT is the operations per transferred byte.
-    """
-    return compute_seconds / (compute_seconds + transfer_seconds)
 
 
 def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens: int, flops: int) -> Range:
@@ -257,10 +240,8 @@ def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int
     slow_disk, fast_disk = DISK_BYTES_PER_SECOND if nvme is None else (0.5 * nvme, float(nvme))
     updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
     fast_adam, slow_adam = HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]
-    return (
-        max(on_host / (pcie * PCIE_SHARE[1]), on_disk / fast_disk, fast_adam * updated),
-        on_host / (pcie * PCIE_SHARE[0]) + on_disk / slow_disk + slow_adam * updated,
-    )
+    fastest = max(on_host / (pcie * PCIE_SHARE[1]), on_disk / fast_disk, fast_adam * updated)
+    return fastest, on_host / (pcie * PCIE_SHARE[0]) + on_disk / slow_disk + slow_adam * updated
 
 
 def _sum(ranges: Iterable[Range]) -> Range:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.value_limits import shown, unexpected
+from toolkit.files.documents import shown, unexpected
 from toolkit.parallel.layout import DIMENSIONS
 
 AUTO = "auto"

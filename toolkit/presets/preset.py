@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.documents import read_configuration, shown, unexpected
 from toolkit.files.reading import is_file, read_text, user_path
-from toolkit.files.value_limits import shown, unexpected
-from toolkit.files.yaml_files import read_configuration
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
 from toolkit.presets.known_keys import (
     ACCELERATE_BLOCKS,

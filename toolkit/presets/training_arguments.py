@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.job.accumulation import chosen_accumulate, with_accumulate
 from toolkit.job.job import Job
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER

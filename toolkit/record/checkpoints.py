@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import Limits, read_json_object, validate
 from toolkit.files.reading import open_file
-from toolkit.files.value_limits import Limits, validate
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount
 from toolkit.record.folder import write_json

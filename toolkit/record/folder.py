@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_secrets
 
 SCHEMA_VERSION = 1

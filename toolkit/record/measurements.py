@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import read_json_lines
-from toolkit.files.value_limits import explain
+from toolkit.files.documents import explain, read_json_lines
 from toolkit.record.columns import (
     Bytes,
     Column,

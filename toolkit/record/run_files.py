@@ -15,8 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import read_json_object
-from toolkit.files.value_limits import explain
+from toolkit.files.documents import explain, read_json_object
 from toolkit.record import status
 from toolkit.record.columns import Bytes, Count, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder

@@ -1,7 +1,7 @@
 """The statuses of a run, and the exit code of each.
 
->>> exit_code_of("host_out_of_memory")
-3
+>>> {name: code for name in STATUSES if (code := exit_code_of(name)) != 1}
+{'completed': 0, 'out_of_memory': 3, 'host_out_of_memory': 3}
 """
 
 from __future__ import annotations

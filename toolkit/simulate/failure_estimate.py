@@ -22,7 +22,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.report.charts import Line, LineChart
-from toolkit.report.tables import Cell, Heading, Table, text_cell, text_heading
+from toolkit.report.rendering import Cell, Heading, Table, text_cell, text_heading
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, LEAST, FailureOptions, check_range
 from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.units import SECONDS_PER_HOUR, seconds

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
-from toolkit.report.tables import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.options import LEAST, PipelineOptions, check_range
 from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, PipelineSize, check_schedule, chunks_of
 from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from toolkit.report.charts import Chart
-from toolkit.report.rendering import render
-from toolkit.report.tables import Table, rich_table
+from toolkit.report.rendering import Table, render, rich_table
 
 
 def terminal_columns() -> int:

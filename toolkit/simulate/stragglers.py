@@ -22,7 +22,7 @@ from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Ra
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
 from toolkit.report.charts import Bar, BarChart, LineChart, curves
-from toolkit.report.tables import Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.options import (
     DEFAULT_DISTRIBUTION,
     DEFAULT_SPREAD,

@@ -33,7 +33,7 @@ from accelerate.data_loader import prepare_data_loader
 from toolkit.data.data_files import DataSource, iter_rows, numbered, resolve_source
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.json_files import read_json_object
+from toolkit.files.documents import read_json_object
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined
 from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub

@@ -1,0 +1,301 @@
+"""Edits of a parsed document (JSON or YAML), of raw bytes, and of a pickle's opcodes, as Hypothesis strategies.
+
+`edited({"stage": 2})` makes documents with one to three edits; `json_text` and `yaml_text` write them, with texts in
+some places that no dumper would write: 100,000 brackets, an integer of 5,000 digits, an alias bomb.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickletools
+import struct
+import zipfile
+from collections import deque
+from functools import lru_cache
+from typing import Any
+
+import yaml
+from hypothesis import strategies as st
+
+# Stand-in in a document -> the text that replaces it where the document is written.
+_TEXT_OF = {
+    "RAW_DEEP_LIST": "[" * 100_000 + "]" * 100_000,
+    "RAW_DEEP_OBJECT": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "RAW_FORTY_DEEP": "[" * 45 + "]" * 45,
+    "RAW_UNCLOSED": "[" * 500,
+    "RAW_LONG_INTEGER": "9" * 5_000,
+    "RAW_BIG_EXPONENT": "1e999",
+    "RAW_NEGATIVE_EXPONENT": "-1E+400",
+}
+_YAML_TEXT_OF = {
+    "RAW_BOMB": f"[&a [{'x,' * 9}], "
+    + ", ".join(f"&{new} [{f'*{old},' * 9}]" for old, new in zip("abcdefg", "bcdefgh", strict=True))
+    + "]",
+    "RAW_RECURSION": "&r [*r, 1]",
+    "RAW_RECURSIVE_MAPPING": "&m {a: *m}",
+    "RAW_PYTHON_CALL": "!!python/object/apply:os.mkdir [executed]",
+    "RAW_PYTHON_NAME": "!!python/name:os.system",
+    "RAW_BINARY": "!!binary R0lGODlh",
+    "RAW_SET": "!!set {a, b}",
+    "RAW_PAIRS": "!!pairs [a: 1, a: 2]",
+    "RAW_DATE": "2026-02-30",
+    "RAW_TIMESTAMP": "2001-12-14t21:59:43.10-05:00",
+    "RAW_SEXAGESIMAL": "190:20:30",
+    "RAW_UNDEFINED_ALIAS": "*nothing",
+    "RAW_EMPTY_INTEGER": "!!int ''",
+    "RAW_MERGE": "{<<: [1, 2]}",
+    "RAW_COMPLEX_KEY": "{? [a, b] : 1, ? {c: d} : 2}",
+    "RAW_OCTAL": "0o17",
+    "RAW_TAB": "\tx",
+}
+NUMBERS = (0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"))
+TEXTS = (
+    *("", " ", "0", "-1", "nan", "1e999", "true", "auto", "none", "nvme", "bfloat16", "ddp", "\0", "\x1b[31m", "\n"),
+    *("a\nb: c", "\t", "é", "日本語", "\u202e", "\ufeff", "\ud800", "\x85", "x" * 300, "x" * 5_000, "é" * 200),
+    *("<script>alert(1)</script>", "{{ 7 * 7 }}", "%s%n", "$(id)", "[bold]", ".", "..", "/", "-h", "../escaped"),
+    *("/dev/zero", "/dev/full", "/proc/self/mem", "~/escaped", "~nobody-here/x"),
+)
+SHAPES: tuple[Any, ...] = (
+    *([], {}, [[]], [None], {"": None}, {"a": {"b": []}}, ["a", "b"], [1, "a", None], [1.5, True]),
+    *(list(range(2_000)), {str(number): number for number in range(2_000)}, ["x" * 1_000] * 50),
+)
+VALUES = st.one_of(
+    *map(st.sampled_from, ([None, True, False], NUMBERS, TEXTS, SHAPES, sorted(_TEXT_OF))),
+    *(st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=20)),
+)
+YAML_VALUES = st.one_of(VALUES, st.sampled_from(sorted(_YAML_TEXT_OF)))
+KEYS = st.one_of(st.sampled_from((*TEXTS, "__proto__", "<<", "__class__", "=", "?")), st.text(max_size=8))
+
+
+class Twin(str):
+    """A key that is written like another one, and is a second entry of the same mapping."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes twin keys, and no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+_Dumper.add_representer(Twin, lambda dumper, key: dumper.represent_str(str(key)))
+
+
+def json_text(document: Any, *, indent: int | None = 1) -> str:
+    """Write a document as JSON, NaN and infinities included."""
+    return _with_raw_texts(json.dumps(document, default=str, indent=indent), _TEXT_OF)
+
+
+def yaml_text(document: Any) -> str:
+    """Write a document as YAML in block style."""
+    text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    return _with_raw_texts(text, _TEXT_OF | _YAML_TEXT_OF)
+
+
+def _with_raw_texts(text: str, texts: dict[str, str]) -> str:
+    for name, raw in texts.items():
+        text = text.replace(f'"{name}"', raw).replace(name, raw)
+    return text
+
+
+@st.composite
+def edited(draw: st.DrawFn, document: Any, *, values: st.SearchStrategy[Any] = VALUES) -> Any:
+    """Return a copy of the document with one to three edits, each at any depth."""
+    document = [copy.deepcopy(document)]
+    for _ in range(draw(st.integers(1, 3))):
+        if places := _places(document):
+            _edit(draw, *draw(st.sampled_from(places)), places, values)
+    return document[0] if document else None
+
+
+def _edit(
+    draw: st.DrawFn, around: Any, key: Any, places: list[tuple[Any, Any]], values: st.SearchStrategy[Any]
+) -> None:
+    value, is_mapping = around[key], isinstance(around, dict)
+    match draw(st.sampled_from(["change", "contradict", "copy", "duplicate", "remove", "rename", "replace", "wrap"])):
+        case "change":
+            around[key] = draw(st.sampled_from(_near(value)))
+        case "contradict" if is_mapping:
+            around[Twin(key)] = copy.deepcopy(draw(values))
+        case "copy":
+            other, place = draw(st.sampled_from(places))
+            around[key] = copy.deepcopy(other[place])
+        case "duplicate" if is_mapping:
+            around[Twin(key)] = copy.deepcopy(value)
+        case "duplicate":
+            around.insert(key, copy.deepcopy(value))
+        case "remove":
+            del around[key]
+        case "rename" if is_mapping:
+            around[draw(st.one_of(KEYS, st.just(str(key)[:-1])))] = around.pop(key)
+        case "wrap":
+            around[key] = draw(st.sampled_from([[value], {"a": value}, [value, value], {str(value)[:40]: value}]))
+        case _:
+            around[key] = copy.deepcopy(draw(values))
+
+
+def _near(value: Any) -> list[Any]:
+    """Values near a present one: another number, the same as text, a longer or shorter text."""
+    match value:
+        case bool():
+            return [not value, str(value).lower(), int(value), [value]]
+        case int() | float():
+            return [-value, value + 1, value - 1, value * 2, str(value), float(value), value * 2**40, [value]]
+        case str():
+            return [value.upper(), f"{value}x", value[:-1], value * 2, f"{value}\n", f" {value}", [value]]
+        case list():
+            return [value[:1], value * 2, value[::-1], dict(enumerate(map(str, value[:50]))), str(value)[:200]]
+        case dict():
+            return [list(value), list(value.values()), [value], str(value)[:200], dict(list(value.items())[:1])]
+    return ["null", 0, "", []]
+
+
+def _places(document: Any) -> list[tuple[Any, Any]]:
+    """Return collection and key of every value below the document, the first 3,000 of them level by level."""
+    places: list[tuple[Any, Any]] = []
+    pending = deque([document])
+    while pending and len(places) < 3_000:
+        around = pending.popleft()
+        for key, value in around.items() if isinstance(around, dict) else enumerate(around):
+            places.append((around, key))
+            if isinstance(value, dict | list):
+                pending.append(value)
+    return places
+
+
+# -- Bytes
+
+SNIPPETS = (
+    *(b"\0", b"\0" * 600, b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\r\n", b"\n\n", b"\t", b"{", b"}", b"[", b"]"),
+    *(b",", b":", b'"', b"'", b"\\u", b"#", b"- ", b"&a ", b"*a ", b"!!", b"{{", b"{%", b"---\n", b"NaN", b"1e999"),
+    *(b"9" * 5_000, b"x" * 70_000, b"[" * 100_000, b"- " * 3_000, b"PK\x03\x04", b"\x80\x02", b"cos\nsystem\n"),
+)
+WHOLE_FILES = (
+    *(b"", b"\0" * 4_096, b" " * 10_000, b"null", b"[]", b"{}", b'""', b"0", b"---\n---\n"),
+    *(b"PK\x05\x06" + b"\0" * 18, b"\x80\x04N."),
+)
+
+
+@st.composite
+def edited_bytes(draw: st.DrawFn, content: bytes, *, others: tuple[bytes, ...] = ()) -> bytes:
+    """Return the content with one to three edits of its bytes."""
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(content)))
+        end = min(len(content), at + draw(st.sampled_from([1, 2, 8, 64, 1_000])))
+        match draw(
+            st.sampled_from(["cut", "flip", "insert", "delete", "repeat", "whole", "encode", "splice", "random"])
+        ):
+            case "cut":
+                middle, end = b"", len(content)
+            case "flip":
+                end, mask = min(len(content), at + 1), draw(st.sampled_from([1, 0x20, 0x80, 0xFF]))
+                middle = bytes(byte ^ mask for byte in content[at:end])
+            case "insert":
+                middle, end = draw(st.sampled_from(SNIPPETS)), at
+            case "delete":
+                middle = b""
+            case "repeat":
+                middle = content[at:end] * draw(st.sampled_from([2, 50]))
+            case "splice":
+                other = draw(st.sampled_from([*others, content]))
+                middle, end = other[draw(st.integers(0, len(other))) :], len(content)
+            case "random":
+                middle = draw(st.binary(max_size=16))
+            case "encode":
+                text = content.decode("utf-8", "replace") if len(content) < 2**20 else ""
+                encoded = [text.encode("utf-16"), text.encode("cp500", "replace"), b"\xef\xbb\xbf" + content]
+                encoded += [content.replace(b"\n", b"\r\n"), content[::-1], content * 2]
+                at, middle, end = 0, draw(st.sampled_from(encoded)), len(content)
+            case _:
+                at, middle, end = 0, draw(st.sampled_from(WHOLE_FILES)), len(content)
+        content = content[:at] + middle + content[end:]
+    return content
+
+
+# -- Pickles, also inside the zip file that `torch.save` writes
+
+# What a forged pickle would run; each would leave a folder that the attempt's listing shows.
+_CALLS = (
+    *(b"cposix\nmkdir\n(Vexecuted\ntR", b"cos\nmkdir\n(Vexecuted\ntR", b"(Vexecuted\niposix\nmkdir\n"),
+    *(b"cbuiltins\neval\n(V__import__('os').mkdir('executed')\ntR", b"cbuiltins\ngetattr\n", b"cshutil\nrmtree\n"),
+    *(
+        b"\x8c\x05posix\x8c\x05mkdir\x93\x8c\x08executed\x85R",
+        b"ctorch\nload\n(V/dev/zero\ntR",
+        b"\x84\xff\xff\xff\x7f",
+    ),
+)
+_NAMES = (
+    *(b"ctorch\nSize\n", b"ctorch\nTensor\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
+    *(b"cargparse\nNamespace\n", b"ctorch\nFloatStorage\n", b"c_codecs\nencode\n", b"cnumpy\nndarray\n"),
+)
+_SINGLE = tuple(bytes([code]) for code in b"(.012NR}]()abdeloqstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
+_PICKLED_TEXTS = (b"", b"step", b"../escaped", b"/dev/zero", b"\xed\xa0\x80", b"x" * 5_000, b"cuda:0", b"meta")
+# Arguments of other types and sizes.
+_ARGUMENTS = (
+    *(b"J" + struct.pack("<i", number) for number in (0, 1, -1, 2, 255, 2**31 - 1, -(2**31))),
+    *(b"G" + struct.pack(">d", number) for number in (0.5, -1.0, float("nan"), 1e308)),
+    *(b"X" + struct.pack("<I", len(text)) + text for text in _PICKLED_TEXTS),
+    *(b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"N", b"\x88", b"]", b"}", b")"),
+)
+_WITH_ARGUMENT = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINFLOAT", "NEWTRUE")
+
+
+@st.composite
+def edited_pickle(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return a pickle, and the bytes after it, with one to three edits of its opcodes."""
+    known, rest = _opcodes(content)
+    opcodes = list(known)
+    for _ in range(draw(st.integers(1, 3))):
+        if opcodes:
+            _edit_opcodes(draw, opcodes)
+    return b"".join(code for _, code in opcodes) + rest
+
+
+@st.composite
+def edited_torch_file(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return a file of `torch.save` with edits of its `data.pkl`."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(written, "w") as changed:
+        for name in archive.namelist():
+            inside = archive.read(name)
+            changed.writestr(name, draw(edited_pickle(inside)) if name.endswith("data.pkl") else inside)
+    return written.getvalue()
+
+
+@lru_cache(maxsize=64)
+def _opcodes(content: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
+    """Return name and bytes of each opcode of the first pickle, and the bytes behind it."""
+    found = [(opcode.name, position or 0) for opcode, _, position in pickletools.genops(content)]
+    ends = [*(start for _, start in found[1:]), found[-1][1] + 1]
+    codes = [(name, content[start:end]) for (name, start), end in zip(found, ends, strict=True)]
+    return codes, content[ends[-1] :]
+
+
+def _edit_opcodes(draw: st.DrawFn, opcodes: list[tuple[str, bytes]]) -> None:
+    at = draw(st.integers(0, len(opcodes) - 1))
+    match draw(st.sampled_from(["argument", "call", "cut off", "delete", "duplicate", "name", "single", "swap"])):
+        case "argument":
+            near = [n for n in range(at, min(at + 400, len(opcodes))) if opcodes[n][0] in _WITH_ARGUMENT] or [at]
+            opcodes[draw(st.sampled_from(near))] = ("VALUE", draw(st.sampled_from(_ARGUMENTS)))
+        case "call":
+            opcodes.insert(at, ("CALL", draw(st.sampled_from(_CALLS))))
+        case "cut off":
+            del opcodes[at:]
+        case "delete":
+            del opcodes[at : at + draw(st.sampled_from([1, 1, 2, 10]))]
+        case "duplicate":
+            opcodes[at:at] = opcodes[at : at + draw(st.sampled_from([1, 3, 20]))] * draw(st.sampled_from([1, 2, 100]))
+        case "name":
+            names = [n for n, (name, _) in enumerate(opcodes) if name == "GLOBAL"] or [at]
+            opcodes[draw(st.sampled_from(names))] = ("GLOBAL", draw(st.sampled_from([*_NAMES, *_CALLS])))
+        case "single":
+            opcodes[at] = ("SINGLE", draw(st.sampled_from(_SINGLE)))
+        case "swap":
+            other = draw(st.integers(0, len(opcodes) - 1))
+            opcodes[at], opcodes[other] = opcodes[other], opcodes[at]
