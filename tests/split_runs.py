@@ -232,7 +232,7 @@ def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint:
     config = ROOT / "accelerate_configs" / f"{run.preset}.yaml"
     options: dict[str, Any] = {"num_processes": run.num_ranks}
     if run.without_fix:
-        options |= {"script": "without_fix.py", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
+        options |= {"script": "without_fix", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
     ended = accelerate_launch(config, *words, **options)
     assert ended.returncode == 0, f"{run}:\n{ended.stdout[-3000:]}\n{ended.stderr[:5000]}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # Modules that other benchmarks import or start.
-PARTS = {"record", "small_job", "forked_rehearsals", "bare_trainer"}
+PARTS = {"record", "small_job", "forked_rehearsals"}
 
 
 def test_every_file_that_a_page_names_exists() -> None:

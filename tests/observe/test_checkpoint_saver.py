@@ -102,7 +102,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     killed: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     words = [*saved_job, "--save_steps", "2", "--save_model", "false", "--output_dir", str(tmp_path / "out")]
-    ended = launch("fsdp2", *words, script="signal_while_writing.py", variables={"TOOLKIT_SIGNAL": killed})
+    ended = launch("fsdp2", *words, script="signal_while_writing", variables={"TOOLKIT_SIGNAL": killed})
     assert ended.returncode != 0
     assert (tmp_path / "out" / ".saving-checkpoint-4" / "checkpoint-4").is_dir()
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "out")] == [2]
@@ -118,7 +118,7 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
     out = tmp_path / "out"
     words = [*saved_job, "--max_steps", "40", "--save_steps", "4", "--output_dir", str(out)]
     variables = {"TOOLKIT_SIGNAL": "SIGTERM:4:checksums:0:1"}
-    ended = launch("fsdp2", *words, script="signal_while_writing.py", variables=variables)
+    ended = launch("fsdp2", *words, script="signal_while_writing", variables=variables)
     failure = read(out / "failure.json")
     assert (ended.returncode, failure["kind"]) == (1, "interrupted")
     found = list_checkpoints(out)
