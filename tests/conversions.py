@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert import Conversion, convert_file, yaml_text
+from toolkit.convert.conversion import convert_file, yaml_text
+from toolkit.convert.draft import Conversion
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.presets import load_preset

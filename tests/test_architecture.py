@@ -182,6 +182,7 @@ LIGHT_COMMANDS = [
     ["doctor", "--help"],
     ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],
     ["doctor", "--compare", "a.json", "b.json"],
+    ["env"],
     ["cluster", "slurm", "--help"],
     ["cluster", "slurm", "--preset", "zero2", "--nodes", "2", "--", "--max_stepz", "8"],
     ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from launching import ROOT, cpu_environment, run_warm
 
-from toolkit.convert import convert_file
+from toolkit.convert.conversion import convert_file
 from toolkit.job.argument_reading import read_arguments
 
 sys.path[:0] = [str(ROOT / "benchmarks")]

@@ -16,10 +16,18 @@ EXIT_RUN_FAILED = 1
 EXIT_INVALID_INPUT = 2
 EXIT_OUT_OF_MEMORY = 3
 
+MAX_SHOWN = 80  # characters of a value in a message
+
 # As `toolkit.entry_point` and ranks print an error, after what a launcher may put before the lines of a rank.
 _PRINTED = re.compile(r"^(?:\[\w+\]:)?error: (?P<message>.+)(?:\n(?:\[\w+\]:)?  hint: (?P<hint>.+))?", re.MULTILINE)
 # Control characters, and those that reverse the direction of text: a terminal would obey them.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def shown(value: object, *, limit: int = MAX_SHOWN) -> str:
+    """Return a value for a message: escaped, and cut to 80 characters or another limit."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def visible(text: str, *, keep: str = "") -> str:

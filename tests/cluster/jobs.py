@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,12 @@ class ClusterJobs:
         self.words += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-3"]
         self.submitted = list[str]()
 
-    def submit(self, preset: str, out: Path, *words: str) -> str:
+    def submit(self, options: Sequence[str], out: Path, *training: str) -> str:
         """Write the job file as a user does, submit it, and return the job's number."""
-        options = ["--preset", preset, "--save-seconds", str(SAVE_SECONDS)]
-        return self._submit(options, out, [*self.words, "--save_model", "false", *words])
-
-    def submit_comparison(self, presets: Sequence[str], out: Path, *words: str) -> str:
-        """Submit a job that compares presets after checking its nodes, and return the job's number."""
-        options = [word for preset in presets for word in ("--preset", preset)]
-        return self._submit([*options, "--repeats", "1", "--preflight"], out, [*self.words, *words])
-
-    def _submit(self, options: Sequence[str], out: Path, training: Sequence[str]) -> str:
         path = self.folder / f"{out.name}.sbatch"
         nodes = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10", "--output", str(path)]
-        ended = toolkit("cluster", "slurm", *options, *nodes, "--", *training, "--output_dir", str(out))
+        words = [*options, *nodes, "--", *self.words, *training, "--output_dir", str(out)]
+        ended = toolkit("cluster", "slurm", *words)
         assert ended.returncode == 0, ended.stderr
         self.submitted.append(self.slurm.submit(path, log=self.folder / f"{out.name}.log"))
         return self.submitted[-1]
@@ -49,29 +41,18 @@ class ClusterJobs:
         found = sorted([*self.folder.glob("**/*.log"), *self.folder.glob("**/*.err")])
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found)
 
-    def finish(self, job: str) -> None:
-        self.slurm.wait_for(job, ENDED, LAUNCH_SECONDS)
-        assert self.slurm.job(job)["JobState"] == "COMPLETED", self.logs()
-
-    def until_step(self, job: str, out: Path, step: int) -> None:
-        """Wait until both ranks have trained a step in the job's current attempt."""
-        state = self.slurm.job(job)
+    def until(self, job: str, condition: Callable[[], bool]) -> None:
+        """Wait until a condition of a job in progress is true."""
 
         def reached() -> bool:
             assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
-            return min(steps(out)) >= step
+            return condition()
 
-        wait_until(reached, f"step {step} of job {job} ({state.get('JobState')})", LAUNCH_SECONDS)
+        wait_until(reached, f"job {job} trains", LAUNCH_SECONDS, lambda: self.slurm.state(job))
 
-    def until_resumed(self, job: str, out: Path, step: int) -> None:
-        """Wait until an attempt that resumes from a step's checkpoint, or a later one, trains."""
-
-        def resumed() -> bool:
-            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
-            source = read(out / "run.json").get("resumed_from")
-            return source is not None and source["step"] >= step
-
-        wait_until(resumed, f"job {job} resumes from step {step}", LAUNCH_SECONDS)
+    def until_step(self, job: str, out: Path, step: int) -> None:
+        """Wait until both ranks have trained a step in the job's current attempt."""
+        self.until(job, lambda: min(steps(out)) >= step)
 
     def on_one_node(self, preset: str, out: Path, *words: str) -> Path:
         """Train the same with two ranks on one node."""
@@ -89,9 +70,9 @@ class ClusterJobs:
         wait_until(lambda: set(self.slurm.node_states().values()) == {"idle"}, "all nodes are idle again", 60)
 
 
-def steps(out: Path, ranks: int = 2) -> list[int]:
+def steps(out: Path) -> list[int]:
     """Return the steps that each rank has written."""
-    files = [out / "ranks" / f"rank{rank}.jsonl" for rank in range(ranks)]
+    files = [out / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
     return [len(file.read_text().splitlines()) if file.exists() else 0 for file in files]
 
 

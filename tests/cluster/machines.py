@@ -1,9 +1,5 @@
 """Machines made of namespaces on one Linux host, joined by a switch: their own hostname, address, /proc and /dev/shm.
 
-    with Machines(folder, ["ctl", "node1", "node2"]) as machines:
-        machines.run("node1", "ping", "-c1", "node2")
-        machines.power_off("node2")
-
 All machines see the same files, except `/mnt`, which is each machine's own. The switch is a bridge in a network
 namespace of its own, so the network of the host is not touched and two harnesses cannot collide. Everything is gone
 with the processes that hold the namespaces, and those end with this one. Needs root, util-linux and iproute2.
@@ -19,10 +15,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.launch.warm_start import SERVER_VARIABLE
 
@@ -41,20 +36,15 @@ sleep infinity & wait
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """A machine that is switched on."""
 
-    name: str
+    port: str
+    """The switch's end of its cable."""
     holder: subprocess.Popen[bytes]
     """`unshare`, which created the namespaces."""
     pid: int
     """The machine's init, as the host numbers it."""
-
-    @property
-    def port(self) -> str:
-        """Name of the switch's end of this machine's cable."""
-        return f"to-{self.name}"
 
 
 class Machines:
@@ -148,7 +138,7 @@ class Machines:
         wait_until(lambda: (own / "booted").exists() or holder.poll() is not None, f"{name} boots", BOOT_SECONDS)
         assert holder.poll() is None, f"{name} did not boot: {(own / 'console').read_text()}"
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        return Machine(name=name, holder=holder, pid=int(children[0]))
+        return Machine(f"to-{name}", holder, int(children[0]))
 
 
 def _end(machine: Machine) -> None:

@@ -2,86 +2,108 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 from cluster_jobs import run_cluster, write_inputs
 
-SLURM = ["slurm", "--gpus-per-node", "4"]
-
-
-ZERO2 = ("--preset", "zero2", "--nodes", "2")
+SLURM = ["slurm", "--gpus-per-node", "4", "--nodes", "2"]
 
 
 @pytest.mark.parametrize(
-    ("options", "training", "message"),
+    ("words", "message"),
     [
-        (("--preset", "single", "--nodes", "2"), (), "'single' trains in one process, --nodes x --gpus-per-node is 8"),
-        (("--preset", "fsdp2_hybrid", "--nodes", "3", "--gpus-per-node", "1"), (), "preset 'fsdp2_hybrid' needs"),
-        (("--preset", "zero2", "--nodes", "2:1"), (), "--nodes is '2:1', expected a number, or MIN:MAX"),
-        (("--preset", "zero2", "--nodes", "0"), (), "--nodes is 0, expected 1 or more"),
-        ((*ZERO2, "--env", "HF_TOKEN=abc"), (), "would write a secret into the job file"),
-        ((*ZERO2, "--env", "1X=2"), (), "--env is '1X=2', expected NAME=VALUE or NAME"),
-        ((*ZERO2, "--name", "My Job"), (), "--name is 'My Job', expected at most 40"),
-        ((*ZERO2, "--setup", "a\nb"), (), "--setup has a line break"),
-        ((*ZERO2, "--saves-of", "/nowhere"), (), "--saves-of /nowhere has no measured save"),
-        (("--preset", "zero3_nvme_offload", "--nodes", "2"), (), "offloads to a disk of each node, and none is named"),
-        (("--preset", "zeropp", "--nodes", "2", "--cpu"), (), "preset 'zeropp' does not run on a CPU"),
-        (ZERO2, ("--max_stepz", "8"), "max_stepz"),
-        (ZERO2, ("--hub_token", "hf_ABCDEFGHIJKLMNOP"), "a training argument is a secret"),
+        ("slurm --nodes 2", "missing option '--preset'"),
+        ("slurm --preset single --nodes 2", "'single' trains in one process, --nodes x --gpus-per-node is 8"),
+        ("slurm --preset fsdp2_hybrid --nodes 3 --gpus-per-node 1", "preset 'fsdp2_hybrid' needs"),
+        ("slurm --preset zero2 --nodes 2:1", "--nodes is '2:1', expected a number, or MIN:MAX"),
+        ("slurm --preset zero2 --nodes 0", "--nodes is 0, expected 1 or more"),
+        ("slurm --preset zero2 --nodes 2 --env HF_TOKEN=abc", "would write a secret into the job file"),
+        ("slurm --preset zero2 --nodes 2 --env 1X=2", "--env is '1X=2', expected NAME=VALUE or NAME"),
+        ("slurm --preset zero2 --nodes 2 --name 'My Job'", "--name is 'My Job', expected at most 40"),
+        ("slurm --preset zero2 --nodes 2 --setup 'a\nb'", "--setup has a line break"),
+        ("slurm --preset zero2 --nodes 2 --saves-of /nowhere", "--saves-of /nowhere has no measured save"),
+        ("slurm --preset zero3_nvme_offload --nodes 2", "offloads to a disk of each node, and none is named"),
+        ("slurm --preset zeropp --nodes 2 --cpu", "preset 'zeropp' does not run on a CPU"),
+        ("slurm --preset zero2 --nodes 2 -- --max_stepz 8", "max_stepz"),
+        ("slurm --preset zero2 --nodes 2 -- --hub_token hf_ABCDEFGHIJKLMNOP", "a training argument is a secret"),
+        ("slurm --preset zero2 --nodes 2 -- --resume_from_checkpoint out/checkpoint-5", "would begin there again"),
+        ("slurm --preset zero2 --nodes 2 -- --per_device_train_batch_size 100", "fewer than one global batch"),
+        ("slurm --preset zero2 --nodes 2 --time-limit 5", "too short: the run is stopped 300 s before its end to save"),
+        ("slurm --preset zero2 --nodes 2 --submit", "`sbatch` is not on the PATH: the job was not submitted"),
+        # an elastic job names the numbers of ranks that keep its batch
+        ("slurm --preset zero2 --nodes 1:3", "--global_batch_size 96 is no multiple of 8 data-parallel ranks"),
+        ("slurm --preset zero2 --nodes 1:3", "numbers of processes that keep it: 1, 2, 3, 4, 6, 12"),
+        # comparisons
+        ("slurm --preset ddp --preset zero2 --nodes 2 --container i -- --max_steps 8", "a comparison starts srun"),
+        ("slurm --preset ddp --preset single --nodes 2 -- --max_steps 8", "preset 'single' trains in one process"),
+        ("slurm --preset ddp --preset zero3_nvme_offload --nodes 2 -- --max_steps 8", "checks on one node only"),
         (
-            ZERO2,
-            ("--resume_from_checkpoint", "out/checkpoint-5"),
-            "a job that is started again would begin there again",
+            "slurm --preset ddp --preset zero2 --nodes 2 -- --max_steps 8 --save_strategy=no",
+            "--save_strategy is set by",
         ),
-        (ZERO2, ("--per_device_train_batch_size", "100"), "fewer than one global batch"),
+        ("ssh --preset ddp --preset zero2 --nodes 1 --host a", "several presets (ddp, zero2) are a comparison"),
+        # hosts: ssh would read some as an option, and a shell as two words
+        (
+            "ssh --preset zero2 --nodes 2 --host node1",
+            "--nodes 2 needs 2 --host, got 1\n  hint: --host node1 --host node2",
+        ),
+        ("ssh --preset ddp --nodes 1 --host=-oProxyCommand=x", "expected a host name or an address"),
+        ("ssh --preset ddp --nodes 1 --host='a b'", "expected a host name or an address"),
+        ("ssh --preset ddp --nodes 1 --host='a;b'", "expected a host name or an address"),
+        ("ssh --preset ddp --nodes 1 --host=", "expected a host name or an address"),
+        ("kubernetes --preset zero2 --nodes 2 --mount r=/", "--mount is 'r=/', expected SOURCE=/PATH"),
+        ("kubernetes --preset zero2 --nodes 2 --mount runs=/runs", "--container is missing: a pod runs an image"),
+        (
+            "kubernetes --preset zero2 --nodes 2 --container i --mount a=/data",
+            "in no folder that all nodes mount (/data)",
+        ),
+        ("kubernetes --preset zero2 --nodes 2 --mount 'A Claim=/runs'", "'A Claim' is no name of a claim"),
+        ("kubernetes --preset zero2 --nodes 1:2 --kind trainjob --container i", "Trainer v2 has a fixed number"),
+        ("kubernetes --preset zero2 --nodes 2 --resource memory", "--resource is 'memory', expected NAME=AMOUNT"),
+        (
+            "kubernetes --preset zero2 --nodes 2 --namespace 'My Space'",
+            "--namespace is 'My Space', expected lower-case",
+        ),
+        ("skypilot --preset zero2 --nodes 2 --mount s3://b=/runs", "--gpu is missing: SkyPilot chooses the instance"),
+        ("skypilot --preset zero2 --nodes 2 --gpu H100", "is in no folder that all nodes mount (none)"),
+        ("skypilot --preset zero2 --nodes 2 --gpu H100 --mount s3://b", "--mount is 's3://b', expected SOURCE=/PATH"),
+        (
+            "skypilot --preset zero2 --nodes 1:2 --gpu H100",
+            "--nodes 1:2 on SkyPilot: a task has a fixed number of nodes",
+        ),
     ],
 )
-def test_a_job_that_cannot_train_is_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    training: tuple[str, ...],
-    message: str,
+def test_what_is_no_job_is_refused(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, text, errors = run_cluster([*SLURM, *options, "--", *write_inputs(tmp_path), *training], capsys)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given, _, training = words.partition(" -- ")
+    engine, *options = shlex.split(given)
+    all_words = [engine, "--gpus-per-node", "4", *options, "--", *write_inputs(tmp_path), *shlex.split(training)]
+    code, text, errors = run_cluster(all_words, capsys)
     assert (code, text) == (2, "")
     assert message in errors
 
 
-def test_an_elastic_job_that_cannot_keep_its_batch_says_which_numbers_of_ranks_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*SLURM, "--preset", "zero2", "--nodes", "1:3", "--", *write_inputs(tmp_path)]
-    code, text, errors = run_cluster(words, capsys)
-    assert (code, text) == (2, "")
-    assert "--global_batch_size 96 is no multiple of 8 data-parallel ranks" in errors
-    assert "numbers of processes that keep it: 1, 2, 3, 4, 6, 12" in errors
-
-
 def test_files_that_only_the_nodes_have_are_not_read_here(capsys: pytest.CaptureFixture[str]) -> None:
     there = ["--model_name_or_path", "/nodes/model", "--dataset", "/nodes/rows.jsonl", "--output_dir", "/nodes/out"]
-    words = [*SLURM, "--preset", "zero2", "--nodes", "2"]
+    words = [*SLURM, "--preset", "zero2"]
     assert run_cluster([*words, "--", *there], capsys)[0] == 2
     code, text, _ = run_cluster([*words, "--no-check-files", "--", *there], capsys)
     assert code == 0
     assert "--model_name_or_path /nodes/model" in text
 
 
-def test_a_preset_of_the_user_is_named_by_its_absolute_path(
+def test_a_preset_of_the_user_is_named_by_its_absolute_path_in_a_file_that_goes_to_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "Mine.yaml").write_text("# mine\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\n")
     training = write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    code, text, errors = run_cluster([*SLURM, "--preset", "Mine.yaml", "--nodes", "2", "--", *training], capsys)
-    assert code == 0, errors
+    words = [*SLURM, "--preset", "Mine.yaml", "--output", "job.sbatch", "--", *training]
+    assert run_cluster(words, capsys)[:2] == (0, "")
+    text = (tmp_path / "job.sbatch").read_text()
     assert f"export TOOLKIT_PRESET={tmp_path}/Mine.yaml\n" in text
     assert "--job-name=mine\n" in text
-
-
-def test_the_file_is_written_whole_and_nothing_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SLURM, "--preset", "zero2", "--nodes", "2", "--output", str(tmp_path / "job.sbatch")]
-    code, text, _ = run_cluster([*words, "--", *write_inputs(tmp_path)], capsys)
-    assert (code, text) == (0, "")
-    assert (tmp_path / "job.sbatch").read_text().startswith("#!/bin/bash\n")

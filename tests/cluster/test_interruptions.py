@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster.jobs import LAUNCH_SECONDS, ClusterJobs, hosts, rows, steps
+from cluster.jobs import LAUNCH_SECONDS, SAVE_SECONDS, ClusterJobs, hosts, rows, steps
 from cluster.machines import wait_until
 from launching import attested, read
 
@@ -14,14 +14,14 @@ from toolkit.record.checkpoints import list_checkpoints
 pytestmark = [pytest.mark.cluster, pytest.mark.launch]
 
 JOB = ("--per_device_train_batch_size", "8", "--save_strategy", "steps", "--save_steps", "2")
-KEPT = ("--save_total_limit", "3", "--max_steps", "2000")
+KEPT = ("--save_model", "false", "--save_total_limit", "3", "--max_steps", "2000")
 
 
 def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and_resumes_bit_for_bit(
     jobs: ClusterJobs, tmp_path: Path
 ) -> None:
     out, slurm = tmp_path / "run", jobs.slurm
-    job = jobs.submit("zero2", out, *JOB, *KEPT)
+    job = jobs.submit(["--preset", "zero2", "--save-seconds", str(SAVE_SECONDS)], out, *JOB, *KEPT)
     jobs.until_step(job, out, 2)
     verified = attested(out)
     slurm.end_soon(job)  # SLURM itself sends SIGTERM, as --signal asks
@@ -44,11 +44,11 @@ def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and
     whole = jobs.on_one_node("zero2", tmp_path / "whole", *words)  # while SLURM waits for the lost node
     slurm.wait_for_restart(job, 2, seconds=120)
 
-    jobs.until_resumed(job, out, saved)
+    jobs.until(job, lambda: (read(out / "run.json").get("resumed_from") or {"step": 0})["step"] >= saved)
     jobs.until_step(job, out, saved + 2)
     assert hosts(out) == slurm.nodes_of(job) == [node for node in slurm.nodes if node != lost]
     slurm.cancel(job)
-    slurm.wait_for(job)
+    slurm.wait_for_end(job)
     trained = min(*steps(out), compared)
     assert trained >= saved + 2
     assert verified == attested(whole)

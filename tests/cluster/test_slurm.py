@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.specification import SPEC_FILE
 from toolkit.errors import ToolkitError
 from toolkit.launch.command import LaunchCommand, launch_command
-from toolkit.lint import lint_paths
+from toolkit.lint.check import lint_paths
 from toolkit.presets import load_preset
 
 Write = Callable[..., str]
@@ -46,37 +47,90 @@ def directives(text: str) -> list[str]:
     return re.findall(r"^#SBATCH (.*)", text, re.MULTILINE)
 
 
-def outside_the_node_script(text: str) -> str:
-    return text.replace(node_script_of(text), "")
+@dataclass(frozen=True)
+class Case:
+    """Options of a job, and what its file then has."""
+
+    options: tuple[str, ...] = ()
+    preset: str = "zero2"
+    nodes: str = "2"
+    training: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    """In this order in the file."""
+    absent: str = "a-secret-value"
+    """A pattern that nothing in the file matches."""
 
 
-def test_each_node_starts_one_torchrun_for_its_gpus(sbatch: Write) -> None:
-    text = sbatch()
-    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=16"} <= set(directives(text))
-    script = node_script_of(text)
-    assert "export TOOLKIT_PRESET=zero2\n" in script
-    assert "export TOOLKIT_WORLD_SIZE=8\n" in script, "ranks refuse a smaller allocation"
-    assert "--nnodes 2 --nproc-per-node 4 " in script
-    assert "-m toolkit.train " in script
-    assert "accelerate" not in text
-    assert '--kill-on-bad-exit=1 --wait=60 --output="$logs/$ATTEMPT-%N.log"' in text, (
-        "the first that fails ends the job"
-    )
+FOUND = "doctor --json --output-dir {out} --num-processes 4 --gpus-per-node 4 --preset"
+CASES = {
+    "each node starts one torchrun for its GPUs": Case(
+        directives=("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=16"),
+        parts=("export TOOLKIT_PRESET=zero2\n", "export TOOLKIT_WORLD_SIZE=8\n",  # ranks refuse a smaller allocation
+               "--nnodes 2 --nproc-per-node 4 ", "-m toolkit.train ",
+               '--kill-on-bad-exit=1 --wait=60 --output="$logs/$ATTEMPT-%N.log"'),  # the first that fails ends the job
+        absent="accelerate|TOOLKIT_HANG_TIMEOUT_MINUTES"),
+    "the attempt and the head are those of the allocation": Case(
+        parts=('export ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',  # another one after a requeue
+               'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")', "HEAD_NODE=${nodes[0]}",
+               "<<'END_OF_NODE_SCRIPT'", '--rdzv-id "$ATTEMPT" '),  # a quoted here-document expands nothing
+        absent="localhost|127.0.0.1|SLURM_(PROCID|NODEID|LOCALID)"),
+    "a save that was not measured is assumed": Case(
+        directives=("--signal=TERM@300",), parts=("# A save takes 120 s (assumed; `--saves-of RUN` measures it).\n",)),
+    "not requeued by choice": Case(("--no-requeue",), directives=("--no-requeue",), absent="scontrol requeue"),
+    "not requeued without checkpoints": Case(
+        training=("--save_strategy", "no"), directives=("--no-requeue",), absent="scontrol requeue"),
+    "an elastic job outlives a node and keeps its global batch": Case(
+        nodes="1:2", training=("--gradient_accumulation_steps", "2"), directives=("--nodes=1-2", "--no-kill"),
+        parts=("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "--nnodes 1:2 ", "--max-restarts 3 ",
+               "--global_batch_size 128",  # 8 rows x 2 accumulation steps x 8 GPUs
+               "--no-kill --kill-on-bad-exit=0 "),
+        absent="--gradient_accumulation_steps|TOOLKIT_WORLD_SIZE"),
+    "no less than 2 minutes: connecting the ranks is no progress": Case(
+        ("--save-seconds", "2"), nodes="1:2",
+        parts=("a node that loses power closes no connection", "export TOOLKIT_HANG_TIMEOUT_MINUTES=2\n")),
+    "compiling is no progress": Case(
+        ("--save-seconds", "2"), nodes="1:2", training=("--torch_compile", "true"),
+        parts=("export TOOLKIT_HANG_TIMEOUT_MINUTES=10\n",)),
+    "a lost node is noticed after a long save": Case(
+        ("--save-seconds", "600"), nodes="1:2", parts=("export TOOLKIT_HANG_TIMEOUT_MINUTES=21\n",)),
+    "the user's own hang timeout": Case(
+        ("--env", "TOOLKIT_HANG_TIMEOUT_MINUTES=30"), nodes="1:2",
+        parts=("export TOOLKIT_HANG_TIMEOUT_MINUTES=30\n",), absent="# TOOLKIT_HANG_TIMEOUT_MINUTES"),
+    "the user's own hang timeout, from the environment": Case(
+        ("--env", "TOOLKIT_HANG_TIMEOUT_MINUTES"), nodes="1:2", absent="export TOOLKIT_HANG_TIMEOUT_MINUTES"),
+    "quotes stay what they are": Case(
+        training=("--run_name", "it's $HOME"), parts=("--run_name 'it'\"'\"'s $HOME'",)),
+    "preflight runs on every node before training": Case(
+        ("--preflight",), parts=(f"{FOUND} zero2'", "doctor --compare", 'bash -c "$node'),
+        absent="SLURM_(PROCID|NODEID|LOCALID)"),  # they would be expanded on the first node
+    "preflight checks the disk that the preset needs": Case(
+        ("--preflight", "--env", "TOOLKIT_NVME_PATH=/nvme"), preset="zero3_nvme_offload",
+        parts=(f"{FOUND} zero3_nvme_offload --nvme-path /nvme'",)),
+    "a secret is passed by its name": Case(
+        ("--env", "HF_TOKEN", "--env", "NCCL_DEBUG=WARN"), parts=("export NCCL_DEBUG=WARN\n", ': "${HF_TOKEN:?')),
+    "pyxis": Case(
+        ("--container", "image.sqsh"),
+        parts=("exec python -m torch.distributed.run", "--container-image=image.sqsh")),
+    "apptainer": Case(
+        ("--container", "image.sqsh", "--container-runtime", "apptainer"),
+        parts=("exec python -m torch.distributed.run", "apptainer exec --nv --bind")),
+    "modules and setup lines come before torchrun": Case(
+        ("--module", "cuda/12.8", "--setup", "source .venv/bin/activate", "--sbatch-option", "mem=0"),
+        directives=("--mem=0",), parts=("module load cuda/12.8", "\nsource .venv/bin/activate", " -m torch.")),
+}  # fmt: skip
 
 
-def test_the_attempt_and_the_head_are_those_of_the_allocation(sbatch: Write) -> None:
-    text = sbatch()
-    assert 'export ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"' in text, "another one after a requeue"
-    assert '--rdzv-id "$ATTEMPT" ' in node_script_of(text)
-    assert 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")' in text
-    assert "HEAD_NODE=${nodes[0]}" in text
-    assert not re.search("localhost|127.0.0.1", text)
-
-
-def test_no_variable_of_a_task_is_expanded_on_the_first_node(sbatch: Write) -> None:
-    text = sbatch("--preflight")
-    assert not re.search(r"SLURM_(PROCID|NODEID|LOCALID)", outside_the_node_script(text))
-    assert "<<'END_OF_NODE_SCRIPT'" in text, "a quoted here-document expands nothing"
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_file_has_what_its_options_mean(
+    sbatch: Write, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-secret-value")
+    text = sbatch(*case.options, preset=case.preset, nodes=case.nodes, training=case.training)
+    assert set(case.directives) <= set(directives(text))
+    places = [text.index(part.replace("{out}", f"{tmp_path}/out")) for part in case.parts]
+    assert places == sorted(places)
+    assert not re.search(case.absent, text)
 
 
 def measured_run(folder: Path, *saves: dict[str, object], step_seconds: float) -> tuple[str, str]:
@@ -107,12 +161,6 @@ def test_the_signal_leaves_an_asynchronous_save_the_write_of_the_one_before(sbat
     assert "--shutdown-timeout 270" in sbatch("--save-seconds", "60", preset="fsdp2", training=training)
 
 
-def test_a_save_that_was_not_measured_is_assumed_and_said(sbatch: Write) -> None:
-    text = sbatch()
-    assert "--signal=TERM@300" in directives(text)
-    assert "# A save takes 120 s (assumed; `--saves-of RUN` measures it).\n" in text
-
-
 def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
     text = sbatch()
     assert "--requeue" in directives(text)
@@ -124,131 +172,19 @@ def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
     assert set(condition[1].split(" && ")) == parts
 
 
-@pytest.mark.parametrize(
-    ("options", "training"), [(("--no-requeue",), ()), ((), ("--save_strategy", "no"))], ids=["option", "no saves"]
-)
-def test_a_run_without_checkpoints_is_not_requeued(
-    sbatch: Write, options: tuple[str, ...], training: tuple[str, ...]
+def test_a_line_break_does_not_leave_the_comment_that_names_the_command(
+    sbatch: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = sbatch(*options, training=training)
-    assert "--no-requeue" in directives(text)
-    assert "scontrol requeue" not in text
-
-
-def test_an_elastic_job_outlives_a_node_and_keeps_its_global_batch(sbatch: Write) -> None:
-    text = sbatch(nodes="1:2", training=("--gradient_accumulation_steps", "2"))
-    assert {"--nodes=1-2", "--no-kill"} <= set(directives(text))
-    assert "--no-kill --kill-on-bad-exit=0 " in text
-    script = node_script_of(text)
-    assert "--nnodes 1:2 " in script
-    assert "--max-restarts 3 " in script
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in script
-    assert "--global_batch_size 128" in script  # 8 rows x 2 accumulation steps x 8 GPUs
-    assert "--gradient_accumulation_steps" not in script
-    assert "TOOLKIT_WORLD_SIZE" not in script
-
-
-@pytest.mark.parametrize(
-    ("options", "training", "minutes"),
-    [
-        (("--save-seconds", "2"), (), 2),  # no less: connecting the ranks is no progress
-        (("--save-seconds", "2"), ("--torch_compile", "true"), 10),
-        (("--save-seconds", "600"), (), 21),
-    ],
-)
-def test_an_elastic_job_notices_a_lost_node_as_soon_as_its_saves_allow(
-    sbatch: Write, options: tuple[str, ...], training: tuple[str, ...], minutes: int
-) -> None:
-    script = node_script_of(sbatch(*options, nodes="1:2", training=training))
-    assert f"export TOOLKIT_HANG_TIMEOUT_MINUTES={minutes}\n" in script
-    assert "# TOOLKIT_HANG_TIMEOUT_MINUTES: a node that loses power closes no connection" in script
-
-
-def test_the_users_own_hang_timeout_stays_and_other_jobs_have_the_default(sbatch: Write) -> None:
-    given = node_script_of(sbatch("--env", "TOOLKIT_HANG_TIMEOUT_MINUTES=30", nodes="1:2"))
-    assert re.findall("TOOLKIT_HANG_TIMEOUT_MINUTES.*", given) == ["TOOLKIT_HANG_TIMEOUT_MINUTES=30"]
-    passed = node_script_of(sbatch("--env", "TOOLKIT_HANG_TIMEOUT_MINUTES", nodes="1:2"))
-    assert "export TOOLKIT_HANG_TIMEOUT_MINUTES" not in passed
-    assert "TOOLKIT_HANG_TIMEOUT_MINUTES" not in node_script_of(sbatch())
-
-
-def test_quotes_and_line_breaks_stay_what_they_are(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--run_name 'it'\"'\"'s $HOME'" in node_script_of(sbatch(training=("--run_name", "it's $HOME")))
     monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
-    assert "\nrm -rf" not in sbatch()  # it does not leave the comment that names the command
+    assert "\nrm -rf" not in sbatch()
 
 
-def test_preflight_runs_on_every_node_before_training_and_checks_what_the_preset_needs(
-    sbatch: Write, tmp_path: Path
-) -> None:
-    text = sbatch("--preflight")
-    doctor, compare, train = (text.index(part) for part in ("doctor --json", "doctor --compare", 'bash -c "$node'))
-    assert doctor < compare < train
-    assert text.count('"${each_node[@]}"') == 3
-    found = f"doctor --json --output-dir {tmp_path}/out --num-processes 4 --gpus-per-node 4 --preset"
-    assert f"{found} zero2'" in text
-    disk = sbatch("--preflight", "--env", "TOOLKIT_NVME_PATH=/nvme", preset="zero3_nvme_offload")
-    assert f"{found} zero3_nvme_offload --nvme-path /nvme'" in disk
-
-
-def test_a_secret_is_passed_by_its_name(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "a-secret-value")
-    text = sbatch("--env", "HF_TOKEN", "--env", "NCCL_DEBUG=WARN")
-    assert "a-secret-value" not in text
-    assert ': "${HF_TOKEN:?' in node_script_of(text)
-    assert "export NCCL_DEBUG=WARN\n" in node_script_of(text)
-
-
-@pytest.mark.parametrize(
-    ("runtime", "expected"),
-    [("pyxis", "--container-image=image.sqsh"), ("apptainer", "apptainer exec --nv --bind")],
-)
-def test_a_container_runs_the_script_of_the_nodes(sbatch: Write, runtime: str, expected: str) -> None:
-    text = sbatch("--container", "image.sqsh", "--container-runtime", runtime)
-    assert expected in text
-    assert "exec python -m torch.distributed.run" in node_script_of(text)
-
-
-def test_modules_and_setup_lines_come_before_torchrun(sbatch: Write) -> None:
-    text = sbatch("--module", "cuda/12.8", "--setup", "source .venv/bin/activate", "--sbatch-option", "mem=0")
-    assert "--mem=0" in directives(text)
-    order = [text.index(part) for part in ("module load cuda/12.8", "\nsource .venv/bin/activate", " -m torch.")]
-    assert order == sorted(order)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216_000), ("1-1:1:1", 90_061)],
-)
-def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: int) -> None:
-    assert limit_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["1h", "1:2:3:4", "-5"])
-def test_a_time_limit_that_slurm_would_refuse_is_refused(text: str) -> None:
-    with pytest.raises(ToolkitError, match="expected MINUTES, HH:MM:SS or D-HH:MM:SS"):
-        limit_seconds(text)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (("--time-limit", "5"), "--time-limit 5 is too short: the run is stopped 300 s before its end to save (120 s"),
-        (("--submit",), "error: `sbatch` is not on the PATH: the job was not submitted\n  hint: run this on a login"),
-    ],
-)
-def test_a_limit_in_which_the_run_could_only_stop_and_a_missing_sbatch_are_refused(
-    option: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["slurm", "--preset", "zero2", "--nodes", "2", *option, "--", *write_inputs(tmp_path)]
-    code, text, errors = run_cluster(words, capsys)
-    assert (code, text) == (2, "")
-    assert message in errors
+def test_a_time_limit_is_read_as_slurm_reads_it() -> None:
+    seconds = {"90": 5400, "1:30": 90, "1:30:00": 5400, "2-12": 216_000, "1-1:1:1": 90_061}
+    assert {text: limit_seconds(text) for text in seconds} == seconds
+    for text in ("1h", "1:2:3:4", "-5"):
+        with pytest.raises(ToolkitError, match="expected MINUTES, HH:MM:SS or D-HH:MM:SS"):
+            limit_seconds(text)
 
 
 # -- comparisons
@@ -258,17 +194,20 @@ TWO = ["slurm", *PRESETS, "--nodes", "1:2", "--gpus-per-node", "4"]
 
 
 def comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Return the file of a comparison, in which lint finds nothing."""
     training = [*write_inputs(tmp_path), "--max_steps", "20"]
     code, text, errors = run_cluster([*TWO, *options, "--", *training], capsys)
     assert code == 0, errors
     check_shell(text)
+    (tmp_path / "job.sbatch").write_text(text)
+    assert lint_paths([tmp_path / "job.sbatch"]).findings == []
     return text
 
 
 def test_each_number_of_nodes_is_a_world_size_of_one_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = comparison(tmp_path, capsys, "--repeats", "5")
+    text = comparison(tmp_path, capsys, "--repeats", "5", "--preflight")
     assert "#SBATCH --nodes=2\n" in text
     assert "    --repeats 5 \\\n" in text
     assert "--preset ddp --preset zero2 \\\n    --nproc-per-node 4 --num-processes 4,8 \\\n" in text
@@ -300,32 +239,6 @@ def test_the_signal_requeues_a_running_job_that_has_finished_a_trial(
     script = f"{commands}; {folders}\n{function[0]}\nrequeue"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=False)
     assert ("called requeue 1" in ended.stdout) is requeued
-
-
-def test_the_file_has_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.sbatch").write_text(comparison(tmp_path, capsys, "--preflight"))
-    assert lint_paths([tmp_path / "job.sbatch"]).findings == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["slurm", *PRESETS, "--nodes", "2", "--container", "i"], "a comparison starts srun itself"),
-        (["slurm", "--preset", "ddp", "--preset", "single", "--nodes", "2"], "preset 'single' trains in one process"),
-        (["slurm", "--preset", "ddp", "--preset", "zero3_nvme_offload", "--nodes", "2"], "checks on one node only"),
-        (["ssh", *PRESETS, "--nodes", "1", "--host", "a"], "several presets (ddp, zero2) are a comparison"),
-        (["slurm", "--nodes", "2"], "missing option '--preset'"),
-        ([*TWO, "--save_strategy=no"], "--save_strategy is set by the comparison itself"),
-    ],
-)
-def test_what_is_no_comparison_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    training = [*write_inputs(tmp_path), "--max_steps", "20", *(word for word in options if word.startswith("--save_"))]
-    words = [word for word in options if not word.startswith("--save_")]
-    code, text, errors = run_cluster([*words, "--gpus-per-node", "4", "--", *training], capsys)
-    assert (code, text) == (2, "")
-    assert message in errors
 
 
 # -- inside of a job

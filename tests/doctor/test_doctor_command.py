@@ -14,7 +14,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from command_line import exit_code, run_command
 from launching import LLAMA_8B_CONFIG, ROOT
@@ -25,16 +24,8 @@ from toolkit.doctor.options import DoctorOptions
 
 QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
 TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
-TEXT, LEVEL = {"type": "string", "minLength": 1}, {"enum": ["error", "warning", "note"]}
-FINDING = {name: TEXT for name in ("check", "what", "value", "expected", "fix")} | {"level": LEVEL}
-STATUS, SKIPPED = {"enum": ["ok", "skipped", "error", "warning", "note"]}, {"type": ["string", "null"]}
-CHECK = {"check": TEXT, "status": STATUS, "seconds": {"type": "number"}, "measured": {"type": "object"}}
-FACTS = {"additionalProperties": {"type": ["string", "number", "null"]}, "required": ["hostname", "unix_time"]}
-
-
-def closed(properties: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object with exactly these keys."""
-    return {"properties": properties, "required": list(properties), "additionalProperties": False}
+FINDING = {"check", "level", "what", "value", "expected", "fix"}
+CHECK = {"check", "status", "seconds", "measured", "skipped"}
 
 
 def run_doctor(*words: str, **variables: str) -> tuple[int, str, str]:
@@ -67,11 +58,15 @@ def measured(found: dict[str, Any], check: str) -> dict[str, Any]:
 
 def test_this_node_is_measured_by_every_check() -> None:
     here = report()
-    rows = {"findings": closed(FINDING), "checks": closed(CHECK | {"skipped": SKIPPED})}
-    lists = {name: {"type": "array", "items": row} for name, row in rows.items()}
-    jsonschema.validate(here, closed(lists | {"node_facts": FACTS}))
+    assert set(here) == {"findings", "checks", "node_facts"}
     assert [row["check"] for row in here["checks"]] == [check.name for check in all_checks()]
-    assert [row for row in here["checks"] if bool(row["skipped"]) != (row["status"] == "skipped")] == []
+    assert {type(value) for value in here["node_facts"].values()} <= {str, int, float, type(None)}
+    for row in here["findings"]:
+        assert set(row) == FINDING
+        assert all(isinstance(text, str) and text for text in row.values())
+    for row in here["checks"]:
+        assert set(row) == CHECK
+        assert bool(row["skipped"]) == (row["status"] == "skipped"), row
     memory = measured(here, "host-memory")
     assert memory["installed_bytes"] == here["node_facts"]["host_memory_bytes"]
     assert 0 < memory["available_bytes"] < memory["installed_bytes"]
@@ -182,13 +177,10 @@ def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_foun
 # -- what a preset needs
 
 
-def test_a_preset_that_needs_more_host_memory_than_there_is_is_an_error() -> None:
+def test_a_preset_that_needs_more_host_memory_or_another_disk_is_an_error(tmp_path: Path) -> None:
     found = report("--preset", "zero3_cpu_offload", "--num-processes", "2", QWEN_72B)
     assert levels(found, "host-memory")[0] == "error"
     assert measured(found, "host-memory")["needed_bytes"] > 10**12  # 16 bytes for each of 72.7 billion parameters
-
-
-def test_nvme_offload_names_what_train_would_refuse(tmp_path: Path) -> None:
     found = report("--preset", "zero3_nvme_offload")
     refused = [finding["what"] for finding in found["findings"] if finding["check"] == "nvme-offload"]
     assert "preset 'zero3_nvme_offload' offloads to a local disk, and none is given" in refused

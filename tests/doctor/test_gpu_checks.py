@@ -150,12 +150,9 @@ def test_a_gpu_that_is_missing_is_an_error(node: Node) -> None:
 
 @NO_REAL_GPU
 def test_a_driver_that_does_not_answer_and_a_missing_package_are_named(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "GPU 0: NVIDIA H100"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program("nvidia-smi", 'echo "GPU 0: NVIDIA H100"')
     broken = node(failure="Driver/library version mismatch")
     ((_, found),) = findings(broken, ["gpu-count"])
     assert (found.level, found.value) == ("error", "0 listed, NVML: Driver/library version mismatch")
@@ -184,21 +181,16 @@ def test_xids_are_counted_by_gpu_and_code_with_what_helps(monkeypatch: pytest.Mo
     assert unreadable.skipped == "this user may not read the kernel log: `sudo dmesg | grep Xid`"
 
 
-def test_nvidias_diagnostics_decide_where_they_are_installed(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def examine(table: str, exit_code: int) -> Outcome:
-        program = tmp_path / "dcgmi"
-        program.write_text(f"#!/bin/sh\n[ \"$*\" = 'diag -r 2' ] || exit 9\necho '{table}'\nexit {exit_code}\n")
-        program.chmod(0o755)
+def test_nvidias_diagnostics_decide_where_they_are_installed(node: Node, program: Callable[[str, str], None]) -> None:
+    def run(table: str, exit_code: int) -> Outcome:
+        program("dcgmi", f"[ \"$*\" = 'diag -r 2' ] || exit 9\necho '{table}'\nexit {exit_code}")
         return CHECKS["dcgm"].run(node(SOUND))
 
     assert str(CHECKS["dcgm"].run(node(SOUND)).skipped).startswith("dcgmi is not installed")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert examine("| PCIe        | Pass - All    |", 0).findings == []
-    (failed,) = examine("| GPU Memory  | Fail - GPU: 3 |", 0).findings
+    assert run("| PCIe        | Pass - All    |", 0).findings == []
+    (failed,) = run("| GPU Memory  | Fail - GPU: 3 |", 0).findings
     assert (failed.level, failed.value) == ("error", "GPU Memory: Fail - GPU: 3")
-    (stopped,) = examine("Error: unable to connect to host engine", 255).findings
+    (stopped,) = run("Error: unable to connect to host engine", 255).findings
     assert stopped.value == "Error: unable to connect to host engine"
 
 

@@ -19,17 +19,9 @@ NO_REAL_GPU = pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reas
 
 
 @pytest.fixture
-def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithGpus:
+def with_gpus(program: Callable[[str, str], None]) -> WithGpus:
     """An nvidia-smi that lists so many GPUs."""
-
-    def list_gpus(count: int) -> None:
-        program = tmp_path / "bin" / "nvidia-smi"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {index}: NVIDIA H100'\n" for index in range(count)))
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-
-    return list_gpus
+    return lambda count: program("nvidia-smi", "".join(f"echo 'GPU {index}: NVIDIA H100'\n" for index in range(count)))
 
 
 @pytest.fixture

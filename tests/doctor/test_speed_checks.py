@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,9 @@ from toolkit.doctor.speed_checks import read_nccl_tests, run_program
     ],
 )
 def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
-    printed: str, levels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    printed: str, levels: list[str], program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "all_reduce_perf"
-    program.write_text(f"#!/bin/sh\n[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program("all_reduce_perf", f"[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND")
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 8)
     node = NodeReadings(DoctorOptions())
     monkeypatch.setitem(node.__dict__, "gpu_names", ["NVIDIA H100 80GB HBM3"] * 8)

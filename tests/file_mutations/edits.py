@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import pickletools
 import struct
@@ -69,24 +70,6 @@ YAML_VALUES = st.one_of(VALUES, st.sampled_from(sorted(_YAML_TEXT_OF)))
 KEYS = st.one_of(st.sampled_from((*TEXTS, "__proto__", "<<", "__class__", "=", "?")), st.text(max_size=8))
 
 
-class Twin(str):
-    """A key that is written like another one, and is a second entry of the same mapping."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes twin keys, and no anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
-
-
-_Dumper.add_representer(Twin, lambda dumper, key: dumper.represent_str(str(key)))
-
-
 def json_text(document: Any, *, indent: int | None = 1) -> str:
     """Write a document as JSON, NaN and infinities included."""
     return _with_raw_texts(json.dumps(document, default=str, indent=indent), _TEXT_OF)
@@ -94,7 +77,7 @@ def json_text(document: Any, *, indent: int | None = 1) -> str:
 
 def yaml_text(document: Any) -> str:
     """Write a document as YAML in block style."""
-    text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    text = yaml.safe_dump(json.loads(json.dumps(document, default=str)), sort_keys=False)
     return _with_raw_texts(text, _TEXT_OF | _YAML_TEXT_OF)
 
 
@@ -117,43 +100,38 @@ def edited(draw: st.DrawFn, document: Any, *, values: st.SearchStrategy[Any] = V
 def _edit(
     draw: st.DrawFn, around: Any, key: Any, places: list[tuple[Any, Any]], values: st.SearchStrategy[Any]
 ) -> None:
-    value, is_mapping = around[key], isinstance(around, dict)
-    match draw(st.sampled_from(["change", "contradict", "copy", "duplicate", "remove", "rename", "replace", "wrap"])):
+    value = around[key]
+    match draw(st.sampled_from(["change", "copy", "duplicate", "remove", "rename", "replace"])):
         case "change":
             around[key] = draw(st.sampled_from(_near(value)))
-        case "contradict" if is_mapping:
-            around[Twin(key)] = copy.deepcopy(draw(values))
         case "copy":
             other, place = draw(st.sampled_from(places))
             around[key] = copy.deepcopy(other[place])
-        case "duplicate" if is_mapping:
-            around[Twin(key)] = copy.deepcopy(value)
-        case "duplicate":
+        case "duplicate" if isinstance(around, list):
             around.insert(key, copy.deepcopy(value))
         case "remove":
             del around[key]
-        case "rename" if is_mapping:
+        case "rename" if isinstance(around, dict):
             around[draw(st.one_of(KEYS, st.just(str(key)[:-1])))] = around.pop(key)
-        case "wrap":
-            around[key] = draw(st.sampled_from([[value], {"a": value}, [value, value], {str(value)[:40]: value}]))
         case _:
             around[key] = copy.deepcopy(draw(values))
 
 
 def _near(value: Any) -> list[Any]:
-    """Values near a present one: another number, the same as text, a longer or shorter text."""
+    """Values near a present one: another number, the same as text, a longer or shorter text, a list of it."""
+    near = [[value], [value, value], {"a": value}, {str(value)[:40]: value}, str(value)[:200]]
     match value:
         case bool():
-            return [not value, str(value).lower(), int(value), [value]]
+            return [*near, not value, int(value)]
         case int() | float():
-            return [-value, value + 1, value - 1, value * 2, str(value), float(value), value * 2**40, [value]]
+            return [*near, -value, value + 1, value - 1, value * 2, float(value), value * 2**40]
         case str():
-            return [value.upper(), f"{value}x", value[:-1], value * 2, f"{value}\n", f" {value}", [value]]
+            return [*near, value.upper(), f"{value}x", value[:-1], value * 2, f"{value}\n", f" {value}"]
         case list():
-            return [value[:1], value * 2, value[::-1], dict(enumerate(map(str, value[:50]))), str(value)[:200]]
+            return [*near, value[:1], value * 2, value[::-1], dict(enumerate(map(str, value[:50])))]
         case dict():
-            return [list(value), list(value.values()), [value], str(value)[:200], dict(list(value.items())[:1])]
-    return ["null", 0, "", []]
+            return [*near, list(value), list(value.values()), dict(list(value.items())[:1])]
+    return [*near, 0, "", []]
 
 
 def _places(document: Any) -> list[tuple[Any, Any]]:
@@ -234,27 +212,37 @@ _NAMES = (
     *(b"ctorch\nSize\n", b"ctorch\nTensor\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
     *(b"cargparse\nNamespace\n", b"ctorch\nFloatStorage\n", b"c_codecs\nencode\n", b"cnumpy\nndarray\n"),
 )
-_SINGLE = tuple(bytes([code]) for code in b"(.012NR}]()abdeloqstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
-_PICKLED_TEXTS = (b"", b"step", b"../escaped", b"/dev/zero", b"\xed\xa0\x80", b"x" * 5_000, b"cuda:0", b"meta")
-# Arguments of other types and sizes.
-_ARGUMENTS = (
+_TEXTS = (b"", b"step", b"../escaped", b"/dev/zero", b"\xed\xa0\x80", b"x" * 5_000, b"cuda:0", b"meta")
+_CODES = (
+    *(*_CALLS, *_NAMES, b"\x8a\x09" + b"\xff" * 8 + b"\x00"),
+    *(bytes([code]) for code in b"(.012NR}]()abdeloqstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"),
     *(b"J" + struct.pack("<i", number) for number in (0, 1, -1, 2, 255, 2**31 - 1, -(2**31))),
     *(b"G" + struct.pack(">d", number) for number in (0.5, -1.0, float("nan"), 1e308)),
-    *(b"X" + struct.pack("<I", len(text)) + text for text in _PICKLED_TEXTS),
-    *(b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"N", b"\x88", b"]", b"}", b")"),
+    *(b"X" + struct.pack("<I", len(text)) + text for text in _TEXTS),
 )
-_WITH_ARGUMENT = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINFLOAT", "NEWTRUE")
 
 
 @st.composite
 def edited_pickle(draw: st.DrawFn, content: bytes) -> bytes:
     """Return a pickle, and the bytes after it, with one to three edits of its opcodes."""
-    known, rest = _opcodes(content)
-    opcodes = list(known)
+    opcodes = list(_opcodes(content))
     for _ in range(draw(st.integers(1, 3))):
-        if opcodes:
-            _edit_opcodes(draw, opcodes)
-    return b"".join(code for _, code in opcodes) + rest
+        at, other = (draw(st.integers(0, max(0, len(opcodes) - 1))) for _ in range(2))
+        match draw(st.sampled_from(["argument", "cut off", "delete", "duplicate", "insert", "replace", "swap"])):
+            case "cut off":
+                del opcodes[at:]
+            case "delete":
+                del opcodes[at : at + draw(st.sampled_from([1, 1, 2, 10]))]
+            case "duplicate":
+                times = draw(st.sampled_from([1, 2, 100]))
+                opcodes[at:at] = opcodes[at : at + draw(st.sampled_from([1, 3, 20]))] * times
+            case "swap":
+                opcodes[at : at + 1], opcodes[other : other + 1] = opcodes[other : other + 1], opcodes[at : at + 1]
+            case kind:
+                if kind == "argument":  # of a number, a text or a name
+                    at = draw(st.sampled_from([n for n, code in enumerate(opcodes) if len(code) > 1] or [0]))
+                opcodes[at : at + (kind != "insert")] = [draw(st.sampled_from(_CODES))]
+    return b"".join(opcodes)
 
 
 @st.composite
@@ -269,33 +257,8 @@ def edited_torch_file(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _opcodes(content: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
-    """Return name and bytes of each opcode of the first pickle, and the bytes behind it."""
-    found = [(opcode.name, position or 0) for opcode, _, position in pickletools.genops(content)]
-    ends = [*(start for _, start in found[1:]), found[-1][1] + 1]
-    codes = [(name, content[start:end]) for (name, start), end in zip(found, ends, strict=True)]
-    return codes, content[ends[-1] :]
-
-
-def _edit_opcodes(draw: st.DrawFn, opcodes: list[tuple[str, bytes]]) -> None:
-    at = draw(st.integers(0, len(opcodes) - 1))
-    match draw(st.sampled_from(["argument", "call", "cut off", "delete", "duplicate", "name", "single", "swap"])):
-        case "argument":
-            near = [n for n in range(at, min(at + 400, len(opcodes))) if opcodes[n][0] in _WITH_ARGUMENT] or [at]
-            opcodes[draw(st.sampled_from(near))] = ("VALUE", draw(st.sampled_from(_ARGUMENTS)))
-        case "call":
-            opcodes.insert(at, ("CALL", draw(st.sampled_from(_CALLS))))
-        case "cut off":
-            del opcodes[at:]
-        case "delete":
-            del opcodes[at : at + draw(st.sampled_from([1, 1, 2, 10]))]
-        case "duplicate":
-            opcodes[at:at] = opcodes[at : at + draw(st.sampled_from([1, 3, 20]))] * draw(st.sampled_from([1, 2, 100]))
-        case "name":
-            names = [n for n, (name, _) in enumerate(opcodes) if name == "GLOBAL"] or [at]
-            opcodes[draw(st.sampled_from(names))] = ("GLOBAL", draw(st.sampled_from([*_NAMES, *_CALLS])))
-        case "single":
-            opcodes[at] = ("SINGLE", draw(st.sampled_from(_SINGLE)))
-        case "swap":
-            other = draw(st.integers(0, len(opcodes) - 1))
-            opcodes[at], opcodes[other] = opcodes[other], opcodes[at]
+def _opcodes(content: bytes) -> list[bytes]:
+    """Return each opcode of the first pickle with its argument, and the bytes behind it."""
+    starts = [position or 0 for _, _, position in pickletools.genops(content)]
+    starts.append(starts[-1] + 1)
+    return [content[start:end] for start, end in itertools.pairwise([*starts, len(content)])]

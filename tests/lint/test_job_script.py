@@ -10,7 +10,7 @@ from cluster_jobs import run_cluster, write_inputs
 from job_scripts import GOOD, TASK
 
 from toolkit.errors import ToolkitError
-from toolkit.lint import lint_paths
+from toolkit.lint.check import lint_paths
 from toolkit.lint.document import read_text
 from toolkit.lint.job_script import read_script
 

@@ -27,15 +27,9 @@ def save(kind: str, stall: float) -> dict[str, Any]:
     return {"kind": kind, "step": 1, "seconds": 99.0, "stall_seconds": stall, "bytes": 10}
 
 
-def run_folder(folder: Path, saves: list[dict[str, Any]] | None) -> Path:
-    folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"status": "completed", "saves": saves}))
-    return folder
-
-
 def test_json_has_closed_forms_beside_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(["--gpus", "12000", "--checkpoint-seconds", "60", "--days", "30"], capsys)
-    assert found["nodes"] == 1500
+    assert (found["nodes"], found["monte_carlo"]["runs"]) == (1500, 10)
     assert found["mean_hours_between_failures"] == pytest.approx(24_000 / (6.5 * 1500))
     assert found["best_checkpoint_interval_seconds"] == pytest.approx(1031.2, abs=0.1)
     assert found["daly_checkpoint_interval_seconds"] == pytest.approx(991.5, abs=0.1)
@@ -44,53 +38,44 @@ def test_json_has_closed_forms_beside_the_simulation(capsys: pytest.CaptureFixtu
     assert found["expected_failures"] == pytest.approx(30 * 9.75)
 
 
-def test_text_has_both_ratios_the_best_intervals_and_the_known_miss(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(["--gpus", "16384", "--spare-nodes", "40", "--repair-hours", "24"], capsys)
+def test_text_and_page_have_both_ratios_the_best_intervals_and_the_known_miss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpus", "16384", "--spare-nodes", "40", "--repair-hours", "24"]
+    code, out, _ = run([*words, "--output-dir", str(tmp_path)], capsys)
     assert code == 0
     for text in ("40 spare", "one every 1.80 h", "(assumed)", "(Young)", "(Daly)", "Monte Carlo", "7.9 h"):
         assert text in out
     assert "time with all nodes" in out
-
-
-def test_the_page_draws_the_ratio_by_interval_and_both_best_intervals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["--gpus", "16384", "--output-dir", str(tmp_path)], capsys)[0] == 0
     page = (tmp_path / "simulation.html").read_text()
     _, _, chart = page.partition('aria-label="effective time ratio by checkpoint interval"')
     points = [line.partition('"')[0].split() for line in chart.split('<polyline points="')[1:]]
     assert [len({*line}) for line in points] == [41, 41, 1, 1, 1, 1]  # exact, first order, two dots with their rings
-
-
-def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(["--gpus", "1000000", "--days", "100"], capsys)
-    failures_of_a_run = 125_000 * 6.5 / 1000 * 100
-    assert found["monte_carlo"]["runs"] == 10
-    many = answer(["--gpus", "5000000", "--days", "100"], capsys)
-    assert many["monte_carlo"]["runs"] == int(2_000_000 / (5 * failures_of_a_run)) == 4
-
-
-def test_a_job_without_progress_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "almost no progress" in run(["--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)[1]
 
 
+def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.CaptureFixture[str]) -> None:
+    failures_of_a_run = 5_000_000 / 8 * 6.5 / 1000 * 100
+    found = answer(["--gpus", "5000000", "--days", "100"], capsys)
+    assert found["monte_carlo"]["runs"] == int(2_000_000 / failures_of_a_run) == 4
+
+
+CHECKPOINTS = [save("checkpoint", 9.0), save("checkpoint", 2.0), save("checkpoint", 4.0), save("model", 100.0)]
+
+
+@pytest.mark.parametrize(
+    ("saves", "cost"),
+    [(CHECKPOINTS, 4.0), (None, None), ([save("model", 3.0)], None), ([save("checkpoint", 0.0)], None)],
+)
 def test_a_save_costs_the_median_time_for_which_a_runs_checkpoints_made_training_stand_still(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saves: list[dict[str, Any]] | None, cost: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saves = [save("checkpoint", 9.0), save("checkpoint", 2.0), save("checkpoint", 4.0), save("model", 100.0)]
-    folder = run_folder(tmp_path / "run", saves)
-    found = answer(["--gpus", "16", "--run-folder", str(folder)], capsys)
-    assert found["checkpoint_seconds"] == 4.0
-
-
-@pytest.mark.parametrize("saves", [None, [save("model", 3.0)], [save("checkpoint", 0.0)]])
-def test_a_run_without_checkpoints_is_refused(
-    saves: list[dict[str, Any]] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run_folder(tmp_path / "run", saves)
-    code, _, err = run(["--gpus", "16", "--run-folder", str(folder)], capsys)
-    assert code == 2
-    assert "recorded no checkpoint" in err
+    (tmp_path / "run.json").write_text(json.dumps({"status": "completed", "saves": saves}))
+    code, out, err = run(["--gpus", "16", "--run-folder", str(tmp_path), "--json"], capsys)
+    if cost is None:
+        assert (code, "recorded no checkpoint" in err) == (2, True)
+    else:
+        assert json.loads(out)["checkpoint_seconds"] == cost
 
 
 @pytest.mark.parametrize(
@@ -120,8 +105,8 @@ def failing_job(**changes: Any) -> FailingJob:
     return FailingJob(**{**values, "checkpoint_seconds": 60.0, "restart_seconds": 300.0, **changes})
 
 
-def simulated(failing: FailingJob, **changes: Any) -> SimulatedFailures:
-    return simulate_failures(failing, **{"days": 365.0, "runs": 10, "seed": 0, **changes})
+def simulated(failing: FailingJob, *, runs: int = 10, seed: int = 0) -> SimulatedFailures:
+    return simulate_failures(failing, days=365.0, runs=runs, seed=seed)
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,10 @@ def test_json_has_a_row_per_named_schedule_in_their_order(capsys: pytest.Capture
     assert row["step_seconds"] == pytest.approx((8 + 3) * 0.025)
     assert row["bubble_fraction"] == pytest.approx(3 / 11)
     assert found["predicted_over_measured"] == [0.04, 0.18]
-
-
-def test_without_names_all_possible_schedules_are_simulated_and_the_others_say_why_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     assert [row["schedule"] for row in answer([*SIZES, *TIMES], capsys)["schedules"]] == list(SCHEDULES)
+
+
+def test_schedules_that_are_not_possible_say_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     few = answer(["--stages", "4", "--micro-batches", "3"], capsys)
     assert [row["schedule"] for row in few["schedules"]] == ["gpipe", "interleaved_1f1b", "zb_v"]
     assert few["left_out"][0] == "1f1b: --micro-batches is 3, but 1f1b on 4 stages needs 4 or more"
@@ -75,20 +73,16 @@ def test_a_model_gives_times_and_memory_by_stage(capsys: pytest.CaptureFixture[s
     assert row["activation_bytes"][1] > 1.4 * row["activation_bytes"][2]  # 3 and 2 micro-batches in flight
     assert row["state_bytes"][1] == row["state_bytes"][2]
     assert all(peak > states for peak, states in zip(row["peak_bytes"], row["state_bytes"], strict=True))
-    code, out, _ = run([*SIZES, *MODEL], capsys)
-    assert code == 0
-    assert "stage 3" in out
 
 
 def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, _ = run([*SIZES, *MODEL, "--no-timeline", "--output-dir", str(tmp_path / "out")], capsys)
-    assert code == 0
+    code, out, _ = run([*SIZES, *MODEL, "--output-dir", str(tmp_path / "out")], capsys)
+    assert (code, "stage 3" in out) == (0, True)
     page = (tmp_path / "out" / "simulation.html").read_text()
     rows = json.loads((tmp_path / "out" / "simulation.json").read_text())["schedules"]
     assert page.count('aria-label="stage 3"><path d="M') == page.count("<details") == len(rows)
     assert page.count("<details open>") == 1
-    assert "http://" not in page
-    assert "https://" not in page
+    assert "://" not in page
 
 
 @pytest.mark.parametrize(
@@ -97,10 +91,7 @@ def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest
         (["--stages", "0"], "--stages is 0, expected 1 to 4,096"),
         (["--schedule", "1f2b"], "unknown schedule '1f2b'; available: gpipe, 1f1b"),
         (["--chunks", "3", "--schedule", "zb_v"], "--chunks is 3, but zb_v has 2 chunks per stage"),
-        (
-            ["--forward-ms", "-3", "--backward-ms", "3"],
-            "--forward-ms is -3.0, expected more than 0, at most 10,000,000",
-        ),
+        (["--forward-ms", "-3", "--backward-ms", "3"], "--forward-ms is -3.0, expected more than 0, at most 10,0"),
         (["--forward-ms", "nan", "--backward-ms", "3"], "--forward-ms is nan"),
         (["--forward-ms", "3"], "--backward-ms is missing"),
         ([*TIMES, "--transfer-ms", "inf"], "--transfer-ms is inf"),

@@ -18,13 +18,8 @@ from toolkit.simulate.pipeline_schedules import (
     operation_order,
 )
 
-TORCH_NAMES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "zb_v": "ZBVZeroBubble",
-    "dualpipe_v": "DualPipeV",
-}
+TORCH_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
+TORCH_NAMES |= {"zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
 TORCH_LETTERS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "FULL_BACKWARD": "B", "BACKWARD_WEIGHT": "W"}
 SIZES = [(stages, count) for stages in (2, 3, 8) for count in (1, 3, 4, 8, 12, 17)]
 Operation = tuple[str, int, int]
@@ -97,16 +92,14 @@ def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: s
     size = size_of(schedule, 4, 12)
     order = operation_order(schedule, size)
     done = [operation for stage in range(4) for operation in own_operations(order, stage)]
-    assert len(done) == len(set(done))
-    every = {(chunk, micro_batch) for chunk in range(size.num_chunks) for micro_batch in range(12)}
+    every = sorted((chunk, micro_batch) for chunk in range(size.num_chunks) for micro_batch in range(12))
     for letters in ("F", "IB", "WB"):
-        assert {(chunk, number) for letter, chunk, number in done if letter in letters} == every
+        assert sorted((chunk, number) for letter, chunk, number in done if letter in letters) == every
 
 
 @pytest.mark.parametrize(
     ("schedule", "size", "named"),
     [
-        ("1f1b", {"stages": 0}, "--stages is 0"),
         ("1f1b", {"micro_batches": 10**9}, "--micro-batches is 1,000,000,000"),
         ("gpipe", {"stages": 4096, "micro_batches": 2**20}, "operations are too many"),
         ("1f1b", {"micro_batches": 3}, "--micro-batches is 3, but 1f1b on 4 stages needs 4"),

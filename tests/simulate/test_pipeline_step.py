@@ -53,11 +53,6 @@ def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, m
     assert (run.step_seconds - ideal) / ideal == pytest.approx((stages - 1) / (chunks * micro_batches))
 
 
-@pytest.mark.parametrize("schedule", ["zb_h2", "zb_v"])
-def test_a_zero_bubble_schedule_has_no_bubble_with_equal_times(schedule: str) -> None:
-    assert step(schedule, 4, 16).bubble_fraction == pytest.approx(0)
-
-
 @pytest.mark.parametrize(
     ("schedule", "peaks"),
     [
@@ -71,7 +66,9 @@ def test_a_zero_bubble_schedule_has_no_bubble_with_equal_times(schedule: str) ->
     ],
 )
 def test_peak_micro_batches_by_stage(schedule: str, peaks: tuple[float, ...]) -> None:
-    assert step(schedule, 4, 12).peak_micro_batches == peaks
+    run = step(schedule, 4, 12)
+    assert run.peak_micro_batches == peaks
+    assert schedule not in ("zb_h2", "zb_v") or run.bubble_fraction == pytest.approx(0)
 
 
 def test_a_transfer_delays_the_other_stage_and_not_its_sender() -> None:

@@ -31,24 +31,14 @@ GIGA = 10**9
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA_8B, RECORDED = str(FIXTURES / "llama-8b"), FIXTURES / "recorded_demo_ddp"
 SMALL = StragglerOptions(workers=4, steps=20)
-WITH_MODEL = replace(SMALL, model=LLAMA_8B, gpu="h100", policy=("synchronous", "asynchronous"))
 
 
 def study(options: StragglerOptions = SMALL) -> StragglerStudy:
     return study_stragglers(options, say=lambda _: None)
 
 
-@pytest.fixture(scope="module")
-def small() -> StragglerStudy:
-    return study()
-
-
-@pytest.fixture(scope="module")
-def with_model() -> StragglerStudy:
-    return study(WITH_MODEL)
-
-
-def test_every_policy_is_trained_on_as_many_gradients(small: StragglerStudy) -> None:
+def test_every_policy_is_trained_on_as_many_gradients() -> None:
+    small = study()
     names = ["synchronous", "backup_workers 1", "bounded_staleness 4", "asynchronous"]
     assert [result.run.policy.label for result in small.policies] == names
     assert [sum(result.run.staleness.values()) for result in small.policies] == [80, 60, 80, 80]
@@ -62,15 +52,16 @@ def test_the_loss_to_reach_is_that_of_the_first_policy_where_none_is_synchronous
     assert "5 % above the last of asynchronous" in straggler_report(found).notes[-1]
 
 
-def test_with_a_model_its_gradients_are_communicated(with_model: StragglerStudy) -> None:
-    assert with_model.gradient_bytes == 4 * 8_030_261_248
-    assert with_model.all_reduce_seconds is not None
-    assert with_model.push_pull_seconds is not None
-    synchronous, asynchronous = (result.run for result in with_model.policies)
-    assert synchronous.communication_seconds == pytest.approx(4 * 20 * with_model.all_reduce_seconds[1])
-    assert asynchronous.communication_seconds == pytest.approx(80 * with_model.push_pull_seconds[1])
+def test_with_a_model_its_gradients_are_communicated() -> None:
+    found = study(replace(SMALL, model=LLAMA_8B, gpu="h100", policy=("synchronous", "asynchronous")))
+    assert found.gradient_bytes == 4 * 8_030_261_248
+    assert found.all_reduce_seconds is not None
+    assert found.push_pull_seconds is not None
+    synchronous, asynchronous = (result.run for result in found.policies)
+    assert synchronous.communication_seconds == pytest.approx(4 * 20 * found.all_reduce_seconds[1])
+    assert asynchronous.communication_seconds == pytest.approx(80 * found.push_pull_seconds[1])
     assert asynchronous.communication_seconds > synchronous.communication_seconds, "one server for four workers"
-    assert straggler_report(with_model).notes[-1].startswith("Gradients of 29.92 GiB: an all-reduce takes")
+    assert straggler_report(found).notes[-1].startswith("Gradients of 29.92 GiB: an all-reduce takes")
 
 
 def test_one_parameter_server_takes_as_many_times_longer_as_there_are_workers() -> None:
@@ -130,11 +121,6 @@ def test_a_distribution_has_the_mean_and_spread_it_is_given(distribution: str) -
     assert seconds.std() / seconds.mean() == pytest.approx(0.25, rel=0.03)
 
 
-def test_the_smallest_pareto_time_is_its_scale() -> None:
-    seconds = drawn_seconds("pareto", mean=3.0, spread=1 / math.sqrt(3), shape=(100, 1000), seed=0)
-    assert seconds.min() == pytest.approx(2.0, rel=0.001)  # tail index 3: scale 2
-
-
 def test_slow_workers_are_the_last_ones() -> None:
     options = StragglerOptions(workers=3, steps=1, distribution="constant", slow_workers=1, slow_factor=4.0)
     seconds, source = compute_times(options)
@@ -149,22 +135,13 @@ def test_measured_steps_stay_whole() -> None:
     assert (seconds[0] != seconds[2]).any(), "more workers than ranks have other steps"
 
 
-def run_of_two_ranks(folder: Path, own_seconds: tuple[float, float]) -> Path:
-    """Copy the recorded run, with time of their own that its version did not record."""
-    (folder / "ranks").mkdir()
-    for rank, own in enumerate(own_seconds):
-        lines = (RECORDED / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()
-        rows = [json.loads(line) | {"seconds": 5.0, "own_seconds": own} for line in lines]
-        (folder / "ranks" / f"rank{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 def test_a_run_gives_its_timed_steps_and_the_slowest_rank_a_whole_step(tmp_path: Path) -> None:
-    run = run_of_two_ranks(tmp_path, (1.0, 3.0))
-    num_steps = len((run / "ranks" / "rank0.jsonl").read_text().splitlines())
-    assert measured_step_times(run, untimed_steps=2).tolist() == [[3.0, 5.0]] * (num_steps - 2)
-
-
-def test_a_run_of_an_earlier_version_is_refused() -> None:
+    """The recorded run, with time of their own that its version did not record."""
     with pytest.raises(ToolkitError, match="have no own_seconds"):
         measured_step_times(RECORDED, untimed_steps=2)
+    (tmp_path / "ranks").mkdir()
+    for name, own in (("rank0.jsonl", 1.0), ("rank1.jsonl", 3.0)):
+        lines = (RECORDED / "ranks" / name).read_text().splitlines()
+        rows = [json.loads(line) | {"seconds": 5.0, "own_seconds": own} for line in lines]
+        (tmp_path / "ranks" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert measured_step_times(tmp_path, untimed_steps=2).tolist() == [[3.0, 5.0]] * (len(lines) - 2)

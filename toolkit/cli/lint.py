@@ -17,7 +17,7 @@ from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, vi
 from toolkit.flags import JsonOutput
 
 if TYPE_CHECKING:
-    from toolkit.lint import Finding
+    from toolkit.lint.findings import Finding
 
 
 def lint(
@@ -35,7 +35,7 @@ def lint(
 
     A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
     """
-    from toolkit.lint import lint_paths
+    from toolkit.lint.check import lint_paths
 
     if in_place and not fix:
         raise ToolkitError("--in-place has no effect without --fix", hint="add `--fix`")
@@ -87,7 +87,7 @@ def version_notes(findings: Sequence[Finding]) -> list[str]:
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
     from toolkit.files import write_bytes, write_text
     from toolkit.files.reading import read_text
-    from toolkit.lint import fixed_text, lint_paths
+    from toolkit.lint.check import fixed_text, lint_paths
 
     files = [Path(name) for name in lint_paths(paths).files] if any(path.is_dir() for path in paths) else list(paths)
     if not in_place:

@@ -17,7 +17,6 @@ SCONTROL_SECONDS = 30.0
 FIRST_PORT, PORTS = 20_000, 10_000
 # slurm.conf's KillWait is 30 s by default: ranks on other nodes end within it, or are killed.
 SRUN_OPTIONS = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--cpu-bind=none", "--export=ALL")
-RUN_NODE = 'settings=$({setup}) || exit; eval "$settings"; exec {torchrun}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,24 +79,19 @@ class Allocation:
         environment = dict(command.environment)
         if "OMP_NUM_THREADS" in environment and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_per_rank(local))
+        # Each node finds its address and interface, and runs torchrun in the place of the shell.
+        head, port = nodes[0], FIRST_PORT + int(command.run_id[:8], 16) % PORTS
+        setup = [sys.executable, "-m", "toolkit.cluster.node_setup", "--head", head, "--port", str(port)]
+        setup += ["--peer", nodes[1]] if len(nodes) > 1 else []
+        words = torchrun_words(
+            nnodes=str(len(nodes)), processes_per_node=local, attempt=command.run_id, endpoint=f"{head}:{port}"
+        )
+        torchrun = f'{shlex.quote(sys.executable)} {" ".join(words)} --local-addr "${ADDRESS_VARIABLE}"'
+        torchrun += f" -m toolkit.train {shlex.join(command.training_argv)}"
         argv = [
             *("srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
             *SRUN_OPTIONS,
             *([] if cores is None else [f"--cpus-per-task={cores}"]),  # srun does not take it over from sbatch
-            *("bash", "-c", _node_command(command, nodes, local)),
+            *("bash", "-c", f'settings=$({shlex.join(setup)}) || exit; eval "$settings"; exec {torchrun}'),
         ]
         return replace(command, argv=argv, shown=shlex.join(argv), environment=environment)
-
-
-def _node_command(command: LaunchCommand, nodes: tuple[str, ...], local: int) -> str:
-    """Return what each node runs: find its address and interface, then torchrun in the place of the shell."""
-    head = nodes[0]
-    port = FIRST_PORT + int(command.run_id[:8], 16) % PORTS
-    setup = [sys.executable, "-m", "toolkit.cluster.node_setup", "--head", head, "--port", str(port)]
-    setup += ["--peer", nodes[1]] if len(nodes) > 1 else []
-    words = torchrun_words(
-        nnodes=str(len(nodes)), processes_per_node=local, attempt=command.run_id, endpoint=f"{head}:{port}"
-    )
-    training = shlex.join(command.training_argv)
-    torchrun = f'{shlex.quote(sys.executable)} {" ".join(words)} --local-addr "${ADDRESS_VARIABLE}" -m toolkit.train'
-    return RUN_NODE.format(setup=shlex.join(setup), torchrun=f"{torchrun} {training}")

@@ -37,7 +37,6 @@ from toolkit.record.checkpoints import LATEST_WORDS
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
-GLOBAL_BATCH = "global_batch_size"
 # Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
 ASSUMED_SAVE_SECONDS = 120.0
 # Ranks agree on the last step through a store, and close files and process groups after the save.
@@ -79,11 +78,6 @@ class ClusterJob:
     warnings: tuple[str, ...]
 
     @property
-    def saves(self) -> bool:
-        """True if the run writes checkpoints, from which a later attempt resumes."""
-        return self.job.saves_checkpoints
-
-    @property
     def signal_seconds(self) -> int:
         """Seconds before the end at which an engine sends SIGTERM: the ranks' time, and torchrun's own end."""
         return self.save_time.grace_seconds + 30
@@ -112,15 +106,6 @@ class ClusterJob:
         return {name: value for name, value in found.items() if name not in passed} | self.options.variables
 
 
-def job_name(preset: str) -> str:
-    """Return a preset's name as the name of a job.
-
-    >>> job_name("zero3_nvme_offload"), job_name("_My.Own_")
-    ('zero3-nvme-offload', 'my-own')
-    """
-    return re.sub("[^a-z0-9]+", "-", preset.lower())[:MAX_NAME].strip("-") or "train"
-
-
 def preset_word(preset: PresetSpec) -> str:
     """Return what `TOOLKIT_PRESET` names: a shipped preset by its name, any other by the path of its file."""
     return preset.name if preset.name in preset_names() else str(preset.accelerate_config_path)
@@ -145,7 +130,14 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
         )
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir"))
-    argv += _resume_argv(job)
+    checkpoint = job.resume_from_checkpoint
+    if checkpoint is None:
+        argv += RESUME_LATEST
+    elif checkpoint.lower() not in LATEST_WORDS:
+        raise ToolkitError(
+            f"--resume_from_checkpoint {checkpoint}: a job that is started again would begin there again",
+            hint="leave it out: each attempt resumes from the newest checkpoint in --output_dir",
+        )
     check_world_sizes(options, preset, job)
     argv, job = _with_global_batch(options, preset, argv, job)
     warnings = check_job_arguments(options, preset, argv)
@@ -155,7 +147,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     return ClusterJob(
         options=options,
         preset=preset,
-        name=options.name or job_name(preset.name),
+        name=options.name or re.sub("[^a-z0-9]+", "-", preset.name.lower())[:MAX_NAME].strip("-") or "train",
         job=job,
         training_argv=tuple(argv),
         output_dir=output_dir,
@@ -172,19 +164,6 @@ def check_no_secrets(argv: Sequence[str]) -> None:
                 f"a training argument is a secret, which would be written into the job file: {hidden}",
                 hint=f"leave {HIDDEN} out, and pass it in the environment: `--env HF_TOKEN`",
             )
-
-
-def _resume_argv(job: Job) -> list[str]:
-    """The words that let a later attempt resume; nothing where the arguments have them."""
-    given = job.resume_from_checkpoint
-    if given is None:
-        return list(RESUME_LATEST)
-    if given.lower() not in LATEST_WORDS:
-        raise ToolkitError(
-            f"--resume_from_checkpoint {given}: a job that is started again would begin there again",
-            hint="leave it out: each attempt resumes from the newest checkpoint in --output_dir",
-        )
-    return []
 
 
 def world_sizes(options: JobOptions) -> range:
@@ -207,7 +186,7 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
     if job.global_batch_size is None:
         largest = world_sizes(options)[-1]
         batch = TrainingRun(preset=preset, job=job, num_processes=largest).global_batch_size
-        argv = [*without_flags(argv, ["gradient_accumulation_steps"]), f"--{GLOBAL_BATCH}", str(batch)]
+        argv = [*without_flags(argv, ["gradient_accumulation_steps"]), "--global_batch_size", str(batch)]
         job = Job.from_argv(argv)
     for world_size in world_sizes(options):
         groups = TrainingRun(preset=preset, job=job, num_processes=world_size).data_parallel_size
@@ -231,12 +210,27 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
 
 
 def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
-    """Return the time of a save as given, measured in a run folder (ToolkitError without one), or assumed."""
+    """Return the time of a save as given, the slowest that run.json of an earlier run records, or assumed.
+
+    Raises ToolkitError where `--saves-of` names a run without one.
+    """
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
-        measured = measured_save_time(options.saves_of or output_dir, async_save=async_save)
-        if measured is not None:
-            return measured
+        path = options.saves_of or output_dir
+        run = RunFolder(path).read_run() or {}
+        found = run.get("saves")
+        saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
+        if saves:
+            # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and
+            # has an asynchronous write; `stall_seconds` is the other way round.
+            stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
+            writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
+            return SaveTime(
+                seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
+                step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
+                earlier_write_seconds=max(writes) if async_save else 0.0,
+                source=f"the slowest of {len(saves)} in {path}",
+            )
         if options.saves_of is not None:
             raise ToolkitError(
                 f"--saves-of {options.saves_of} has no measured save: no run.json with `saves`",
@@ -244,25 +238,6 @@ def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> Sav
             )
         seconds, source = ASSUMED_SAVE_SECONDS, "assumed; `--saves-of RUN` measures it"
     return SaveTime(seconds=seconds, earlier_write_seconds=seconds if async_save else 0.0, source=source)
-
-
-def measured_save_time(path: Path, *, async_save: bool) -> SaveTime | None:
-    """Return the slowest save that run.json records, or None where it records none."""
-    run = RunFolder(path).read_run() or {}
-    found = run.get("saves")
-    saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
-    if not saves:
-        return None
-    # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and has an
-    # asynchronous write; `stall_seconds` is the other way round.
-    stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
-    writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
-    return SaveTime(
-        seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
-        step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
-        earlier_write_seconds=max(writes) if async_save else 0.0,
-        source=f"the slowest of {len(saves)} in {path}",
-    )
 
 
 def _seconds(recorded: object, name: str) -> float:

@@ -36,10 +36,8 @@ PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where an engine's variables tell a node its place; each is a word for the shell."""
+    """Where an engine's variables tell a node its place, as words for the shell; `$ATTEMPT` is no other attempt's."""
 
-    attempt: str
-    """An id that no other attempt has."""
     head: str
     port: str = str(RENDEZVOUS_PORT)
     peer: str | None = None
@@ -102,7 +100,7 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> str:
     options = job.options
     endpoint, per_node = f"{place.head}:{place.port}", options.gpus_per_node
     torchrun = [
-        *torchrun_words(nnodes=options.nodes, processes_per_node=per_node, attempt=place.attempt, endpoint=endpoint),
+        *torchrun_words(nnodes=options.nodes, processes_per_node=per_node, attempt="$ATTEMPT", endpoint=endpoint),
         *([] if options.max_nodes == 1 else [f'--local-addr "${ADDRESS_VARIABLE}"']),
         f"--max-restarts {options.restarts} --shutdown-timeout {job.save_time.grace_seconds}",
         "-m toolkit.train",

@@ -87,7 +87,13 @@ class JobOptions:
         if not self.preset:
             raise ToolkitError("missing option '--preset'", hint="`--preset zero2`; `toolkit presets` lists them")
         for item in self.env:
-            check_variable(item)
+            name, equals, value = item.partition("=")
+            if not _VARIABLE.fullmatch(name) or not value.isprintable():
+                message = f"--env is {item[:80]!r}, expected NAME=VALUE or NAME"
+                raise ToolkitError(message, hint="`--env NCCL_DEBUG=INFO`")
+            if equals and is_secret_name(name):
+                message = f"--env {name}=... would write a secret into the job file"
+                raise ToolkitError(message, hint=f"`--env {name}`")
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ToolkitError(
                 f"--name is {self.name[:80]!r}, expected at most 40 lower-case letters, digits and dashes",
@@ -129,15 +135,14 @@ def limit_seconds(text: str) -> int:
     >>> limit_seconds("90"), limit_seconds("1:30:00"), limit_seconds("2-12")
     (5400, 5400, 216000)
     """
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isascii() and part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    found = re.fullmatch("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
+    if found is None:
         raise ToolkitError(
             f"--time-limit is {text[:40]!r}, expected MINUTES, HH:MM:SS or D-HH:MM:SS", hint="`--time-limit 4:00:00`"
         )
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    clock = sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
-    return int(days or 0) * 86400 + clock
+    days, *parts = (None if part is None else int(part) for part in found.groups())
+    units = (3600, 60, 1) if days is not None or None not in parts else (60, 1)
+    return (days or 0) * DAY_SECONDS + sum((part or 0) * unit for part, unit in zip(parts, units, strict=False))
 
 
 def check_printable(options: Mapping[str, Sequence[str]]) -> None:
@@ -145,12 +150,3 @@ def check_printable(options: Mapping[str, Sequence[str]]) -> None:
     for option, lines in options.items():
         if not all(line.isprintable() for line in lines):
             raise ToolkitError(f"{option} has a line break or a control character", hint=f"repeat `{option}`")
-
-
-def check_variable(item: str) -> None:
-    """Raise ToolkitError for an `--env` that is no NAME=VALUE, or whose value is a secret."""
-    name, equals, value = item.partition("=")
-    if not _VARIABLE.fullmatch(name) or not value.isprintable():
-        raise ToolkitError(f"--env is {item[:80]!r}, expected NAME=VALUE or NAME", hint="`--env NCCL_DEBUG=INFO`")
-    if equals and is_secret_name(name):
-        raise ToolkitError(f"--env {name}=... would write a secret into the job file", hint=f"`--env {name}`")

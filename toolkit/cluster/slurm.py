@@ -1,15 +1,11 @@
 """SLURM: an sbatch file that starts torchrun once per node, and one that compares presets.
 
-The choices that the file of a run depends on:
+The script of the nodes is a quoted here-document: nothing in it is expanded on the first node. SIGTERM goes to the job
+step, not to the batch shell, early enough for the checkpoint. The job is requeued only if the run was interrupted, has
+written a checkpoint in this attempt, and was not cancelled: a run that failed would fail again.
 
-- The script of the nodes is a quoted here-document: nothing in it is expanded on the first node.
-- SIGTERM goes to the job step, not to the batch shell, early enough for the checkpoint.
-- The job is requeued only if the run says that it was interrupted, has written a checkpoint in this attempt, and the
-  job was not cancelled. A run that failed would fail again.
-
-Several presets are `toolkit compare` on the job's nodes: `--nodes 2` compares them on two nodes, `--nodes 1:2` also on
-one, so that the report has the scaling over nodes. Before the time limit SLURM signals the batch shell, which puts the
-job back into the queue. The ledger has every finished trial, so nothing complete is repeated.
+Several presets are `toolkit compare` on the job's nodes (`--nodes 1:2` compares on one and on two). Before the time
+limit SLURM signals the batch shell, which requeues the job; the ledger has every finished trial.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ from toolkit.presets.spec import PresetSpec
 CPUS_PER_RANK = 4  # the rank, its data loader, and two threads of NCCL; SLURM's own default is one for the whole node
 # SLURM kills a job at its limit: with less than this left after the signal's time it would never train.
 MIN_TRAINING_SECONDS = 60
-PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", port="$HEAD_PORT", peer="$PEER_NODE", checked=True)
+PLACE = Place(head="$HEAD_NODE", port="$HEAD_PORT", peer="$PEER_NODE", checked=True)
 # Names of `toolkit.compare`, which starts its runs through this package; a test holds them equal.
 COMPARISON_FILE, LEDGER_FILE = "comparison.json", "ledger.jsonl"
 # The batch shell of a comparison only has to requeue the job; SLURM may send the signal up to a minute early.
@@ -109,7 +105,7 @@ def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
             hint="a longer `--time-limit`, or `--save-seconds` as measured",
         )
     # An interrupted run goes back into the queue if it has checkpoints to resume from.
-    requeues = slurm.requeue and job.saves
+    requeues = slurm.requeue and job.job.saves_checkpoints
     python = shlex.quote(python_of(job.options, shares_files=True))
     script = node_script(job, PLACE, python=python)
     values = sbatch_values(job.options, slurm, output_dir=job.output_dir, preset=job.preset)

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 from pydantic import ValidationError
 
 from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import complete_bytes, explain, read_json_lines, shown
+from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import complete_bytes, explain, read_json_lines
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import status
 from toolkit.record.columns import PositiveCount

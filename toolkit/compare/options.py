@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import MAX_SHOWN, shown
+from toolkit.errors import MAX_SHOWN, ToolkitError, shown
 from toolkit.flags import (
     DEFAULT_PROCESSES_HELP,
     PROCESSES_HELP,

@@ -28,8 +28,8 @@ from toolkit.compare.ledger import LedgerRecord, completed_sizes, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_json_object, shown
+from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation

@@ -9,8 +9,7 @@ from typing import Any
 from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
 from toolkit.convert.sources import NamedData, named_data, row_fields_reason, set_datasets, take_strategy
 from toolkit.data.formats import SHAREGPT_ROLES
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, shown
 from toolkit.models.optimizers import MUON
 
 DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")  # the last is streamed

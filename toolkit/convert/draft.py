@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import parse_yaml, read_configuration, shown, unexpected
+from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import parse_yaml, read_configuration, unexpected
 from toolkit.files.secrets import hide_settings
 from toolkit.job.argument_aliases import HINTS, canonical_values
 from toolkit.job.argument_reading import argument_types, argument_words

@@ -16,8 +16,8 @@ from toolkit.convert.sources import (
     set_datasets,
     take_strategy,
 )
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_configuration, shown, unexpected
+from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import read_configuration, unexpected
 from toolkit.job.argument_aliases import HINTS
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from toolkit.convert.draft import PRESET, Draft, block_of, load_dialect
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_configuration, shown
+from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import read_configuration
 from toolkit.files.reading import is_file, user_path
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.data.formats import Sample, check_row, detect_format, to_sample
+from toolkit.data.formats import Sample, check_row, detect_format, field_names, to_sample
 from toolkit.data.text_files import (
     MAX_ROW_BYTES,
     JsonList,
@@ -29,8 +29,8 @@ from toolkit.data.text_files import (
     error_at,
     over_limit,
 )
-from toolkit.errors import OverLimit, ToolkitError, nearest
-from toolkit.files.documents import Limits, parse_yaml, shown
+from toolkit.errors import OverLimit, ToolkitError, nearest, shown
+from toolkit.files.documents import Limits, parse_yaml
 from toolkit.files.reading import open_file, read_text, user_path
 from toolkit.units import GIB, MIB
 
@@ -63,7 +63,6 @@ class DataSource:
 class FileCheck:
     """A file whose checked rows are valid."""
 
-    path: Path
     format: str
     rows: int
     """Number of checked rows: all rows if `complete`."""
@@ -114,9 +113,7 @@ def config_error(name: str, config: str | None, known: Sequence[str], *, option:
     problem = "has several configurations" if config is None else f"has no configuration {shown(config)}; it has"
     close = nearest(config, known) if config is not None else None
     hint = f"`--{option}_config {known[0][:80]}`" if close is None else f"did you mean `--{option}_config {close}`?"
-    more = [f"and {len(known) - MAX_LISTED:,} more"] if len(known) > MAX_LISTED else []
-    listed = ", ".join([each[:80] for each in known[:MAX_LISTED]] + more)
-    return ToolkitError(f"data set {name!r} {problem}: {listed}", hint=hint)
+    return ToolkitError(f"data set {name!r} {problem}: {field_names(known, at_most=MAX_LISTED)}", hint=hint)
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
@@ -154,12 +151,11 @@ def resolve_source(source: str) -> DataSource:
     if exists:
         _reader(path)
         return DataSource(kind="file", name=source, path=path)
-    close = None
+    close, hint = None, "give a path to a file, or a hub id like `owner/name`"
     with contextlib.suppress(OSError):
         close = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_file()])
     if close is None and is_hub_id(source):
         return DataSource(kind="hub", name=source)
-    hint = "give a path to a file, or a hub id like `owner/name`"
     hint = f"did you mean `{path.parent / close}`?" if close else hint
     raise ToolkitError(f"no such data file: {source[:200]}", hint=hint)
 
@@ -192,8 +188,8 @@ def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
             raise error_at(path, place, "nested too deeply") from None
         rows += 1
         if max_bytes is not None and bytes_read >= max_bytes:
-            return FileCheck(path=path, format=data_format, rows=rows, complete=False)
-    return FileCheck(path=path, format=data_format, rows=rows, complete=True)
+            return FileCheck(format=data_format, rows=rows, complete=False)
+    return FileCheck(format=data_format, rows=rows, complete=True)
 
 
 def _read_rows(path: Path) -> Iterator[ReadValue]:
@@ -238,29 +234,25 @@ def _read_jsonl(path: Path) -> Iterator[ReadValue]:
 def _read_csv(path: Path) -> Iterator[ReadValue]:
     """Records with their first lines. Strict, because an unclosed quote would otherwise swallow the file."""
     csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold a long document
-    lines, header, number = Lines(path), list[str](), 0
+    lines, header, number, place = Lines(path), list[str](), 0, "line 1"
     reader = csv.reader(iter(lines), strict=True)
-    while True:
-        place = f"line {reader.line_num + 1}"
-        try:
-            record = next(reader, None)
-        except csv.Error as error:
-            if "field limit" in str(error):
-                raise over_limit(path, place) from None
-            hint = "is a quote missing in this record?"
-            raise error_at(path, place, f"malformed CSV: {error}", hint=hint) from None
-        if record is None:
-            return
-        if not header:
-            header = record
-            if len(set(header)) < len(header):
-                raise error_at(path, place, f"two columns have the same name: {', '.join(header)}")
-        elif record:
-            number += 1
-            if len(record) != len(header):
-                why = f"{len(record)} cells for {len(header)} columns ({', '.join(header)})"
-                raise error_at(path, f"row {number}, {place}", why)
-            yield ReadValue(f"row {number}, {place}", dict(zip(header, record, strict=True)), lines.bytes_read)
+    try:
+        for record in reader:
+            if not header:
+                header = record
+                if len(set(header)) < len(header):
+                    raise error_at(path, place, f"two columns have the same name: {', '.join(header)}")
+            elif record:
+                number += 1
+                if len(record) != len(header):
+                    why = f"{len(record)} cells for {len(header)} columns ({', '.join(header)})"
+                    raise error_at(path, f"row {number}, {place}", why)
+                yield ReadValue(f"row {number}, {place}", dict(zip(header, record, strict=True)), lines.bytes_read)
+            place = f"line {reader.line_num + 1}"
+    except csv.Error as error:
+        if "field limit" in str(error):
+            raise over_limit(path, place) from None
+        raise error_at(path, place, f"malformed CSV: {error}", hint="is a quote missing in this record?") from None
 
 
 # -- JSON files
@@ -321,11 +313,10 @@ def _read_parquet(path: Path) -> Iterator[ReadValue]:
                     raise over_limit(path, f"row group {index + 1}")
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 bytes_read += batch.nbytes
-                for index in range(batch.num_rows) if batch.nbytes > MAX_ROW_BYTES else ():
-                    if batch.slice(index, 1).nbytes > MAX_ROW_BYTES:
-                        raise over_limit(path, f"row {number + index + 1}")
-                for row in batch.to_pylist():
+                for index, row in enumerate(batch.to_pylist()):
                     number += 1
+                    if batch.nbytes > MAX_ROW_BYTES and batch.slice(index, 1).nbytes > MAX_ROW_BYTES:
+                        raise over_limit(path, f"row {number}")
                     yield ReadValue(f"row {number}", row, bytes_read)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ToolkitError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from None
@@ -349,10 +340,10 @@ def fractions(weights: Sequence[float]) -> list[float]:
 
 
 def rows_per_epoch(rows: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the rows that each data set contributes to an epoch.
+    """Return the rows that each data set contributes to an epoch: without weights, every row once.
 
-    Without weights, every row once. With weights, every row at least once, and as many of each data set as its weight
-    says: the one that lasts longest contributes each of its rows once, the others repeat theirs.
+    With weights, as many of each data set as its weight says: the one that lasts longest contributes each of its rows
+    once, the others repeat theirs.
 
     >>> rows_per_epoch([503, 1000], [0.7, 0.3])
     [2333, 1000]

@@ -10,7 +10,7 @@ A key whose value is None counts as missing, because Arrow adds such keys to row
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,15 @@ def check_row(row: Row, data_format: str) -> None:
                 f"no field `{field}`; fields found: {field_names(present)}",
                 hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
             )
-    _CHECKS[data_format](present)
+    fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}
+    has_turns = data_format in ("messages", "sharegpt")
+    if data_format == "prompt_completion":
+        has_turns = any(isinstance(value, list) for value in fields.values())
+    for field, value in fields.items():
+        if has_turns:
+            _check_turns(value, field)
+        else:
+            _check_text(value, f"`{field}`")
     _tools(present)
 
 
@@ -154,18 +162,11 @@ def _check_text(value: object, what: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ToolkitError(
-            f"{what} has an unpaired surrogate at character {error.start}, which is not valid text"
-        ) from None
+        why = f"has an unpaired surrogate at character {error.start}, which is not valid text"
+        raise ToolkitError(f"{what} {why}") from None
 
 
-def _check_texts(row: Row, *fields: str) -> None:
-    for field in fields:
-        if field in row:
-            _check_text(row[field], f"`{field}`")
-
-
-def _check_turns(turns: object, field: str, *, sharegpt: bool = False) -> None:
+def _check_turns(turns: object, field: str) -> None:
     if not isinstance(turns, list):
         hint = "CSV cells are strings: keep conversations in JSONL or Parquet" if isinstance(turns, str) else None
         raise ToolkitError(f"`{field}` is {_json_type(turns)}, expected a list of objects", hint=hint)
@@ -175,7 +176,7 @@ def _check_turns(turns: object, field: str, *, sharegpt: bool = False) -> None:
         where = f"message {number} of `{field}`"
         if not isinstance(turn, dict):
             raise ToolkitError(f"{where} is {_json_type(turn)}, expected an object")
-        _check_turn(_present(turn), where, sharegpt=sharegpt)
+        _check_turn(_present(turn), where, sharegpt=field == "conversations")
 
 
 def _check_turn(turn: Row, where: str, *, sharegpt: bool) -> None:
@@ -197,23 +198,6 @@ def _check_turn(turn: Row, where: str, *, sharegpt: bool) -> None:
         nearest = did_you_mean(name, known, otherwise=f"expected one of: {', '.join(known)}")
         raise ToolkitError(f"{where} has the unknown role {name!r}", hint=nearest)
     _check_text(turn[content], f"the {content} of {where}")
-
-
-def _check_prompt_completion(row: Row) -> None:
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        _check_turns(row["prompt"], "prompt")
-        _check_turns(row["completion"], "completion")
-    else:
-        _check_texts(row, "prompt", "completion")
-
-
-_CHECKS: dict[str, Callable[[Row], None]] = {
-    "messages": lambda row: _check_turns(row["messages"], "messages"),
-    "sharegpt": lambda row: _check_turns(row["conversations"], "conversations", sharegpt=True),
-    "alpaca": lambda row: _check_texts(row, "instruction", "input", "output"),
-    "prompt_completion": _check_prompt_completion,
-    "text": lambda row: _check_texts(row, "text"),
-}
 
 
 # -- conversions

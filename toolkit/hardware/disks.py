@@ -86,10 +86,9 @@ def check_free_space(folder: Path, needed: int, *, user: str, hint: str = "name 
 
 def disk_facts(folder: Path) -> dict[str, Any]:
     """Return file system, size and free space of the disk of an existing folder."""
-    usage, mount = shutil.disk_usage(folder), None
+    usage, filesystem = shutil.disk_usage(folder), None
     with suppress(OSError):
-        mount = mount_of(folder)
-    filesystem = None if mount is None else mount.filesystem
+        filesystem = getattr(mount_of(folder), "filesystem", None)
     return {"filesystem": filesystem, "total_bytes": usage.total, "free_bytes": usage.free}
 
 
@@ -120,13 +119,9 @@ def measure_rates(folder: Path) -> DiskRates:
 @contextmanager
 def _direct_file(folder: Path) -> Iterator[int]:
     """Descriptor of a temporary file in the folder, open for direct I/O."""
-    number, name = tempfile.mkstemp(dir=folder, prefix=".direct-io-probe-")
-    os.close(number)
-    try:
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".direct-io-probe-") as file:
+        descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
         try:
             yield descriptor
         finally:
             os.close(descriptor)
-    finally:
-        Path(name).unlink(missing_ok=True)

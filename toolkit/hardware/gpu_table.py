@@ -44,7 +44,7 @@ class Gpu:
     @property
     def names(self) -> list[str]:
         """The short name, and all others."""
-        return [self.name, *(name.strip() for name in self.other_names.split(",") if name.strip())]
+        return [self.name, *self.other_names.split(", ")] if self.other_names else [self.name]
 
     @property
     def memory_bytes(self) -> int:
@@ -129,14 +129,11 @@ def custom_gpu(
     link_gb_per_second: float | None = None,
 ) -> Gpu:
     """Return a GPU with some numbers replaced, or a new one. Raises ToolkitError without a memory size."""
-    for option, value in (
-        ("--gpu-memory-gib", memory_gib),
-        ("--gpu-tflops", tflops),
-        ("--gpu-link-gb-per-second", link_gb_per_second),
-    ):
+    given = {"memory-gib": memory_gib, "tflops": tflops, "link-gb-per-second": link_gb_per_second}
+    for name, value in given.items():
         if value is not None and not 0 < value < 10**6:
-            raise ToolkitError(f"{option} is {value}, expected more than 0 and below a million")
-    if listed is not None and (memory_gib, tflops, link_gb_per_second) == (None, None, None):
+            raise ToolkitError(f"--gpu-{name} is {value}, expected more than 0 and below a million")
+    if listed is not None and not any(given.values()):
         return listed
     if listed is None and memory_gib is None:
         raise ToolkitError("no GPU is named", hint="--gpu NAME, or --gpu-memory-gib and --gpu-tflops")
@@ -162,8 +159,6 @@ NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 AMPERE = "NVIDIA Ampere GA102 whitepaper, table 9 and appendix"
 ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
 BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepapers, appendix"
-
-
 A100_PEAKS = (312, 312, 156, 19.5)
 H100_PEAKS = (989.4, 989.4, 494.7, 66.9)
 V100_SOURCE = f"{NVIDIA}v100/; no bf16 units"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 from pathlib import Path
@@ -70,12 +71,9 @@ def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> i
     """Return the number of GPUs that are visible: CUDA stops at the first entry that names no installed GPU."""
     if cuda_visible_devices is None:
         return len(installed)
-    count = 0
-    for entry in (part.strip() for part in cuda_visible_devices.split(",")):
-        if not (entry.startswith(("GPU-", "MIG-")) or entry in installed):
-            break
-        count += 1
-    return min(count, len(installed))
+    entries = map(str.strip, cuda_visible_devices.split(","))
+    known = itertools.takewhile(lambda entry: entry.startswith(("GPU-", "MIG-")) or entry in installed, entries)
+    return min(len(list(known)), len(installed))
 
 
 def installed_gpus() -> list[str]:
@@ -94,9 +92,9 @@ def gpu_names() -> list[str]:
 def describe_gpus() -> list[dict[str, Any]]:
     """Return name, memory in bytes, driver, power limit and highest clocks of each GPU, as nvidia-smi reports them."""
     columns = ",".join(("name", "memory.total", "driver_version", *GPU_FIGURES))
-    rows = (output_of("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
-    fields = [row.split(", ") for row in rows]
-    return [read_gpu_row(row) for row in fields if len(row) == len(GPU_FIGURES) + 3]  # not `No devices were found`
+    text = output_of("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits") or ""
+    rows = [row.split(", ") for row in text.splitlines()]
+    return [read_gpu_row(row) for row in rows if len(row) == len(GPU_FIGURES) + 3]  # not `No devices were found`
 
 
 def read_gpu_row(fields: list[str]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, shown
 
 SHARDED, WHOLE = "sharded", "whole"
 ACCUMULATE = (SHARDED, WHOLE)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.errors import ToolkitError
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,14 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError, did_you_mean, nearest
+from toolkit.errors import ToolkitError, did_you_mean, nearest, shown
 from toolkit.files.documents import (
     CONFIGURATION,
     parse_json,
     parse_yaml,
     read_configuration,
     read_json_object,
-    shown,
     unexpected,
 )
 from toolkit.files.reading import expand_home, user_path

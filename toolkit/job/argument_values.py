@@ -16,8 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.errors import ToolkitError, nearest
-from toolkit.files.documents import MAX_SHOWN, shown
+from toolkit.errors import MAX_SHOWN, ToolkitError, nearest, shown
 
 # Defaults and limits that options of commands share; the first two are transformers' own, so that a plain
 # `accelerate launch` and a plan mean the same job.

@@ -10,8 +10,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
-from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.versions import is_importable
 
 # Backends of torch 2.13 that train (`torch._dynamo.list_backends()`, and `aot_eager`, for debugging). The others are

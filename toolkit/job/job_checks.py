@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.files.secrets import refuse_hidden
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_reading import argument_words

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.errors import ToolkitError, nearest
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.job.argument_values import check_word
 from toolkit.job.job import Job
 from toolkit.models.attention import KERNEL, attention_words

@@ -12,8 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import shown
+from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON, parse_optimizer_arguments

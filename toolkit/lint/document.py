@@ -119,7 +119,7 @@ def load_document(path: Path) -> Document:
 
 def with_deepspeed_json(document: Document) -> Document:
     """Return the document with the DeepSpeed JSON that it names, where that file exists."""
-    named = next((path for path in deepspeed_file_candidates(document) if is_file(path)), None)
+    named = next((path for path in deepspeed_files(document)[1] if is_file(path)), None)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
     return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
@@ -272,24 +272,20 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
 # -- the DeepSpeed JSON that a YAML names
 
 
-def deepspeed_file_key(document: Document) -> str:
-    """Return the key that names the DeepSpeed JSON, in an accelerate YAML or in Trainer arguments."""
-    return "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
-
-
-def deepspeed_file_candidates(document: Document) -> list[Path]:
-    """Return where the named DeepSpeed JSON may be; empty where the document names no file.
+def deepspeed_files(document: Document) -> tuple[str, list[Path]]:
+    """Return the key that names the DeepSpeed JSON, and where that file may be; no path where none is named.
 
     The first is relative to the working directory, as the libraries resolve it. The others are relative to the YAML's
     folder and its parent, where its author may have meant it.
     """
-    named = document.get(deepspeed_file_key(document))
+    key = "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
+    named = document.get(key)
     if not isinstance(named, str) or named in ("", "none") or named.startswith("{"):
-        return []
+        return key, []
     if len(named) > MAX_PATH_LENGTH or "\0" in named:
-        return []
+        return key, []
     folder = Path(document.path).absolute().parent
-    return [Path(named), folder / named, folder.parent / named, folder / Path(named).name]
+    return key, [Path(named), folder / named, folder.parent / named, folder / Path(named).name]
 
 
 # -- the kind of a file

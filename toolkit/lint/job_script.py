@@ -141,19 +141,12 @@ def _scan(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         elif found[0][0] == "<":
             waiting.append(found)
         elif found[0] == "\n":
-            at = _skip_heredocs(text, at, waiting, protected)
+            for start in waiting:  # the bodies of here-documents; one with a quoted end is protected
+                indent = "[ \t]*" if start[1] else ""
+                end = re.compile(rf"^{indent}{re.escape(start[3])}[ \t]*$\n?", re.MULTILINE).search(text, at)
+                stop = len(text) if end is None else end.end()
+                protected += [(at, stop)] if start[2] else []
+                at = stop
             waiting = []
             breaks.append(at)
     return breaks, protected
-
-
-def _skip_heredocs(text: str, at: int, waiting: list[re.Match[str]], protected: list[tuple[int, int]]) -> int:
-    """Return the offset after the bodies of here-documents; those with a quoted end are protected."""
-    for found in waiting:
-        indent = "[ \t]*" if found[1] else ""
-        end = re.compile(rf"^{indent}{re.escape(found[3])}[ \t]*$\n?", re.MULTILINE).search(text, at)
-        stop = len(text) if end is None else end.end()
-        if found[2]:
-            protected.append((at, stop))
-        at = stop
-    return at

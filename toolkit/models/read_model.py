@@ -24,9 +24,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from toolkit.cache import cache_folder
-from toolkit.errors import ToolkitError, nearest
+from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
-from toolkit.files.documents import MAX_SHOWN_PATH, parse_json, read_json, shown
+from toolkit.files.documents import MAX_SHOWN_PATH, parse_json, read_json
 from toolkit.files.reading import user_path
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas

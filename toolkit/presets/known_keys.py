@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import shown, unexpected
+from toolkit.errors import ToolkitError, did_you_mean, shown
+from toolkit.files.documents import unexpected
 from toolkit.parallel.layout import DIMENSIONS
 
 AUTO = "auto"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import ToolkitError, nearest
-from toolkit.files.documents import read_configuration, shown, unexpected
+from toolkit.errors import ToolkitError, nearest, shown
+from toolkit.files.documents import read_configuration, unexpected
 from toolkit.files.reading import is_file, read_text, user_path
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
 from toolkit.presets.known_keys import (

@@ -36,8 +36,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 DEFAULT_RUNS = 10
 MOST_FAILURES = 2_000_000  # of all simulated runs: a few seconds
-# Intervals of the chart: from a tenth of the best to ten times it.
-CHART_DECADES, POINTS_PER_DECADE = 1, 20
+POINTS_PER_DECADE = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,30 +104,28 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
     """Return closed forms and simulation. Raises ToolkitError for values out of range."""
     for name, (low, high) in RANGES.items():
         check_range(name, getattr(options, name), low, high)
-    spares, repair = ("--spare-nodes", options.spare_nodes), ("--repair-hours", options.repair_hours)
-    for (flag, given), (needed, value) in ((spares, repair), (repair, spares)):
-        if given is not None and value is None:
-            raise ToolkitError(f"{flag} has no effect without {needed}", hint=f"`{needed} 24`, for example")
+    if (options.spare_nodes is None) != (options.repair_hours is None):
+        flags = ("--spare-nodes", "--repair-hours")
+        given, needed = flags if options.repair_hours is None else flags[::-1]
+        raise ToolkitError(f"{given} has no effect without {needed}", hint=f"`{needed} 24`, for example")
     save_seconds, source = _checkpoint_seconds(options)
-    interval = options.checkpoint_interval_minutes
+    minutes = options.checkpoint_interval_minutes
     job = FailingJob(
         nodes=math.ceil(options.gpus / options.gpus_per_node),
         failures_per_1000_node_days=options.failures_per_1000_node_days,
         checkpoint_seconds=save_seconds,
         restart_seconds=60 * options.restart_minutes,
         detection_seconds=60 * options.detection_minutes,
-        interval_seconds=None if interval is None else 60 * interval,
+        interval_seconds=None if minutes is None else 60 * minutes,
         spare_nodes=options.spare_nodes,
         repair_seconds=SECONDS_PER_HOUR * (options.repair_hours or 0.0),
     )
     failures = options.days * SECONDS_PER_DAY / job.mean_seconds_between_failures
     runs = options.runs or max(1, min(DEFAULT_RUNS, int(MOST_FAILURES / failures)))
     if runs * failures > MOST_FAILURES:
+        what = f"{runs * failures:,.0f} failures in {runs} x {options.days:g} days are too many to simulate"
         fewer = f"`--days {options.days * MOST_FAILURES / (runs * failures):.3g}`"
-        raise ToolkitError(
-            f"{runs * failures:,.0f} failures in {runs} x {options.days:g} days are too many to simulate",
-            hint=fewer + (", or fewer --runs" if runs > 1 else ""),
-        )
+        raise ToolkitError(what, hint=fewer + (", or fewer --runs" if runs > 1 else ""))
     simulated = simulate_failures(job, days=options.days, runs=runs, seed=options.seed)
     return FailureEstimate(job=job, gpus=options.gpus, days=options.days, simulated=simulated, checkpoint_source=source)
 
@@ -149,10 +146,8 @@ def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:
     saves = read_run(run_folder).saves or ()
     measured = [save.stall_seconds for save in saves if save.kind == "checkpoint" and save.stall_seconds]
     if not measured:
-        raise ToolkitError(
-            f"{folder} recorded no checkpoint: a run records them when it completes",
-            hint="a run with `--save_strategy steps`, or --checkpoint-seconds",
-        )
+        hint = "a run with `--save_strategy steps`, or --checkpoint-seconds"
+        raise ToolkitError(f"{folder} recorded no checkpoint: a run records them when it completes", hint=hint)
     return statistics.median(measured), f"the median of {folder}"
 
 
@@ -247,10 +242,9 @@ def failure_report(estimate: FailureEstimate) -> SimulationReport:
 
 
 def interval_chart(estimate: FailureEstimate) -> LineChart:
-    """Return the effective time ratio by interval, on a logarithmic axis, with both best intervals."""
+    """Return the effective time ratio at a tenth of the best interval to ten times it, with both best intervals."""
     job, (young, daly) = estimate.job, estimate.best_intervals
-    center, steps = math.log10(young), CHART_DECADES * POINTS_PER_DECADE
-    places = [center + step / POINTS_PER_DECADE for step in range(-steps, steps + 1)]
+    places = [math.log10(young) + s / POINTS_PER_DECADE for s in range(-POINTS_PER_DECADE, POINTS_PER_DECADE + 1)]
     exact = [(place, job.at_interval(10**place).exact_time_ratio) for place in places]
     first_order = [(place, job.at_interval(10**place).effective_time_ratio) for place in places]
     lines = [Line(points=exact, label="exact", color="c2")]

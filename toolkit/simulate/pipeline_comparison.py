@@ -52,7 +52,7 @@ class SimulatedSchedule:
     run: PipelineRun
     step_seconds_range: tuple[float, float] | None = None
     """Steps at both ends of the planned times; None for given times."""
-    memory: tuple[StageMemory, ...] | None = None
+    memory: Sequence[StageMemory] | None = None
     """By stage; None without a model."""
 
     @property
@@ -123,9 +123,9 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
             schedules.append(SimulatedSchedule(run=simulate(schedule, size, chunks, transfer_seconds=transfer)))
         else:
             run = staged.simulate(schedule, size)
-            ends = tuple(staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
-            memory = tuple(staged.stage_memory(run))
-            schedules.append(SimulatedSchedule(run=run, step_seconds_range=(ends[0], ends[1]), memory=memory))
+            low, high = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
+            memory = staged.stage_memory(run)
+            schedules.append(SimulatedSchedule(run=run, step_seconds_range=(low, high), memory=memory))
     if staged is None:
         names = ("forward", "backward", "weight gradient", "transfer")
         given = (times.forward_seconds, times.backward_seconds, times.weight_seconds, transfer)
@@ -152,10 +152,8 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
             check_schedule(schedule, size)
             _check_layers(num_layers, size)
             if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
-                raise ToolkitError(
-                    f"{schedule} splits the backward, but --weight-ms is missing",
-                    hint="--backward-ms for the gradient of the input, --weight-ms for that of the weights",
-                )
+                hint = "--backward-ms for the gradient of the input, --weight-ms for that of the weights"
+                raise ToolkitError(f"{schedule} splits the backward, but --weight-ms is missing", hint=hint)
         except ToolkitError as error:
             if options.schedule or schedule == GPIPE:  # whatever rules out GPipe rules out all of them
                 raise
@@ -175,16 +173,12 @@ def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
     if num_layers is None:
         return
     if num_layers < size.num_chunks:
-        chunks = "" if size.chunks == 1 else f" of {size.chunks} chunks"
-        raise ToolkitError(
-            f"{num_layers} layers are too few for {size.stages} stages{chunks}",
-            hint=f"`--stages {max(1, num_layers // size.chunks)}` or fewer",
-        )
+        chunks, hint = "" if size.chunks == 1 else f" of {size.chunks} chunks", max(1, num_layers // size.chunks)
+        what = f"{num_layers} layers are too few for {size.stages} stages{chunks}"
+        raise ToolkitError(what, hint=f"`--stages {hint}` or fewer")
     if size.chunks > 1 and num_layers % size.num_chunks:
-        raise ToolkitError(
-            f"{num_layers} layers are not divisible by {size.stages} stages of {size.chunks} chunks",
-            hint="other --stages or --chunks, or a schedule with one chunk per stage",
-        )
+        what = f"{num_layers} layers are not divisible by {size.stages} stages of {size.chunks} chunks"
+        raise ToolkitError(what, hint="other --stages or --chunks, or a schedule with one chunk per stage")
 
 
 def _staged(options: PipelineOptions) -> StagedModel | None:
@@ -215,9 +209,8 @@ def _given_times(options: PipelineOptions) -> ChunkTimes:
     check_range("forward_ms", forward, LEAST, LONGEST_MS)
     check_range("backward_ms", backward, LEAST, LONGEST_MS)
     check_range("weight_ms", weight, 0, LONGEST_MS)
-    return ChunkTimes(
-        forward_seconds=forward / 1000, backward_seconds=backward / 1000, weight_seconds=(weight or 0.0) / 1000
-    )
+    weight = weight or 0.0
+    return ChunkTimes(forward_seconds=forward / 1000, backward_seconds=backward / 1000, weight_seconds=weight / 1000)
 
 
 def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: bool = False) -> SimulationReport:
@@ -331,24 +324,16 @@ def _sampled(run: PipelineRun, stage: int, columns: int) -> Iterator[str]:
 
 
 def _drawn_timeline(run: PipelineRun, *, expanded: bool) -> TimelineChart:
-    rows = []
+    """Every operation of a stage; where there are too many, what it does at equal times."""
+    rows, step = [], run.makespan_seconds / MOST_POINTS
     for stage in shown_stages(run.size.stages, MOST_STAGES_ON_PAGE):
-        spans: list[list[tuple[float, float]]] = [[] for _ in LETTERS]
-        for start, end, kind in _operations_to_draw(run, stage):
-            spans[kind].append((start, end))
-        boxes = [Boxes(spans=of_kind, color=color) for of_kind, color in zip(spans, COLORS, strict=True)]
+        if len(run.order.operations[stage]) <= MOST_POINTS:
+            drawn = [(LETTERS[kind], start, end) for start, end, kind, _ in run.stage_operations(stage)]
+        else:
+            letters = enumerate(_sampled(run, stage, MOST_POINTS))
+            drawn = [(letter, place * step, (place + 1) * step) for place, letter in letters]
+        spans = {each: [(start, end) for letter, start, end in drawn if letter == each] for each in LETTERS}
+        boxes = [Boxes(spans=spans[letter], color=color) for letter, color in zip(LETTERS, COLORS, strict=True)]
         rows.append((f"stage {stage}", boxes))
     label = run.order.schedule
     return TimelineChart(label=label, rows=rows, seconds=run.makespan_seconds, x_name="one step", expanded=expanded)
-
-
-def _operations_to_draw(run: PipelineRun, stage: int) -> Iterator[tuple[float, float, int]]:
-    """Start, end and kind of each operation; where there are too many, what is sampled at equal times."""
-    if len(run.order.operations[stage]) <= MOST_POINTS:
-        for start, end, kind, _ in run.stage_operations(stage):
-            yield start, end, kind
-        return
-    step = run.makespan_seconds / MOST_POINTS
-    for place, letter in enumerate(_sampled(run, stage, MOST_POINTS)):
-        if letter != IDLE:
-            yield place * step, (place + 1) * step, LETTERS.index(letter)

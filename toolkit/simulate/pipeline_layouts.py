@@ -14,7 +14,6 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
-from toolkit.plan.interconnect import Range
 from toolkit.plan.recommend import NothingFits, memory_refusal, train_command, why_refused
 from toolkit.presets.preset import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
@@ -34,7 +33,7 @@ class PipelineLayout:
 
     staged: StagedModel
     run: PipelineRun
-    memory: tuple[StageMemory, ...]
+    memory: list[StageMemory]
     """By stage."""
 
     @property
@@ -47,18 +46,9 @@ class PipelineLayout:
         """True if every stage fits on its GPUs."""
         return all(stage.fits for stage in self.memory)
 
-    @property
-    def seconds(self) -> float:
-        """Step time with the geometric means of the planned ranges."""
-        return self._seconds(self.run, None)
-
-    @property
-    def step_seconds(self) -> Range:
-        """Step time at both ends of the planned ranges, without the optimizer."""
-        fast, slow = (self._seconds(self.staged.simulate(SCHEDULE, self.run.size, end), end) for end in (0, 1))
-        return fast, slow
-
-    def _seconds(self, run: PipelineRun, end: int | None) -> float:
+    def step_seconds(self, end: int | None = None) -> float:
+        """Return the step time at one end of the planned ranges, or with their means; without the optimizer."""
+        run = self.run if end is None else self.staged.simulate(SCHEDULE, self.run.size, end)
         return run.makespan_seconds + at_end(self.staged.gradient_seconds(run.size), end)
 
     def as_row(self) -> dict[str, Any]:
@@ -71,7 +61,7 @@ class PipelineLayout:
             "micro_batches": self.run.size.micro_batches,
             "activation_checkpointing": job.activation_checkpointing,
             "bubble_fraction": self.run.bubble_fraction,
-            "step_seconds": list(self.step_seconds),
+            "step_seconds": [self.step_seconds(0), self.step_seconds(1)],
             "planned_peak_bytes": [stage.peak_bytes for stage in self.memory],
             "state_bytes": [stage.state_bytes for stage in self.memory],
             "activation_bytes": [stage.held_bytes for stage in self.memory],
@@ -81,23 +71,16 @@ class PipelineLayout:
 def best_pipeline_layout(request: RecommendRequest) -> PipelineLayout | None:
     """Return the fastest layout that fits; None where none does, and for jobs that stages are not planned for."""
     fitting = [layout for layout in pipeline_layouts(request) if layout.fits]
-    return min(fitting, key=lambda layout: layout.seconds, default=None)
+    return min(fitting, key=PipelineLayout.step_seconds, default=None)
 
 
 def pipeline_layouts(request: RecommendRequest) -> Iterator[PipelineLayout]:
-    """Yield layouts of at least two stages, with the micro-batches of each up to the first that does not fit."""
+    """Yield layouts of at least two stages, with the micro-batches of each up to the first that does not fit.
+
+    Their degrees multiply to the world size: tensor parallelism in powers of two within a node, then stages.
+    """
     if request.job.lora_r is not None:
         return
-    for staged, stages in _divided(request):
-        for checkpointing in (False, True):
-            for layout in _micro_batches(staged, stages, request.global_batch_size, checkpointing=checkpointing):
-                yield layout
-                if not layout.fits:
-                    break
-
-
-def _divided(request: RecommendRequest) -> Iterator[tuple[StagedModel, int]]:
-    """Degrees whose product is the world size: tensor parallelism in powers of two within a node, then stages."""
     network = request.network_bytes_per_second
     alone = StagedModel(shape=request.shape, job=request.job, gpu=request.gpu, network_bytes_per_second=network)
     for power in range(min(request.world_size, request.job.gpus_per_node).bit_length()):
@@ -109,23 +92,29 @@ def _divided(request: RecommendRequest) -> Iterator[tuple[StagedModel, int]]:
             continue
         for stages in range(2, min(groups, request.shape.num_layers) + 1):
             if rest == 0 and groups % stages == 0:
-                yield replace(staged, data_parallel_size=groups // stages), stages
+                divided = replace(staged, data_parallel_size=groups // stages)
+                for checkpointing in (False, True):
+                    yield from _fitting(divided, stages, request.global_batch_size, checkpointing=checkpointing)
 
 
-def _micro_batches(
+def _fitting(
     staged: StagedModel, stages: int, global_batch_size: int, *, checkpointing: bool
 ) -> Iterator[PipelineLayout]:
-    """Micro-batches in powers of two that leave 1F1B one per stage, or more."""
+    """Micro-batches in powers of two that leave 1F1B one per stage, or more; the last may not fit."""
     share, rest = divmod(global_batch_size, staged.data_parallel_size)
     rows = 1
     while not rest and share % rows == 0 and share // rows >= stages:
         count = share // rows
         job = replace(staged.job, per_device_train_batch_size=rows, gradient_accumulation_steps=count)
         rows *= 2
-        if count <= MOST_MICRO_BATCHES:
-            divided = replace(staged, job=replace(job, activation_checkpointing=checkpointing))
-            run = divided.simulate(SCHEDULE, PipelineSize(stages=stages, micro_batches=count))
-            yield PipelineLayout(staged=divided, run=run, memory=tuple(divided.stage_memory(run)))
+        if count > MOST_MICRO_BATCHES:
+            continue
+        divided = replace(staged, job=replace(job, activation_checkpointing=checkpointing))
+        run = divided.simulate(SCHEDULE, PipelineSize(stages=stages, micro_batches=count))
+        layout = PipelineLayout(staged=divided, run=run, memory=divided.stage_memory(run))
+        yield layout
+        if not layout.fits:
+            return
 
 
 def trained_pipeline(request: RecommendRequest) -> tuple[Candidate | None, str | None]:
@@ -144,8 +133,8 @@ def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str
     candidate, why_not = trained_pipeline(request)
     trained: dict[str, Any] = {"preset": TRAINED_PRESET, "command": None, "why_not": why_not}
     if candidate is not None:
-        command = train_command(candidate, request, model)
-        trained = {"preset": TRAINED_PRESET, "command": command, "degrees": candidate.job.degrees}
+        trained = {"preset": TRAINED_PRESET, "command": train_command(candidate, request, model)}
+        trained["degrees"] = candidate.job.degrees
     return {
         "model": model,
         "model_type": request.shape.model_type,
@@ -162,7 +151,8 @@ def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str
 
 def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> list[str]:
     """Return the layout as lines of text: degrees, step, memory by stage, and the preset that trains pipelines."""
-    job, (fast, slow), memory = layout.staged.job, layout.step_seconds, gib(request.gpu.memory_bytes)
+    job, memory = layout.staged.job, gib(request.gpu.memory_bytes)
+    fast, slow = (seconds(layout.step_seconds(end)) for end in (0, 1))
     degrees = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
     settings = f"{layout.run.size.micro_batches} micro-batches of {job.per_device_train_batch_size}"
     settings += ", activation checkpointing" if job.activation_checkpointing else ""
@@ -170,7 +160,7 @@ def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: st
         f"no preset: {error.message}",
         f"on paper:  {degrees} (data x tensor x pipeline parallelism), {SCHEDULE}, {settings}",
         f"           largest stage {gib(max(stage.peak_bytes for stage in layout.memory))} of {memory},"
-        f" step {seconds(fast)} to {seconds(slow)}, bubble {100 * layout.run.bubble_fraction:.1f} %",
+        f" step {fast} to {slow}, bubble {100 * layout.run.bubble_fraction:.1f} %",
         "",
         f"{'stage':<8}{'in flight':>10}{'model states':>14}{'activations':>14}{'peak':>12}",
     ]
@@ -178,9 +168,7 @@ def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: st
         sizes = f"{gib(stage.state_bytes):>14}{gib(stage.held_bytes):>14}{gib(stage.peak_bytes):>12}"
         lines.append(f"{number:<8}{in_flight:>10g}{sizes}")
     candidate, why_not = trained_pipeline(request)
-    preset = (
-        f"Preset {TRAINED_PRESET}, which has neither tensor parallelism nor optimizer states sharded over replicas,"
-    )
+    preset = f"Preset {TRAINED_PRESET}, which has neither tensor parallelism nor sharded optimizer states,"
     if candidate is None:
         lines += ["", f"{preset} does not train it: {why_not}."]
     else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
@@ -92,10 +92,9 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
     if schedule not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ToolkitError(f"unknown schedule {schedule!r}; available: {known}", hint=did_you_mean(schedule, SCHEDULES))
-    values = (size.stages, size.micro_batches, size.chunks)
-    for option, value in zip(LARGEST, values, strict=True):
-        if not 1 <= value <= LARGEST[option]:
-            raise ToolkitError(f"{option} is {value:,}, expected 1 to {LARGEST[option]:,}")
+    for (option, largest), value in zip(LARGEST.items(), (size.stages, size.micro_batches, size.chunks), strict=True):
+        if not 1 <= value <= largest:
+            raise ToolkitError(f"{option} is {value:,}, expected 1 to {largest:,}")
     operations = 3 * size.num_chunks * size.micro_batches
     if operations > MOST_OPERATIONS:
         raise ToolkitError(f"{operations:,} operations are too many to simulate, expected at most {MOST_OPERATIONS:,}")
@@ -104,37 +103,25 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
     if schedule == INTERLEAVED and size.chunks < 2:
         raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} needs 2 or more", hint="`--chunks 2`, or 1f1b")
     stages, count = size.stages, size.micro_batches
+    what = f"--micro-batches is {count}, but {schedule} on {stages} stages"
     least = {GPIPE: 1, INTERLEAVED: 1, ZB_V: 1, ZB_H2: 2 * stages - 1, DUALPIPE_V: 2 * stages}.get(schedule, stages)
     if count < least:
-        raise ToolkitError(
-            f"--micro-batches is {count}, but {schedule} on {stages} stages needs {least} or more",
-            hint=f"`--micro-batches {least}`",
-        )
+        raise ToolkitError(f"{what} needs {least} or more", hint=f"`--micro-batches {least}`")
     rounds = interleaved_rounds(count, ranks=stages)
     if schedule == INTERLEAVED and count % rounds:
-        raise ToolkitError(
-            f"--micro-batches is {count}, but {schedule} on {stages} stages runs them in {rounds} equal rounds",
-            hint=f"`--micro-batches {stages * rounds}`",
-        )
+        raise ToolkitError(f"{what} runs them in {rounds} equal rounds", hint=f"`--micro-batches {stages * rounds}`")
 
 
-def _gpipe(size: PipelineSize, stage: int) -> list[int]:
-    """All forwards, then all backwards."""
-    return [*size.row(FORWARD, stage), *size.row(BACKWARD, stage)]
+def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> list[int]:
+    """Warm-up forwards, then forwards and backwards in turns, then the backwards that are left."""
+    rest = forwards[warmup:]
+    turns = zip(rest, backwards, strict=False)
+    return [*forwards[:warmup], *itertools.chain.from_iterable(turns), *backwards[len(rest) :]]
 
 
 def _one_forward_one_backward(size: PipelineSize, stage: int) -> list[int]:
     """Warm-up forwards until the last stage has a micro-batch, then forwards and backwards in turns."""
-    return list(_in_turns(size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=size.stages - 1 - stage))
-
-
-def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> Iterator[int]:
-    yield from forwards[:warmup]
-    rest = forwards[warmup:]
-    for forward, backward in zip(rest, backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards[len(rest) :]
+    return _in_turns(size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=size.stages - 1 - stage)
 
 
 def _zero_bubble(size: PipelineSize, stage: int, *, scale: int) -> list[int]:
@@ -161,7 +148,7 @@ def _interleaved(size: PipelineSize, stage: int) -> list[int]:
         for kind, order in ((FORWARD, range(chunks)), (BACKWARD, range(chunks - 1, -1, -1)))
     )
     warmup = (chunks - 1) * per_round + 2 * (size.stages - 1 - stage)
-    return list(_in_turns(forward, backward, warmup=min(warmup, len(forward))))
+    return _in_turns(forward, backward, warmup=warmup)
 
 
 def _in_a_v(size: PipelineSize, stage: int, program: Iterable[tuple[int, str]]) -> list[int]:
@@ -214,7 +201,7 @@ def _dualpipe_v(size: PipelineSize, stage: int) -> list[int]:
 
 
 _ORDERS: dict[str, Callable[[PipelineSize, int], list[int]]] = {
-    GPIPE: _gpipe,
+    GPIPE: lambda size, stage: [*size.row(FORWARD, stage), *size.row(BACKWARD, stage)],
     ONE_F_ONE_B: _one_forward_one_backward,
     INTERLEAVED: _interleaved,
     "zb_h1": functools.partial(_zero_bubble, scale=1),

@@ -31,13 +31,11 @@ class SimulationReport:
         console = Console(width=terminal_columns())
         print(self.summary)
         for heading, content in self.sections:
-            if not isinstance(content, Table | str):
-                continue
-            if heading:
+            if heading and isinstance(content, Table | str):
                 print(f"\n{heading}:")
             if isinstance(content, str):
                 print(content)
-            else:
+            elif isinstance(content, Table):
                 console.print(rich_table(content))
         print("", *self.notes, sep="\n")
 

@@ -115,17 +115,15 @@ def train(run: PolicyRun, problem: SmallProblem, *, learning_rate: float) -> Cur
     """
     weights, curve = problem.initial_weights, [(0.0, problem.test_loss(problem.initial_weights))]
     read: list[Weights] = [weights] * run.workers
-    readers: dict[int, list[int]] = {}
-    """Number of updates -> workers that read the weights then."""
+    readers: dict[int, list[int]] = {}  # by number of updates, the workers that read the weights then
     for update in run.updates:
         readers.setdefault(update.version, []).extend(update.workers)
     every = max(1, len(run.updates) // CURVE_POINTS)
     rate = numpy.float32(learning_rate * (1.0 if run.policy.is_synchronous else 1 / run.gradients_per_step))
     with numpy.errstate(all="ignore"):
         for number, update in enumerate(run.updates, 1):
-            numbers = [
-                batch * run.workers + worker for worker, batch in zip(update.workers, update.batches, strict=True)
-            ]
+            pairs = zip(update.workers, update.batches, strict=True)
+            numbers = [batch * run.workers + worker for worker, batch in pairs]
             step = gradients(read[update.workers[0]], *problem.batches(numbers))
             weights = tuple(weight - rate * gradient for weight, gradient in zip(weights, step, strict=True))
             for worker in readers.get(number, ()):

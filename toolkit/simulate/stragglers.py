@@ -23,16 +23,8 @@ from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
 from toolkit.report.charts import Bar, BarChart, LineChart, curves
 from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
-from toolkit.simulate.options import (
-    DEFAULT_DISTRIBUTION,
-    DEFAULT_SPREAD,
-    DEFAULT_STEP_SECONDS,
-    DISTRIBUTIONS,
-    LEAST,
-    POLICIES,
-    StragglerOptions,
-    check_range,
-)
+from toolkit.simulate import options as defaults
+from toolkit.simulate.options import LEAST, StragglerOptions, check_range
 from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
 from toolkit.simulate.synchronization import FloatArray, Policy, PolicyRun, best_backup_workers, simulate
@@ -191,17 +183,15 @@ def check_ranges(options: StragglerOptions) -> None:
     for name, (low, high) in ranges.items():
         check_range(name, getattr(options, name), low, high)
     if options.workers * options.steps > MOST_BATCHES:
-        raise ToolkitError(
-            f"{options.workers} workers times {options.steps} steps are more than {MOST_BATCHES:,} batches",
-            hint=f"--steps {MOST_BATCHES // options.workers}",
-        )
+        what = f"{options.workers} workers times {options.steps} steps are more than {MOST_BATCHES:,} batches"
+        raise ToolkitError(what, hint=f"--steps {MOST_BATCHES // options.workers}")
 
 
 def chosen_policies(options: StragglerOptions) -> list[Policy]:
     """Return the named policies, or all. Raises ToolkitError for an unknown one, and for its number out of range."""
-    names = tuple(dict.fromkeys(options.policy or POLICIES))
+    names = tuple(dict.fromkeys(options.policy or defaults.POLICIES))
     for name in names:
-        _check_name("policy", name, POLICIES)
+        _check_name("policy", name, defaults.POLICIES)
     if "backup_workers" in names:
         check_range("backup_workers", options.backup_workers, 1, options.workers - 1, NO_BACKUP)
     if "bounded_staleness" in names:
@@ -217,20 +207,19 @@ def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
     """
     shape = (options.workers, 2 * options.steps)
     if options.run_folder is None:
-        distribution = options.distribution or DEFAULT_DISTRIBUTION
-        mean = DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
-        spread = DEFAULT_SPREAD if options.spread is None else options.spread
-        _check_name("distribution", distribution, DISTRIBUTIONS)
+        distribution = options.distribution or defaults.DEFAULT_DISTRIBUTION
+        mean = defaults.DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
+        spread = defaults.DEFAULT_SPREAD if options.spread is None else options.spread
+        _check_name("distribution", distribution, defaults.DISTRIBUTIONS)
         check_range("step_seconds", mean, LEAST, 10**6)
         check_range("spread", spread, 0, 1 if distribution == "exponential" else 10)
         seconds = drawn_seconds(distribution, mean=mean, spread=spread, shape=shape, seed=options.seed)
         source = f"{distribution}, mean {mean:g} s" + (f", spread {spread:g}" if spread else "")
     else:
-        for name in ("distribution", "step-seconds", "spread"):
-            if getattr(options, name.replace("-", "_")) is not None:
-                raise ToolkitError(
-                    f"--run-folder and --{name} both say how long a step takes", hint=f"leave out --{name}"
-                )
+        for name in ("distribution", "step_seconds", "spread"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ToolkitError(f"--run-folder and {flag} both say how long a step takes", hint=f"leave out {flag}")
         measured = measured_step_times(options.run_folder, untimed_steps=options.untimed_steps)
         seconds = resampled(measured, shape=shape, seed=options.seed)
         source = f"{len(measured)} steps of {measured.shape[1]} ranks in {options.run_folder.name}"
@@ -279,10 +268,8 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
     """
     steps = list(timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps).values())
     if not steps:
-        raise ToolkitError(
-            f"{folder} has no timed step of all ranks in ranks/rank*.jsonl",
-            hint=f"name the folder of a run of more than {untimed_steps} steps",
-        )
+        hint = f"name the folder of a run of more than {untimed_steps} steps"
+        raise ToolkitError(f"{folder} has no timed step of all ranks in ranks/rank*.jsonl", hint=hint)
     if any(row.own_seconds is None for step in steps for row in step):
         raise ToolkitError(f"the rows in {folder}/ranks have no own_seconds", hint="name a run of this version")
     seconds = numpy.array([compute_seconds(step) for step in steps])
@@ -341,30 +328,25 @@ def push_pull_seconds(interconnect: Interconnect, gradient_bytes: int, servers: 
 
 def straggler_report(study: StragglerStudy) -> SimulationReport:
     """Return the study for people: one row per policy, and what waiting for all workers costs."""
-    rows = []
+    rows, bars = [], []
     for row in (result.as_row() for result in study.policies):
         values = [(row[key], factor, digits) for _, key, factor, digits in COLUMNS]
         cells = [number_cell(None if value is None else factor * value, digits) for value, factor, digits in values]
         diverged = [text_cell("diverged")] if row["diverged"] else cells[-1:]
         rows.append((text_cell(row["policy"]), *cells[:-1], *diverged))
+        speed = row["steps_per_second"]
+        bars.append((row["policy"], Bar(segments=((speed, "speed"),), text=number(speed, 3))))
     headings = (text_heading("policy"), *(Heading(text=text) for text, *_ in COLUMNS))
     return SimulationReport(
         title="Stragglers and synchronization, simulated",
         summary=_summary(study),
         sections=[
             ("", Table(headings=headings, rows=tuple(rows))),
-            ("Steps per second", speed_chart(study)),
+            ("Steps per second", BarChart(bars=tuple(bars))),
             ("Loss by time", loss_chart(study)),
         ],
         notes=_notes(study),
     )
-
-
-def speed_chart(study: StragglerStudy) -> BarChart:
-    """Return one bar per policy: its steps per second."""
-    speeds = [(result.run.policy.label, result.run.steps_per_second) for result in study.policies]
-    bars = tuple((label, Bar(segments=((speed, "speed"),), text=number(speed, 3))) for label, speed in speeds)
-    return BarChart(bars=bars)
 
 
 def loss_chart(study: StragglerStudy) -> LineChart:
@@ -383,10 +365,8 @@ def _summary(study: StragglerStudy) -> str:
     count, waste = study.best_backup_workers, 100 * (1 - 1 / study.slowdown)
     backup = "No number of backup workers would apply more gradients per second than none."
     if count:
-        backup = (
-            f"{count} backup worker{'s'[: count > 1]} would apply most gradients per second, "
-            f"{study.best_backup_gain:.3f} times those without."
-        )
+        backup = f"{count} backup worker{'s'[: count > 1]} would apply most gradients per second,"
+        backup += f" {study.best_backup_gain:.3f} times those without."
     return (
         f"{study.workers} workers, {study.steps} steps, compute times: {study.step_times}. Waiting for every worker "
         f"takes {study.slowdown:.3f} times the mean compute time: {waste:.1f} % of computing and waiting is waiting. "

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -99,17 +99,12 @@ def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_s
     `seconds` has the compute time of each worker's batches, of shape (workers, batches); after the last batch a worker
     begins again with the first. `communication_seconds` is one all-reduce, or one worker's push and pull.
     """
-    workers = len(seconds)
-    required = workers - (policy.number if policy.name == "backup_workers" else 0)
-    run = PolicyRun(policy=policy, workers=workers, gradients_per_step=required)
-    if not policy.is_synchronous:
-        _run_asynchronous(run, seconds, steps * workers, communication_seconds)
-        return run
-    for update, waiting, discarded in _synchronous(seconds, required, steps, communication_seconds):
-        run.updates.append(update)
-        run.waiting_seconds += waiting
-        run.discarded_seconds += discarded
-        run.communication_seconds += workers * communication_seconds
+    required = len(seconds) - (policy.number if policy.name == "backup_workers" else 0)
+    run = PolicyRun(policy=policy, workers=len(seconds), gradients_per_step=required)
+    if policy.is_synchronous:
+        _run_synchronous(run, seconds, steps, communication_seconds)
+    else:
+        _run_asynchronous(run, seconds, steps * run.workers, communication_seconds)
     return run
 
 
@@ -121,24 +116,22 @@ def best_backup_workers(seconds: FloatArray, *, steps: int, communication_second
     """
     rates = []
     for count in range(min(len(seconds) - 1, MOST_BACKUP_WORKERS) + 1):
-        required = len(seconds) - count
-        *_, (last, _, _) = _synchronous(seconds, required, steps, communication_seconds)
-        rates.append(required / last.seconds)
+        policy = Policy(name="backup_workers", number=count)
+        run = simulate(policy, seconds, steps=steps, communication_seconds=communication_seconds)
+        rates.append(run.gradients_per_step / run.seconds)
     best = max(range(len(rates)), key=rates.__getitem__)
     return best, rates[best] / rates[0]
 
 
-def _synchronous(
-    seconds: FloatArray, required: int, steps: int, communication_seconds: float
-) -> Iterator[tuple[Update, float, float]]:
-    """Updates that wait for the first gradients of the current weights, with the seconds waited and discarded."""
+def _run_synchronous(run: PolicyRun, seconds: FloatArray, steps: int, communication_seconds: float) -> None:
+    """Let each update wait for the first gradients of the current weights."""
     workers, batches = seconds.shape
     number, free, now = numpy.zeros(workers, dtype=int), numpy.zeros(workers), 0.0
     for version in range(steps):
         start = numpy.maximum(now, free)
         duration = seconds[numpy.arange(workers), number % batches]
         finish = start + duration
-        first = numpy.sort(numpy.argsort(finish, kind="stable")[:required])
+        first = numpy.sort(numpy.argsort(finish, kind="stable")[: run.gradients_per_step])
         done = float(finish[first].max())
         started = start < done
         dropped = started.copy()
@@ -146,7 +139,10 @@ def _synchronous(
         free = numpy.where(started, finish, free)
         now = done + communication_seconds
         update = Update(seconds=now, version=version, workers=first.tolist(), batches=number[first].tolist())
-        yield update, float(numpy.maximum(done - free, 0.0).sum()), float(duration[dropped].sum())
+        run.updates.append(update)
+        run.waiting_seconds += float(numpy.maximum(done - free, 0.0).sum())
+        run.discarded_seconds += float(duration[dropped].sum())
+        run.communication_seconds += workers * communication_seconds
         number += started
 
 
@@ -156,10 +152,8 @@ def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, commu
     finished, version = [0] * workers, [0] * workers
     events = [(float(seconds[worker, 0]) + communication_seconds, worker) for worker in range(workers)]
     heapq.heapify(events)
-    blocked: dict[int, float] = {}
-    """Worker -> since when it waits."""
-    behind = Counter({0: workers})
-    """Batches finished -> number of workers."""
+    waits_since: dict[int, float] = {}  # by worker
+    workers_at = Counter({0: workers})  # by batches finished
     slowest, bound = 0, run.policy.number if run.policy.name == "bounded_staleness" else gradients
     while len(run.updates) < gradients:
         now, worker = heapq.heappop(events)
@@ -167,16 +161,16 @@ def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, commu
         run.updates.append(Update(seconds=now, version=version[worker], workers=(worker,), batches=(batch,)))
         run.communication_seconds += communication_seconds
         finished[worker] += 1
-        behind.update({batch: -1, batch + 1: 1})
-        blocked[worker] = now
+        workers_at.update({batch: -1, batch + 1: 1})
+        waits_since[worker] = now
         freed = [worker]
-        if behind[slowest] == 0:
-            slowest, freed = slowest + 1, list(blocked)
+        if workers_at[slowest] == 0:
+            slowest, freed = slowest + 1, list(waits_since)
         for ready in freed:
             if finished[ready] - slowest > bound:
                 continue
-            run.waiting_seconds += now - blocked.pop(ready)
+            run.waiting_seconds += now - waits_since.pop(ready)
             version[ready] = len(run.updates)
             duration = float(seconds[ready, finished[ready] % batches]) + communication_seconds
             heapq.heappush(events, (now + duration, ready))
-    run.waiting_seconds += sum(run.seconds - since for since in blocked.values())
+    run.waiting_seconds += sum(run.seconds - since for since in waits_since.values())

@@ -7,14 +7,7 @@ from pathlib import Path
 
 from toolkit.files.reading import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import (
-    ACCELERATE,
-    DEEPSPEED,
-    TRAINER,
-    Document,
-    deepspeed_file_candidates,
-    deepspeed_file_key,
-)
+from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -50,16 +43,11 @@ OWNED_BY_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
-# Numbers that both files have: the Trainer's field and DeepSpeed's key.
-NUMBERS_IN_BOTH = {
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "max_grad_norm": "gradient_clipping",
-    "learning_rate": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-    "adam_epsilon": "optimizer.params.eps",
-    "warmup_steps": "scheduler.params.warmup_num_steps",
-}
+# Those that are numbers.
+NUMBERS_OF_TRAINER = (
+    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer.params.lr"),
+    *("optimizer.params.weight_decay", "optimizer.params.eps", "scheduler.params.warmup_num_steps"),
+)
 
 
 # -- against the Trainer
@@ -237,7 +225,7 @@ def stage_3_without_gather(doc: Document) -> Iterator[Match]:
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of an existing file")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     """The JSON that the YAML names does not exist: accelerate takes the path for base64 text, and raises."""
-    key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
+    key, paths = deepspeed_files(doc)
     if paths and not any(map(is_file, paths)):
         yield Match(key, f"{shorten(doc.get(key))} does not exist", "a path that exists")
 
@@ -245,7 +233,7 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
 @rule(WARNING, ACCELERATE, TRAINER, library="accelerate", fix="an absolute path")
 def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
     """A relative path is resolved against the working directory, not the YAML's folder; from here it is not found."""
-    key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
+    key, paths = deepspeed_files(doc)
     found = next(filter(is_file, paths), None)
     if found is not None and not is_file(Path(str(doc.get(key)))):
         fix = f"`{found.resolve()}`"
@@ -296,7 +284,8 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
     if json is None:
         return
     fix = '`"auto"` in the JSON'
-    for field, key in NUMBERS_IN_BOTH.items():
+    for key in NUMBERS_OF_TRAINER:
+        field = OWNED_BY_TRAINER[key]
         here, there = doc.get(field), json.get(key)
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)

@@ -1,51 +1,52 @@
-"""Nodes without a shared file system, in containers or clouds: `toolkit cluster kubernetes` and `skypilot`.
+"""Nodes without SLURM: `toolkit cluster kubernetes`, `skypilot` and `ssh`.
 
 On Kubernetes a JobSet, or a TrainJob of Kubeflow Trainer v2 with its TrainingRuntime, starts one pod per node. The pods
 find each other by the headless service of the JobSet: the head is the pod with index 0. A failed pod ends all pods, and
 the JobSet starts all of them again; the run then resumes. On SkyPilot a task of several nodes is started with `sky jobs
-launch`, which recovers it after a preemption.
+launch`, which recovers it after a preemption. With ssh, one line starts a script on all nodes of a shared file system.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
 from toolkit.cluster.cluster_job import ClusterJob
-from toolkit.cluster.job_files import Place, node_script, python_of, render
+from toolkit.cluster.job_files import RENDEZVOUS_PORT, Place, node_script, python_of, render
 from toolkit.cluster.options import JobOptions, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import Range, check_range
 
 _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9./]*[a-z0-9])?=[0-9]+[A-Za-z]*")
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_HOST = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?")
 # What Kubernetes replaces in a command: a variable in $(NAME), and two dollar signs by one.
 _EXPANDED = re.compile(r"\$(?=\([A-Za-z_][-\w.]*\))|\$\$+")
-
-
 # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
-SKYPILOT_PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", peer="$PEER_NODE")
+SKYPILOT_PLACE = Place(head="$HEAD_NODE", peer="$PEER_NODE")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeMount:
+class NodeMount(NamedTuple):
     """A source, as the engine names it, and the folder where the nodes see it."""
 
     source: str
-    path: PurePosixPath
+    path: Path
 
-    @classmethod
-    def read(cls, text: str, *, expected: str) -> NodeMount:
-        """Read SOURCE=/PATH. Raises ToolkitError for anything else."""
-        source, _, path = text.rpartition("=")
-        if not source or not path.startswith("/") or path == "/" or not text.isprintable():
+
+def read_mounts(mounts: Sequence[str], *, expected: str) -> list[NodeMount]:
+    """Read SOURCE=/PATH options. Raises ToolkitError for anything else."""
+    for text in mounts:
+        if not re.fullmatch("(?s).+=/[^=]+", text) or not text.isprintable():
             raise ToolkitError(f"--mount is {text[:80]!r}, expected SOURCE=/PATH", hint=f"`--mount {expected}`")
-        return cls(source=source, path=PurePosixPath(path))
+    pairs = (text.rpartition("=") for text in mounts)
+    return [NodeMount(source, Path(path)) for source, _, path in pairs]
 
 
 def check_mounted(output_dir: Path, mounts: Sequence[NodeMount], *, example: str) -> None:
@@ -56,6 +57,9 @@ def check_mounted(output_dir: Path, mounts: Sequence[NodeMount], *, example: str
             f"--output_dir {output_dir} is in no folder that all nodes mount ({shown}): each would write its own",
             hint=f"`{example}`, and `--output_dir /runs/NAME`",
         )
+
+
+# -- Kubernetes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +104,7 @@ class KubernetesOptions:
 
     @property
     def mounts(self) -> list[NodeMount]:
-        return [NodeMount.read(text, expected="my-claim=/runs") for text in self.mount]
+        return read_mounts(self.mount, expected="my-claim=/runs")
 
 
 def manifest(job: ClusterJob, kubernetes: KubernetesOptions) -> str:
@@ -115,7 +119,7 @@ def manifest(job: ClusterJob, kubernetes: KubernetesOptions) -> str:
     check_mounted(job.output_dir, kubernetes.mounts, example="--mount my-claim=/runs")
     # The names of the first two pods in the headless service of the JobSet.
     head, peer = (f"{job.name}-node-0-{index}.{job.name}" for index in (0, 1))
-    place = Place(attempt="$ATTEMPT", head=head, peer=peer if job.options.min_nodes > 1 else None)
+    place = Place(head=head, peer=peer if job.options.min_nodes > 1 else None)
     script = f'export ATTEMPT="{job.name}-$RESTART_ATTEMPT"\n'
     script += node_script(job, place, python=python_of(job.options, shares_files=False))
     gpus = {} if job.options.cpu else {"nvidia.com/gpu": str(job.options.gpus_per_node)}
@@ -138,6 +142,9 @@ def literal(text: str) -> str:
     'echo $$(HOME) $HOME $(hostname -i) $$$$'
     """
     return _EXPANDED.sub(lambda found: found[0] * 2, text)
+
+
+# -- SkyPilot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +177,7 @@ class SkyPilotOptions:
 
     @property
     def mounts(self) -> list[NodeMount]:
-        return [NodeMount.read(text, expected="s3://bucket=/runs") for text in self.mount]
+        return read_mounts(self.mount, expected="s3://bucket=/runs")
 
 
 def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
@@ -203,3 +210,53 @@ def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
 def submit_command(options: JobOptions) -> list[str]:
     """Return the command that submits a task; secrets are taken from the environment by their names."""
     return ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in options.passed_variables)]
+
+
+# -- ssh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshOptions:
+    """What only ssh needs. Raises ToolkitError for values that are no hosts."""
+
+    host: Annotated[
+        tuple[str, ...], typer.Option(help="a node, by the name that the others reach it by; the first is the head")
+    ] = ()
+    port: Annotated[int, typer.Option(help="free port on the head")] = RENDEZVOUS_PORT
+
+    def __post_init__(self) -> None:
+        check_range("--port", self.port, Range(lowest=1024, highest=65535))
+        for host in self.host:
+            if not _HOST.fullmatch(host):
+                raise ToolkitError(
+                    f"--host is {host[:80]!r}, expected a host name or an address", hint="`--host node1`"
+                )
+        if len(set(self.host)) < len(self.host):
+            raise ToolkitError(f"--host {', '.join(self.host)} names a node twice", hint="one `--host` for each node")
+
+
+def script_file(job: ClusterJob, ssh: SshOptions) -> str:
+    """Return the script that runs on every node. Raises ToolkitError unless there is one host for each node."""
+    options = job.options
+    if len(ssh.host) != options.max_nodes:
+        raise ToolkitError(
+            f"--nodes {options.nodes} needs {options.max_nodes} --host, got {len(ssh.host)}",
+            hint=" ".join(f"--host node{number + 1}" for number in range(min(options.max_nodes, 8))),
+        )
+    hosts = [host.rpartition("@")[2] for host in ssh.host]
+    place = Place(head=hosts[0], port=str(ssh.port), peer=hosts[1] if len(hosts) > 1 else None)
+    return render(
+        "ssh.sh.j2",
+        options,
+        start_line=start_line(ssh, str(options.output or "job.sh")),
+        folder=Path.cwd(),
+        output_dir=job.output_dir,
+        script=node_script(job, place, python=shlex.quote(python_of(options, shares_files=True))),
+    )
+
+
+def start_line(ssh: SshOptions, file: str) -> str:
+    """Return one line of shell that starts the script on every node, and waits for all of them."""
+    path = os.path.abspath(file)  # noqa: PTH100  (the file need not exist yet)
+    loop = f'for host in {" ".join(ssh.host)}; do ssh -n $host "bash {shlex.quote(path)} $attempt" & done; wait'
+    return f"attempt=$(date +%s); {loop}"
