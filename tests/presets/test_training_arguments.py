@@ -15,7 +15,7 @@ from launching import CPU_PRESETS, cpu_environment, nightly, read, run_warm, tor
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
-from toolkit.presets import load_preset, training_arguments
+from toolkit.presets import Preset, load_preset, training_arguments
 
 # -- in effect
 
@@ -142,27 +142,26 @@ def test_what_would_not_train_is_refused(
     assert str(refused.hint).startswith(hint)
 
 
-def test_arguments_of_from_pretrained_are_those_of_the_ranks_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    preset = load_preset("fsdp2_tp")
-    with pytest.raises(ToolkitError, match="'fsdp2_tp' is not in effect yet in this process") as caught:
-        preset.from_pretrained_arguments(tp=2)
-    assert caught.value.hint == '`load_preset("fsdp2_tp").training_arguments(...)` comes first'
-    layouts = {preset.accelerate_config_path: preset.layout(8, {"tp": 2})}
+def put_in_effect(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, **degrees: int) -> Preset:
+    preset = load_preset(name)
+    layouts = {preset.accelerate_config_path: preset.layout(ranks, degrees)}
     monkeypatch.setattr(training_arguments, "_presets_in_effect", layouts)
+    return preset
+
+
+def test_arguments_of_from_pretrained_are_those_of_the_ranks_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ToolkitError, match="'fsdp2_tp' is not in effect yet in this process") as caught:
+        load_preset("fsdp2_tp").from_pretrained_arguments(tp=2)
+    assert caught.value.hint == '`load_preset("fsdp2_tp").training_arguments(...)` comes first'
+    preset = put_in_effect(monkeypatch, "fsdp2_tp", 8, tp=2)
     with pytest.raises(ToolkitError, match="tp is 4 here and 2 in `training_arguments`"):
         preset.from_pretrained_arguments(tp=4)
     for precision, half in (("bf16", True), ("no", False)):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
         config = preset.from_pretrained_arguments(tp=2)["distributed_config"]
         assert (config.tp_size, config.fsdp_size, config.fsdp_mixed_precision) == (2, 4, half)
-
-
-def test_other_presets_load_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, degrees in (("zero3", {}), ("cp", {"cp": 2})):
-        preset = load_preset(name)
-        layouts = {preset.accelerate_config_path: preset.layout(2, degrees)}
-        monkeypatch.setattr(training_arguments, "_presets_in_effect", layouts)
-        assert preset.from_pretrained_arguments(**degrees) == {}
+    assert put_in_effect(monkeypatch, "zero3", 2).from_pretrained_arguments() == {}
+    assert put_in_effect(monkeypatch, "cp", 2, cp=2).from_pretrained_arguments(cp=2) == {}
 
 
 def test_only_the_engine_that_shards_the_model_is_configured() -> None:
@@ -170,7 +169,6 @@ def test_only_the_engine_that_shards_the_model_is_configured() -> None:
     assert (at_load["bf16"], "fsdp" in at_load, "accelerator_config" in at_load) == (True, False, True)
     variables = training_arguments.strategy_variables(load_preset("fsdp2_tp"), precision="bf16")
     assert variables == {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert training_arguments.trainer_arguments(load_preset("cp"), precision="bf16")["fsdp"] is True
 
 
 def test_a_launcher_with_an_engine_of_its_own_and_a_second_preset_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +187,8 @@ def run_program(program: str, folder: Path, *words: str) -> CompletedProcess[str
     return run_warm([sys.executable, str(folder / "program.py"), *words], cpu_environment())
 
 
-GROUP = "import torch.distributed as dist; dist.init_process_group('gloo', init_method='file://' + sys.argv[1])"
+GROUP = "import torch.distributed as dist; dist.init_process_group('gloo', init_method='file://' + sys.argv[1]"
+GROUP += ", rank=0, world_size=1)"
 ACCELERATOR = "import os, accelerate; os.environ.pop('LOCAL_RANK'); accelerate.Accelerator(cpu=True)"
 MODEL = "import transformers as t; model = t.LlamaForCausalLM(t.LlamaConfig(vocab_size=8, hidden_size=8,\
  intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))"
@@ -211,10 +210,8 @@ def test_what_was_made_before_the_preset_is_refused_where_it_matters(
 ) -> None:
     started_in(monkeypatch, 1)
     monkeypatch.setenv("RANK", "0")
-    program = f"import sys\n{before}\nfrom toolkit.presets import load_preset, training_arguments\n"
+    program = f"import sys\n{before}\nfrom toolkit.presets import Preset, load_preset, training_arguments\n"
     program += f"training_arguments._refuse_late_call(load_preset({preset!r}))"
-    if before == GROUP:
-        program = program.replace("sys.argv[1])", "sys.argv[1], rank=0, world_size=1)")
     ended = run_program(program, tmp_path, str(tmp_path / "rendezvous"))
     assert ended.returncode == (0 if why is None else 1), ended.stderr
     assert why is None or f"ToolkitError: {why}" in ended.stderr
