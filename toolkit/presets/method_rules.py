@@ -19,6 +19,10 @@ _NO_COMM_HOOK = {
     "none": "there is nothing to communicate",
     "pipeline": "gradients between pipelines are reduced without DDP's buckets",
 }
+_NO_ASYNC_SAVE = {
+    "deepspeed": "DeepSpeed writes its checkpoints itself",
+    "pipeline": "its stages write their checkpoints themselves",
+}
 _FIXED_ACCUMULATION = {
     ("ddp", "sharded"): "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
     ("deepspeed", "sharded"): "below ZeRO-2, gradients are reduced in the last accumulation step only",
@@ -54,7 +58,7 @@ def freeze_with_lora(case: Case) -> Answers:
 
 
 def qlora(case: Case) -> Answers:
-    preset = case.preset
+    preset, why = case.preset, None
     if preset is None or not case.job.load_in_4bit:
         return
     if preset.needs_gpu is not None:
@@ -63,10 +67,9 @@ def qlora(case: Case) -> Answers:
         why = "the adapters' optimizer states are too small to offload"
     elif preset.uses_nvme:
         why = "4-bit weights on a disk have not been run; in host memory they have"
-    else:
-        return
     hint = "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
-    yield method_answer(case, "load_in_4bit", why, hint)
+    if why is not None:
+        yield method_answer(case, "load_in_4bit", why, hint)
 
 
 def chunked_with_liger(case: Case) -> Answers:
@@ -180,13 +183,9 @@ def async_save(case: Case) -> Answers:
     preset = case.preset
     if preset is None or not case.job.async_save or preset.sharded_at_load:
         return
-    hint = "leave it out, or `--preset fsdp2`"
-    if preset.engine == "deepspeed":
-        yield method_answer(case, "async_save", "DeepSpeed writes its checkpoints itself", hint)
-    elif preset.engine == "pipeline":
-        yield method_answer(case, "async_save", "its stages write their checkpoints themselves", hint)
-    elif not preset.uses_fsdp_plugin:
-        yield method_answer(case, "async_save", "rank 0 writes its checkpoints alone, and no rank has a shard", hint)
+    if not preset.uses_fsdp_plugin:
+        why = _NO_ASYNC_SAVE.get(preset.engine, "rank 0 writes its checkpoints alone, and no rank has a shard")
+        yield method_answer(case, "async_save", why, "leave it out, or `--preset fsdp2`")
     elif (kind := _fsdp_state_dict_type(preset)) != "SHARDED_STATE_DICT":
         why = f"its fsdp_state_dict_type is {kind}, which rank 0 writes alone"
         yield method_answer(case, "async_save", why, "`fsdp_state_dict_type: SHARDED_STATE_DICT`")

@@ -67,15 +67,11 @@ def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: 
         raise ToolkitError(f"preset {preset.name!r} {why}", hint=f"add `{typed}`")
 
 
+_SWITCHES = ("save_only_model", "async_save", "auto_find_batch_size", "packing", "streaming", "torch_compile")
+_SWITCHES += ("use_liger_kernel",)
 _DOCUMENTED_METHODS = {
     "QLoRA": Job(lora_r=16, load_in_4bit=True),
-    "`save_only_model`": Job(save_only_model=True),
-    "`async_save`": Job(async_save=True),
-    "`auto_find_batch_size`": Job(auto_find_batch_size=True),
-    "`packing`": Job(packing=True),
-    "`streaming`": Job(streaming=True),
-    "`torch_compile`": Job(torch_compile=True),
-    "`use_liger_kernel`": Job(use_liger_kernel=True),
+    **{f"`{name}`": Job().with_values(**{name: True}) for name in _SWITCHES},
     "`freeze`": Job(freeze=("*",)),
 }
 
