@@ -34,7 +34,7 @@ sys.path.append(str(ROOT / "tests"))
 
 from file_mutations.attempts import Case, Outcome, attempt
 from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, newest, run_format
-from file_mutations.formats import Format, light_formats
+from file_mutations.formats import Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from small_job import small_model, train
 
@@ -107,7 +107,7 @@ def run_chunk(kind: Format, chunk: Chunk, first_seed: int, work: Path) -> dict[s
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(kind.cases())
+    @given(mutated_cases(kind))
     def try_each(case: Case) -> None:
         faulthandler.dump_traceback_later(120, exit=True)  # where no signal handler of Python's would run
         outcomes.append((case, attempt(case, folder / str(len(outcomes)))))

@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -88,6 +88,13 @@ def print_message(text: str) -> None:
         print(visible(hide_secrets(text), keep="\n\t"), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: closed
         _discard(sys.stderr)
+
+
+def print_failure(status: str, failure: Mapping[str, object]) -> None:
+    """Print why a run failed, with what to do about it: its log is relayed only up to the failure."""
+    print_message(f"error: {status}: {failure['message']}")
+    if failure.get("hint"):
+        print_message(f"  hint: {failure['hint']}")
 
 
 def prepare_streams() -> None:

@@ -63,6 +63,15 @@ def speed(tokens_per_second: float | None) -> str:
     return number(tokens_per_second, 0 if tokens_per_second >= 100 else 1 if tokens_per_second >= 10 else 2)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "file"), counted(0, "node")
+    ('1 file', 'no nodes')
+    """
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
 def percent(fraction: float | None, digits: int = 0) -> str:
     """Format a fraction as a percentage."""
     return NOT_AVAILABLE if fraction is None else f"{100 * fraction:.{digits}f} %"

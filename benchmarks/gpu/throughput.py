@@ -16,6 +16,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ NUM_ROWS = 2_000
 WORDS_PER_ROW = (20, 1500)
 GOAL = 0.55
 # Figure of a row, and how the table shows it.
-FIGURES = {"status": "{}", "tokens_per_second_per_gpu": "{:,.0f}", "mfu": "{:.3f}", "step_seconds_median": "{:.3f}"}
-FIGURES |= {"peak_allocated_bytes": "{:,}"}
+FIGURES: dict[str, Callable[[Any], str]] = {
+    "status": str,
+    "tokens_per_second_per_gpu": "{:,.0f}".format,
+    "mfu": "{:.3f}".format,
+    "step_seconds_median": "{:.3f}".format,
+    "peak_allocated_bytes": lambda size: f"{size / 2**30:.1f}",
+}
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -103,7 +109,7 @@ def compare(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cells(row: dict[str, Any]) -> list[object]:
-    shown = ["n/a" if row[name] is None else pattern.format(row[name]) for name, pattern in FIGURES.items()]
+    shown = ["n/a" if row[name] is None else show(row[name]) for name, show in FIGURES.items()]
     return [row["job"], row["variant"], *shown]
 
 
@@ -117,7 +123,7 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     rows = [row for name in given.job for row in compare(name, given)]
-    header = ["job", "variant", "status", "tokens/s", f"MFU (goal {GOAL})", "median step (s)", "peak allocated bytes"]
+    header = ["job", "variant", "status", "tokens/s", f"MFU (goal {GOAL})", "median step (s)", "peak allocated (GiB)"]
     print_table(header, [cells(row) for row in rows])
     if not given.tiny:
         print(write_result("gpu_throughput", {"goal_mfu": GOAL, "jobs": {n: JOBS[n] for n in given.job}}, rows))

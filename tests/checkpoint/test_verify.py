@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from launching import read
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.inspect import inspect_all
 from toolkit.checkpoint.verify import verify
 from toolkit.errors import ToolkitError
 
@@ -56,6 +58,24 @@ def test_an_export_gives_the_logits_of_the_model_that_the_run_saved(
     if base is not None:
         export(saved_runs[case] / "checkpoint-6", tmp_path / "merged", merge_lora=True)
         torch.testing.assert_close(logits(tmp_path / "merged"), logits(saved_runs[case], base), rtol=0, atol=TOLERANCE)
+
+
+def test_inspect_lists_every_checkpoint_of_a_run(
+    saved_runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("checkpoint", "inspect", saved_runs["zero3"], "--json") == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(each["step"], each["state"]) for each in found] == [(step, "complete") for step in (6, 4, 2)]
+    facts = {"engine": "deepspeed", "preset": "zero3", "world_size": 2, "num_params": 3_219_776, "adapter": False}
+    assert {name: found[0][name] for name in facts} == facts
+    assert found[0]["optimizer_bytes"] >= 12 * 3_219_776
+
+
+def test_a_checkpoint_without_a_manifest_has_unknown_completeness(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    (summary,) = inspect_all(checkpoint)
+    assert summary.state == "no manifest: completeness unknown"
+    assert (summary.engine, summary.step, summary.world_size) == ("deepspeed", 6, 2)
 
 
 def test_shards_of_an_export_respect_the_size_limit_and_load(saved_runs: dict[str, Path], tmp_path: Path) -> None:

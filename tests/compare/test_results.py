@@ -27,6 +27,7 @@ def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
     [
         ("rows.0.wall_seconds", -1.0, "rows[0].wall_seconds is -1.0, expected at least 0"),
         ("rows.0", None, "rows[0] is None, expected keys and values"),
+        ("rows.0.padding_fraction", "x", "rows[0].padding_fraction is 'x', expected a valid number"),
         ("schema_version", "x" * 500_000, "schema_version is 'xxx"),
         ("job.untimed_steps", "2", "job.untimed_steps is '2', expected a valid integer"),
     ],

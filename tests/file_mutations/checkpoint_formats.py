@@ -120,7 +120,7 @@ def tokenize() -> None:
     from toolkit.data.formats import Sample
     from toolkit.data.template_limits import check_templates, templates_of
     from toolkit.job.argument_fields import ModelArguments
-    from toolkit.train.data.chat_template import encode_chat
+    from toolkit.train.data.tokenization import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]

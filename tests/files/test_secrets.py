@@ -119,8 +119,7 @@ def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_
 def test_a_rank_trains_with_the_token_that_the_launcher_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.train.arguments import parse_args
-    from toolkit.train.launch_context import LaunchContext
+    from toolkit.train.arguments import LaunchContext, parse_args
 
     words = ["--model_name_or_path", "model", "--dataset", "rows", "--output_dir", str(tmp_path), "--hub_token", PLAIN]
     shown, added = separate_secrets(words)

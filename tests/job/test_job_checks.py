@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.compilation import BACKENDS, MODES
 from toolkit.job.job import Job
-from toolkit.job.job_checks import profiled_steps
+from toolkit.job.job_checks import BACKENDS, MODES, profiled_steps
 from toolkit.presets import load_preset
 from toolkit.presets.preset_checks import check_arguments
 
@@ -18,6 +17,7 @@ def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list
     return check_arguments(Job.from_values(arguments), load_preset(preset), num_processes=num_processes, on_cpu=True)
 
 
+STREAM = {"streaming": "true", "max_steps": "5"}
 TWO_STEPS = {"gradient_accumulation_steps": "2"}
 
 
@@ -46,6 +46,18 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("ddp", {"profile_steps": "5:3"}, "expected A:B"),
         ("ddp", {"report_to": "wandbb"}, "no tracker 'wandbb'"),
         ("ddp", {"report_to": "dvclive"}, "needs a package that is not installed"),
+        ("ddp", {"streaming": "true"}, "--streaming needs --max_steps"),
+        ("ddp", STREAM | {"val_size": "0.1"}, "--val_size with --streaming"),
+        ("ddp", STREAM | {"train_sampling_strategy": "group_by_length"}, "group_by_length with --streaming"),
+        ("ddp", STREAM | {"dataloader_num_workers": "3"}, "is 3, and a stream is divided among 0, 1, 2, 4 or 8"),
+        (
+            "ddp",
+            {"dataset": ["a.csv", "b.csv"], "dataset_weights": "0.7"},
+            "has length 1, expected 2: a weight for",
+        ),
+        ("ddp", {"dataset": "a.csv", "dataset_weights": ["0.7", "0.3"]}, "has length 2, expected 1: a weight for"),
+        ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": ["0.7", "0"]}, "has 0, expected numbers above 0"),
+        ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": [0.7, -1.5]}, "has -1.5, expected numbers above 0"),
         ("ddp", {"deepspeed": "ds.json"}, "would override the sharding of preset 'ddp'"),
         ("ddp", {"torch_compile_backend": "inductr"}, "--torch_compile_backend is 'inductr', expected one of inductor"),
         ("ddp", {"torch_compile_backend": "tensorrt"}, "--torch_compile_backend is 'tensorrt'"),
@@ -83,6 +95,8 @@ def test_a_communication_hook_needs_two_processes() -> None:
             "--ddp_bucket_cap_mb has no effect: preset 'zero2' does not train with DDP",
         ),
         ("fsdp2", {"async_save": "true", "save_strategy": "no"}, "--async_save has no effect with --save_strategy no"),
+        ("ddp", {"streaming_buffer_size": "5"}, "--streaming_buffer_size has no effect without --streaming"),
+        ("ddp", STREAM | {"preprocessing_num_workers": 2}, "with --streaming: `--dataloader_num_workers` has"),
         ("ddp", {"lora_alpha": "8"}, "--lora_alpha has no effect without --lora_r"),
         ("ddp", {"ddp_comm_hook": "bf16", "ddp_comm_hook_power_sgd_rank": "2"}, "has no effect: the hook is bf16"),
         ("ddp", {"gradient_checkpointing": "true"}, "is an old name: write --activation_checkpointing"),

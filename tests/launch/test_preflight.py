@@ -164,8 +164,7 @@ def test_what_the_ranks_would_refuse_is_refused_before_they_start(
     "words", ["--eval_strategy steps", "--max_seq_length 1", "--optim adamw", "--lora_r 4 --loss_on x"]
 )
 def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, rows: Path, tmp_path: Path) -> None:
-    from toolkit.train.arguments import parse_args
-    from toolkit.train.launch_context import LaunchContext
+    from toolkit.train.arguments import LaunchContext, parse_args
 
     argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words.split()]
     with pytest.raises(ToolkitError) as before:

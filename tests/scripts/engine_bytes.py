@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.training_args import OptimizerNames
 
 from toolkit.models.optimizers import MUON
-from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
-from toolkit.observe.attest.read_fsdp2 import read_fsdp2
+from toolkit.observe.attest import read_deepspeed
 from toolkit.observe.attest.read_rank import read_torch
 from toolkit.observe.attest.tensors import local_bytes
 from toolkit.plan.engine_settings import engine_settings
@@ -77,7 +76,7 @@ def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
     model, optim = model.train(), case.get("optim", "adamw_torch_fused")
     if preset.engine == "deepspeed":
         return run_deepspeed(preset, model, hidden_size, optim)
-    return run_fsdp2(preset, model, optim) if preset.engine == "fsdp2" else stepped(model, read_torch, optim)
+    return run_fsdp2(preset, model, optim) if preset.engine == "fsdp2" else stepped(model, optim)
 
 
 def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
@@ -114,13 +113,13 @@ def backward(model: Any, engine: Any = None) -> None:
     engine.backward(loss) if engine is not None else loss.backward()
 
 
-def stepped(model: Any, read: Any, optim: str) -> dict[str, int]:
+def stepped(model: Any, optim: str) -> dict[str, int]:
     """One step; gradients are read before it."""
     optimizer = optimizer_of(model, optim)
     backward(model)
     gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    return of(read(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+    return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
 
 
 def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
@@ -151,7 +150,7 @@ def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
         is_main_process=True,
         device=torch.device("cpu"),
     )
-    return stepped(fsdp2_prepare_model(accelerator, model), read_fsdp2, optim)
+    return stepped(fsdp2_prepare_model(accelerator, model), optim)
 
 
 def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> dict[str, int]:
@@ -183,13 +182,13 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
     original = getattr(engine.optimizer, watched)
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        seen.setdefault("gradients", local_bytes(deepspeed_gradients(engine)))
+        seen.setdefault("gradients", local_bytes(read_deepspeed.gradients(engine)))
         return original(*args, **kwargs)
 
     setattr(engine.optimizer, watched, look)
     backward(model, engine)
     engine.step()
-    return of(read_deepspeed(engine, list(engine.module.parameters())), seen["gradients"])
+    return of(read_deepspeed.read(engine, list(engine.module.parameters())), seen["gradients"])
 
 
 def plain_trainer(optimizer: Any) -> Any:

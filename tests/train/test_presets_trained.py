@@ -22,32 +22,21 @@ pytestmark = pytest.mark.launch
 P = 3_219_776
 NORMS = 5 * 64
 RUN_FILES = {"run.json", "run.lock", "attestation.json", "timeline.jsonl", "train.log", "ranks/attempt.id"}
-MODEL_FILES = {
-    "chat_template.jinja",
-    "config.json",
-    "fingerprint.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
+MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "fingerprint.json"}
+MODEL_FILES |= {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 
-# fp32 on a CPU: 4 bytes a parameter and a gradient, 8 of Adam; with DeepSpeed's separate fp32 master weight 12.
+# fp32 on a CPU: parameters, gradients and Adam's states; DeepSpeed has a separate fp32 master weight.
+WHOLE = (4 * P, 4 * P, 8 * P)
+ZERO2 = (4 * P, 4 * P // 2, 12 * P // 2)
+# norms are below the persistence threshold: kept gathered in addition to their shards
+ZERO3 = (4 * P // 2 + 4 * NORMS, 4 * P // 2, 12 * P // 2)
+# Parameters of `fsdp2_grad_op` stay gathered from forward to backward only, so between steps they are shards;
+# `fsdp2_hybrid` has two replicas of two ranks each.
+FSDP2 = ("fsdp2", "fsdp2_grad_op", "fsdp2_cpu_offload", "fsdp2_hybrid")
 HELD_BYTES = {
-    "ddp": {"parameter": 4 * P, "gradient": 4 * P, "optimizer": 8 * P},
-    "zero1": {"parameter": 4 * P, "gradient": 4 * P, "optimizer": 12 * P // 2},
-    "zero2": {"parameter": 4 * P, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
-    # norms are below the persistence threshold: kept gathered in addition to their shards
-    "zero3": {"parameter": 4 * P // 2 + 4 * NORMS, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
-    "zero3_cpu_offload": {"parameter": 4 * P // 2 + 4 * NORMS, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
-    "fsdp2": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
-    "single": {"parameter": 4 * P, "gradient": 4 * P, "optimizer": 8 * P},
-    "zero2_cpu_offload": {"parameter": 4 * P, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
-    # parameters stay gathered from forward to backward only, so between steps they are shards
-    "fsdp2_grad_op": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
-    "fsdp2_cpu_offload": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
-    # two replicas of two ranks each: half on every one of the four
-    "fsdp2_hybrid": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
+    **{"ddp": WHOLE, "single": WHOLE, "zero1": (4 * P, 4 * P, 12 * P // 2)},
+    **{"zero2": ZERO2, "zero2_cpu_offload": ZERO2, "zero3": ZERO3, "zero3_cpu_offload": ZERO3},
+    **dict.fromkeys(FSDP2, (4 * P // 2, 4 * P // 2, 8 * P // 2)),
 }
 # Every engine in every test, and their variants nightly.
 FIRST = ("single", "ddp", "zero2", "zero3", "fsdp2")
@@ -73,7 +62,7 @@ def test_each_rank_holds_the_bytes_that_the_preset_specifies(runs: dict[str, Pat
     ranks = attested_ranks(runs[preset])
     assert [rank["world_size"] for rank in ranks] == [CPU_PRESETS[preset]] * CPU_PRESETS[preset]
     for rank in ranks:
-        assert {part: rank[f"{part}_bytes"] for part in HELD_BYTES[preset]} == HELD_BYTES[preset]
+        assert tuple(rank[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer")) == HELD_BYTES[preset]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -121,26 +110,3 @@ def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(runs: dict[str
     assert model.num_parameters() == P
     assert model.config.use_cache is True
     assert AutoTokenizer.from_pretrained(runs[preset]).decode([4093]) != ""
-
-
-IN_EFFECT = {
-    "single": ["none", "replicate", None, None, None],
-    "fsdp2": ["fsdp2", "full_shard", None, None, 2],
-    "zero2_cpu_offload": ["deepspeed", "shard_grad_op", "cpu", None, None],
-    "zero3_cpu_offload": ["deepspeed", "full_shard", "cpu", "cpu", None],
-    "fsdp2_grad_op": ["fsdp2", "shard_grad_op", None, None, 2],
-    "fsdp2_cpu_offload": ["fsdp2", "full_shard", "cpu", "cpu", 2],
-    "fsdp2_hybrid": ["fsdp2", "hybrid_shard", None, None, 2],
-}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_engine_and_sharding_of_each_variant_are_read_back(runs: dict[str, Path], preset: str) -> None:
-    names = ("engine", "sharding", "offload_optimizer", "offload_param", "dp_shard_size")
-    for rank in attested_ranks(runs[preset]):
-        in_effect = [rank.get(name) for name in names]
-        assert in_effect == IN_EFFECT.get(preset, in_effect)
-        if "zero" in preset and "offload" in preset:
-            assert rank["optimizer_class"] == "deepspeed.DeepSpeedCPUAdam"
-    if preset == "fsdp2_hybrid":
-        assert read(runs[preset] / "attestation.json")["expected"]["dp_shard_size"] == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, toolkit
+from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, read, toolkit
 
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
@@ -58,6 +58,20 @@ def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
     run = read(tmp_path / "out" / "run.json")
     assert run["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
     assert read(tmp_path / "out" / "attestation.json")["verdict"] == "attested"
+
+
+@pytest.mark.nightly  # ZeRO-2 in every test: test_elastic.py
+@pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
+def test_a_run_resumes_on_fewer_ranks_with_the_same_losses(
+    preset: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, step = saved_runs[preset], SAVED[preset]
+    words = [*saved_job, "--gradient_accumulation_steps", "4", "--save_strategy", "no", "--save_model", "false"]
+    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(whole / f"checkpoint-{step}")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, num_processes=1)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    # In another order of the sums of a step.
+    assert losses(tmp_path / "out", ranks=1) == pytest.approx(losses(whole)[step:], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", some("ddp", "zero2-lora", "fsdp2"))

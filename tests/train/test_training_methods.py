@@ -25,18 +25,12 @@ def rows_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
 
 
-# -- communication hooks
-
-
 def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start) -> None:
-    folder = start("ddp", "--ddp_comm_hook", "bf16", "--profile_steps", "2:2", *NOT_SAVED)
-    run = read(folder / "run.json")
-    facts = run["ddp_comm_hook"]
+    folder = start("ddp", "--ddp_comm_hook", "bf16", *NOT_SAVED)
+    facts = read(folder / "run.json")["ddp_comm_hook"]
     assert (facts["uncompressed_bytes_per_step"], facts["communication_bytes_per_step"]) == (4 * P, 2 * P)
     for rank in attested_ranks(folder):
         assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == ("bf16", "bfloat16")
-    check_profile(folder, run["profile"])
-    check_memory_by_phase(folder, run)
 
 
 @pytest.mark.nightly
@@ -45,37 +39,6 @@ def test_top_k_sends_an_index_and_a_value_of_the_largest_gradients(start: Start)
     sent = read(folder / "run.json")["ddp_comm_hook"]["communication_bytes_per_step"]
     assert 0.01 * P * 8 <= sent <= 0.01 * P * 8 + 10 * 8  # 1 % of each bucket, rounded up
     assert [rank["reduce_dtype"] for rank in attested_ranks(folder)] == ["float32+int32"] * 2
-
-
-# Linux adds a thread's pages to the process's peak after 64 page faults, and to its present size as soon as it is read.
-RSS_LAG_BYTES = 64 * 4096
-
-
-def check_memory_by_phase(folder: Path, run: dict[str, Any]) -> None:
-    """Resident bytes of each rank's first step, in its first row only; the run has the maximum of each phase."""
-    rows = [rows_of(folder, rank) for rank in (0, 1)]
-    assert [["memory_by_phase" in row for row in rank] for rank in rows] == [[True, False, False]] * 2
-    highest = max(rank[0]["peak_host_bytes"] for rank in rows) + RSS_LAG_BYTES
-    for phase in ("load", "forward", "backward", "step"):
-        held = [rank[0]["memory_by_phase"][phase] for rank in rows]
-        assert 4 * P < min(held) <= max(held) == run["measured"]["memory_by_phase"][phase] <= highest
-
-
-def check_profile(folder: Path, profile: dict[str, Any]) -> None:
-    """One row per rank, parts that add up to the step, one trace per rank; the step is not timed."""
-    assert [(row["rank"], row["step"]) for row in profile["steps"]] == [(0, 2), (1, 2)]
-    for row in profile["steps"]:
-        parts = [row[f"{part}_seconds"] for part in ("compute", "exposed_communication", "data_wait", "idle")]
-        assert sum(parts) == pytest.approx(row["step_seconds"])
-        assert min(row["compute_seconds"], row["communication_seconds"]) > 0
-    first, second = profile["timeline"]
-    assert abs(first["start_unix"] - second["start_unix"]) < first["seconds"]  # one clock: the ranks meet in the step
-    assert all(rank["lanes"]["compute"] and rank["lanes"]["communication"] for rank in (first, second))
-    assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
-    assert [row.get("profiled", False) for row in rows_of(folder)] == [False, True, False]
-
-
-# -- compilation, loss, adapters
 
 
 @pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
@@ -136,8 +99,6 @@ def test_qlora_computes_in_bf16_on_a_gpu(start: Start) -> None:
     assert rank["parameter_bytes"] < 4 * rank["num_params"]
     assert all(math.isfinite(row["loss"]) for row in rows_of(folder))
 
-
-# -- optimizers
 
 # A rank's flat partition of everything with weight decay: 8 bits for each moment and one fp32 scale per 256 elements.
 DECAYED = (P - NORMS) // 2

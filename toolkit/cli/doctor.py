@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import counted
 from toolkit.doctor.options import DoctorOptions
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
+from toolkit.units import counted
 
 
 @expand_options

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.output import counted
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
+from toolkit.units import counted
 
 if TYPE_CHECKING:
     from toolkit.lint.findings import Finding

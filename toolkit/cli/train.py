@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_failure
-from toolkit.entry_point import print_message
+from toolkit.entry_point import print_failure, print_message
 from toolkit.hardware.gpus import ON_CPU_MESSAGE
 from toolkit.launch.options import TrainOptions
 

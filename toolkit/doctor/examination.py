@@ -41,6 +41,7 @@ MAX_SKEW_SECONDS = 1.0
 MEMORY_TOLERANCE = 0.02
 CLOCKS = ("clock_offset_seconds", "unix_time")
 SAME_ENVIRONMENT = "the same environment on every node"
+SYNCHRONISE = "timedatectl set-ntp true   (or start chrony), on every node"
 # Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
 RULES: dict[str, tuple[str, str, str]] = {
     "version ": (ERROR, "ranks of other versions fail, or train something else", SAME_ENVIRONMENT),
@@ -54,11 +55,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "python": (WARNING, "pickles and libraries may differ", SAME_ENVIRONMENT),
     "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
     "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
-    "clock_offset_seconds": (
-        ERROR,
-        "clocks differ: rendezvous, heartbeats and file times disagree",
-        "timedatectl set-ntp true   (or start chrony), on every node",
-    ),
+    "clock_offset_seconds": (ERROR, "rendezvous, heartbeats and file times disagree", SYNCHRONISE),
     "unix_time": (
         NOTE,
         "reports taken at different times, or clocks that differ: one cannot be told from the other",

@@ -16,19 +16,25 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from toolkit.job.accumulation import chosen_accumulate
 from toolkit.job.argument_aliases import canonical_values
 from toolkit.job.argument_fields import ARGUMENTS, OWN_ARGUMENTS, DataArguments, ModelArguments, TrainerArguments
 from toolkit.job.argument_reading import read_arguments, typed_values
 from toolkit.job.argument_values import is_true
-from toolkit.job.compilation import Compilation
 from toolkit.parallel.layout import DEGREES, SAME_ROWS
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 
 BATCH_ARGUMENTS = ("max_seq_length", "per_device_train_batch_size", "gradient_accumulation_steps")
 """Tokens of a row, rows of a micro-batch, micro-batches of a step: what a GPU trains on."""
+
+
+class Compilation(NamedTuple):
+    """How the decoder layers are compiled."""
+
+    backend: str
+    mode: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +114,9 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
 
     @property
     def compilation(self) -> Compilation | None:
-        """How the decoder layers are compiled; None where they are not."""
-        return Compilation.chosen(self.torch_compile, backend=self.torch_compile_backend, mode=self.torch_compile_mode)
+        """How the decoder layers are compiled; None where they are not. A backend or a mode alone switches it on."""
+        backend, mode = self.torch_compile_backend, self.torch_compile_mode
+        return Compilation(backend or "inductor", mode) if self.torch_compile or backend or mode else None
 
     @property
     def chosen_accumulate(self) -> str | None:

@@ -8,7 +8,9 @@ plain `accelerate launch` gives the same errors. What depends on the preset is i
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable
 
 from toolkit.errors import ToolkitError, did_you_mean, shown
@@ -16,10 +18,9 @@ from toolkit.files.secrets import refuse_hidden
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_reading import argument_words
 from toolkit.job.argument_values import as_list, check_range, check_word
-from toolkit.job.compilation import check_compilation, missing_compiler
 from toolkit.job.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.job.global_batch import check_global_batch, check_scaling
-from toolkit.job.job import Job
+from toolkit.job.job import Compilation, Job
 from toolkit.job.model_arguments import check_attention
 from toolkit.job.trainer_checks import check_trainer_arguments, optimizer_module
 from toolkit.job.trainer_schema import trainer_schema
@@ -37,6 +38,12 @@ ARGUMENTS_OF_COMPARISON = {
     "stop_after_minutes": "--trial-minutes",
 }
 
+# Backends of torch 2.13 that train (`torch._dynamo.list_backends()`, and `aot_eager`, for debugging). The others are
+# for inference (tensorrt, onnxrt, tvm), for other devices (openxla, hpu_backend, neuron), or are gone (nvfuser).
+BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager")
+# `torch._inductor.list_mode_options()`; inductor's alone: torch passes a mode to no other backend.
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+DEFAULT_BACKEND = "inductor"
 # option -> the hook that reads it
 COMM_HOOK_OPTIONS = {
     "ddp_comm_hook_top_k_fraction": "top_k",
@@ -112,6 +119,29 @@ def _check_comm_hook(job: Job) -> None:
             raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")
 
 
+def _check_compilation(job: Job) -> None:
+    """Raise ToolkitError for a backend or mode that torch does not have."""
+    compilation = job.compilation
+    if compilation is None:
+        return
+    backend, mode = compilation.backend, compilation.mode
+    if backend not in BACKENDS:
+        raise ToolkitError(
+            f"--torch_compile_backend is {shown(backend)}, expected one of {', '.join(BACKENDS)}",
+            hint=did_you_mean(backend, BACKENDS, otherwise=f"`--torch_compile_backend {DEFAULT_BACKEND}`"),
+        )
+    if mode is not None and mode not in MODES:
+        raise ToolkitError(
+            f"--torch_compile_mode is {shown(mode)}, expected one of {', '.join(MODES)}",
+            hint=did_you_mean(mode, MODES, otherwise=f"`--torch_compile_mode {MODES[0]}`"),
+        )
+    if mode is not None and backend != DEFAULT_BACKEND:
+        raise ToolkitError(
+            f"--torch_compile_mode is inductor's, and --torch_compile_backend is {backend}",
+            hint="leave `--torch_compile_mode` out",
+        )
+
+
 CHECKS: tuple[Callable[[Job], None], ...] = (
     lambda job: refuse_hidden(job.given_values),
     _check_words,
@@ -124,7 +154,7 @@ CHECKS: tuple[Callable[[Job], None], ...] = (
     check_streaming,
     check_evaluation,
     lambda job: check_attention(job.attn_implementation),
-    lambda job: check_compilation(job.compilation),
+    _check_compilation,
     _check_comm_hook,
 )
 """In this order; the first that objects is reported."""
@@ -181,8 +211,22 @@ def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
     if package is not None:
         install = f"pip install {package}, or `--attn_implementation sdpa`"
         missing.append(ToolkitError(f"--attn_implementation {job.attn_implementation} needs {package}", hint=install))
-    compiler = missing_compiler(job.compilation, on_cpu=on_cpu)
+    compiler = _missing_compiler(job.compilation, on_cpu=on_cpu)
     return missing if compiler is None else [*missing, compiler]
+
+
+def _missing_compiler(compilation: Compilation | None, *, on_cpu: bool) -> ToolkitError | None:
+    """Return an error if this node lacks what inductor generates code with: g++ for a CPU, Triton for a GPU."""
+    if compilation is None or compilation.backend != DEFAULT_BACKEND:
+        return None
+    if not on_cpu:
+        missing = None if is_importable("triton") else ("Triton", "pip install triton")
+    else:
+        compiler = os.environ.get("CXX") or "g++"  # `torch._inductor.config.cpp.cxx`
+        missing = None if shutil.which(compiler) else (f"the C++ compiler {compiler!r}", "apt-get install g++")
+    if missing is None:
+        return None
+    return ToolkitError(f"--torch_compile needs {missing[0]} for its kernels", hint=missing[1])
 
 
 def check_trackers(job: Job) -> None:

@@ -29,7 +29,7 @@ from toolkit.record import status
 from toolkit.record.folder import RunFolder, read_json, write_json
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import last_step
-from toolkit.record.resource_exhaustion import describe_host_oom, describe_latest_checkpoint, is_out_of_memory
+from toolkit.record.status import describe_host_oom, describe_latest_checkpoint, is_out_of_memory
 
 GRACE_SECONDS = 15.0
 STOP_SECONDS = 300.0

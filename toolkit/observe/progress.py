@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,9 +58,9 @@ class Progress:
         if self.timeline is not None:
             add_moment(self.timeline, phase, step=self.step, **facts)
 
-    def open_timeline(self, timeline: Path, *, restarted: bool) -> None:
+    def open_timeline(self, timeline: Path) -> None:
         """Write the phases so far, and each later one when it begins."""
-        self.timeline = timeline
+        self.timeline, restarted = timeline, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         for phase, unix in self.phases:
             self.note(phase, unix=unix, restarted=restarted and phase == "start")
 

@@ -194,12 +194,11 @@ def parallelism_arguments(
     if preset.sharded_at_load:
         sharded_at_load.apply_fixes(on_cpu=on_cpu)
         return {}
-    if "cp" in preset.parallel:
-        if on_cpu:
-            split_sequences.ring_attention_on_cpu()
-        return {"parallelism_config": split_sequences.context_parallel_config(layout)}
-    split_sequences.apply_ulysses_fixes(on_cpu=on_cpu)
-    return {"parallelism_config": split_sequences.sequence_parallel_config(layout, attention=attention)}
+    if "cp" not in preset.parallel:
+        split_sequences.apply_ulysses_fixes(on_cpu=on_cpu)
+    elif on_cpu:
+        split_sequences.ring_attention_on_cpu()
+    return {"parallelism_config": split_sequences.parallelism_config(layout, attention=attention)}
 
 
 def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,19 +22,11 @@ from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
-from toolkit.observe.attest.tensors import (
-    compute_dtype,
-    dtype_name,
-    frozen_weights,
-    full_size,
-    local,
-    optimizer_state_tensors,
-)
+from toolkit.observe.attest.tensors import compute_dtype, full_size, local, optimizer_state_tensors
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.stand_ins import model_from_config
-from toolkit.train.arguments import Arguments
-from toolkit.train.launch_context import LaunchContext
+from toolkit.train.arguments import Arguments, LaunchContext
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 from toolkit.train.model.loading import from_pretrained
 
@@ -170,11 +162,7 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
-    expected = expected_values(
-        ExpectedRun(preset=launch.preset, dp_shard_size=launch.dp_shard_size),
-        compute_dtype=dtype_name(compute_dtype(trainer.args)),
-        has_frozen_weights=bool(frozen_weights(wrapped)),
-    )
+    expected = expected_values(ExpectedRun(preset=launch.preset, dp_shard_size=launch.dp_shard_size), trainer)
     if launch.preset is not None and launch.preset.engine == "ddp":
         del expected["engine"]  # its buckets are counted, and nothing wraps the model
     found = differences(expected, [own])

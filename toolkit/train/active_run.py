@@ -1,9 +1,4 @@
-"""The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from.
-
-with open_run(args, launch, progress) as run:
-    ...
-    run.complete(untimed_steps=2)
-"""
+"""The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -21,33 +16,18 @@ import torch.distributed as dist
 
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
-from toolkit.launch.resume import (
-    RESUME_FOLDER,
-    TrainingRun,
-    check_resume_settings,
-    check_same_layout,
-    convert_checkpoint,
-    converts,
-    remove_converted,
-)
+from toolkit.launch import resume
 from toolkit.observe.hang_detection import Watchdog
 from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folder, gather_from_ranks
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.record import checkpoints
 from toolkit.record.attempts import check_start, record_restart, reuse_of
-from toolkit.record.checkpoints import (
-    LATEST_WORDS,
-    Checkpoint,
-    latest_complete,
-    read_checkpoint,
-    read_complete_checkpoint,
-    remove_unfinished,
-)
+from toolkit.record.checkpoints import Checkpoint
 from toolkit.record.folder import RunFolder
-from toolkit.train.arguments import Arguments
+from toolkit.train.arguments import Arguments, LaunchContext
 from toolkit.train.data.dataset import row_places
-from toolkit.train.launch_context import LaunchContext
 
 # An elastic agent starts the next attempt while the lock of a node that was lost is still in effect: file servers
 # release it after a lease, of 90 s under Linux's NFSv4.
@@ -74,7 +54,7 @@ class ActiveRun(ObservedRun):
 
     def begin_training(self) -> None:
         if self.writes:
-            remove_converted(self.folder.path)  # every rank has loaded it
+            resume.remove_converted(self.folder.path)  # every rank has loaded it
         super().begin_training()
 
     def start_health_checks(self) -> None:
@@ -141,15 +121,11 @@ def open_run(
         dist.destroy_process_group()  # its threads abort a process that just exits
 
 
-# -- the checkpoint to resume from
-
-
 def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progress) -> Checkpoint | None:
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that starts at step 0.
 
-    Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective.
-    Raises ToolkitError for one that is damaged, whose pickles would run something, that cannot be converted, or whose
-    data order would not continue.
+    Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective. Raises
+    ToolkitError for one that is damaged, would run something, cannot be converted, or whose data would not continue.
     """
     training, job = arguments.training, arguments.job
     if not job.resumes:
@@ -158,7 +134,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
         load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
     target = None
     if launch.preset is not None:
-        target = TrainingRun(preset=launch.preset, job=job, num_processes=training.world_size)
+        target = resume.TrainingRun(preset=launch.preset, job=job, num_processes=training.world_size)
     store = join_store(CONVERSION_LIMIT, progress) if dist.is_initialized() else None
     found: list[Checkpoint | None] = [None]
     if store is None or training.process_index == 0:
@@ -172,35 +148,35 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     if checkpoint is None:
         return None
     if target is not None:
-        check_same_layout(checkpoint, target)
+        resume.check_same_layout(checkpoint, target)
     groups, batch = arguments.data_parallel_size, arguments.global_batch_size
-    check_resume_settings(checkpoint, job, global_batch_size=batch, data_parallel_size=groups)
+    resume.check_resume_settings(checkpoint, job, global_batch_size=batch, data_parallel_size=groups)
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
     return checkpoint
 
 
-def _prepared_checkpoint(arguments: Arguments, launch: LaunchContext, target: TrainingRun | None) -> Checkpoint | None:
+def _prepared_checkpoint(
+    arguments: Arguments, launch: LaunchContext, target: resume.TrainingRun | None
+) -> Checkpoint | None:
     """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
     given, output_dir = str(arguments.training.resume_from_checkpoint), Path(arguments.training.output_dir)
-    if given.lower() not in LATEST_WORDS:
-        read = read_checkpoint if launch.folder_prepared else read_complete_checkpoint  # the launcher has read it
-        checkpoint = read(Path(given))
+    if given.lower() not in checkpoints.LATEST_WORDS:
+        read_anew = not launch.folder_prepared  # otherwise the launcher has read it
+        checkpoint = (checkpoints.read_complete_checkpoint if read_anew else checkpoints.read_checkpoint)(Path(given))
     else:
-        remove_unfinished(output_dir)
-        latest = latest_complete(output_dir)
+        checkpoints.remove_unfinished(output_dir)
+        latest = checkpoints.latest_complete(output_dir)
         if latest is None:
             print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
             return None
         checkpoint = latest
-    if target is not None and converts(checkpoint, target):
-        checkpoint = read_checkpoint(convert_checkpoint(checkpoint, target, on_message=partial(print, flush=True)))
+    if target is not None and resume.converts(checkpoint, target):
+        converted = resume.convert_checkpoint(checkpoint, target, on_message=partial(print, flush=True))
+        checkpoint = checkpoints.read_checkpoint(converted)
     if not arguments.job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint
-
-
-# -- run.json
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:
@@ -230,7 +206,7 @@ def _run_facts(run: ActiveRun) -> dict[str, Any]:
     if checkpoint is not None:
         # Of a converted copy, which is removed, the checkpoint that it was made from.
         source = None if checkpoint.manifest is None else checkpoint.manifest.converted_from
-        copied = checkpoint.path.parent.name == RESUME_FOLDER
+        copied = checkpoint.path.parent.name == resume.RESUME_FOLDER
         path = (source and copied and source.path) or checkpoint.path
         facts["resumed_from"] = {"path": str(path), "step": checkpoint.step}
         resumes_here = run.folder.path.absolute() in checkpoint.path.absolute().parents

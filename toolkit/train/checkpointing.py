@@ -23,9 +23,6 @@ SCHEDULER = "scheduler.pt"
 _MOVED_LAST = ("config.json", "adapter_config.json")
 
 
-# -- the final model
-
-
 def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder that `from_pretrained` (or `PeftModel`) loads, under every preset. Collective.
 
@@ -76,10 +73,7 @@ def full_state_dict(trainer: Any) -> dict[str, Any]:
 
 
 def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:
-    """Write weights and configuration; where frozen weights are bf16 beside trained ones in fp32, all in fp32.
-
-    `from_pretrained` loads a model in the one dtype of its configuration, which would be that of the first parameter.
-    """
+    """Write weights in the one dtype that `from_pretrained` loads a model in: fp32 where some are in fp32."""
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     one_dtype = len(dtypes) == 1 or hasattr(plain, "peft_config")  # an adapter's file has no frozen weights
     plain.save_pretrained(folder, state_dict=state if one_dtype else in_fp32(state))
@@ -92,9 +86,6 @@ def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with floating-point tensors in fp32; tied weights stay tied."""
     raised = {tensor.data_ptr(): tensor.float() for tensor in state.values() if tensor.is_floating_point()}
     return {name: raised.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
-
-
-# -- models sharded at load
 
 
 class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
@@ -151,9 +142,6 @@ class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False), optimizer
 
 
-# -- resuming from a checkpoint of another form
-
-
 def load_converted(trainer: Any, folder: Path) -> None:
     """Load the weights that a folder stores in other pieces than the live model holds, such as single experts.
 
@@ -172,10 +160,7 @@ def load_converted(trainer: Any, folder: Path) -> None:
 
 
 class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Makes DeepSpeed load its universal layout once, for which the Trainer has no argument.
-
-    A checkpoint that `toolkit checkpoint convert` made for a DeepSpeed preset has `"universal": true` in its manifest.
-    """
+    """Makes DeepSpeed load its universal layout once: that of a checkpoint which `toolkit checkpoint convert` made."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -1,7 +1,4 @@
-"""Everything that a rank imports, for the server that ranks are forked from (`toolkit.launch.warm_start`).
-
-The server computes nothing, starts no thread and never initialises CUDA, so that a forked process can.
-"""
+"""Everything that a rank imports, for the server that ranks are forked from: it computes nothing, and has no thread."""
 
 from __future__ import annotations
 

@@ -14,22 +14,18 @@ from transformers import set_seed
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.train.active_run import ActiveRun, open_run
-from toolkit.train.arguments import parse_args
+from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.checkpointing import save_final_model
 from toolkit.train.data.dataset import load_data
 from toolkit.train.engine.nvme_offload import size_swap_buffers
 from toolkit.train.engine.pipeline_model import load_pipeline
 from toolkit.train.engine.pipeline_trainer import PipelineTrainer
-from toolkit.train.launch_context import LaunchContext, set_up_libraries
 from toolkit.train.model.loading import load_model, load_tokenizer
 from toolkit.train.trainer import TrainerParts, build_trainer
 
 
 def main(argv: Sequence[str], progress: Progress) -> None:
-    """Train as the arguments say.
-
-    Raises whatever went wrong: `toolkit.train.__main__` turns it into failure.json, a message and an exit code.
-    """
+    """Train as the arguments say. Raises whatever went wrong, which `toolkit.train.__main__` reports."""
     progress.enter("arguments")
     launch = LaunchContext.from_env()
     set_up_libraries(progress)

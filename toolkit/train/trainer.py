@@ -30,16 +30,10 @@ from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, load_converted
+from toolkit.train.data import streaming
 from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs, verify_packing
-from toolkit.train.data.streaming import (
-    TokenStream,
-    read_lane_states,
-    record_lane_states,
-    stream_loader,
-    write_lane_states,
-)
 from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, registered_hook
 from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import make_muon
@@ -104,22 +98,22 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         return bool(self.is_distributed_loading_by_transformers)
 
     def get_train_dataloader(self) -> Any:
-        if not isinstance(self.train_dataset, TokenStream):
+        if not isinstance(self.train_dataset, streaming.TokenStream):
             loader = super().get_train_dataloader()
             keep_order(loader, global_batch_size=self.run.arguments.job.global_batch_size)
             return loader
-        return stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
+        return streaming.stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.train_dataset, TokenStream):
-            epoch_iterator = record_lane_states(epoch_iterator, self.train_dataset.states)
+        if isinstance(self.train_dataset, streaming.TokenStream):
+            epoch_iterator = streaming.record_lane_states(epoch_iterator, self.train_dataset.states)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
+    def _get_train_sampler(self, *args: Any) -> Any:
+        sampler, seed = super()._get_train_sampler(*args), self.args.data_seed
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        seed = self.args.seed if seed is None else seed
         return SeededLengthGroups(self.run.arguments.global_batch_size, sampler.lengths, seed=seed)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -153,8 +147,8 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
     def save_states(self, checkpoint: Path) -> None:
         """Write where this rank's stream is."""
         stream = self.train_dataset
-        if isinstance(stream, TokenStream) and stream.states:
-            write_lane_states(checkpoint, stream.states, rank=stream.rank, world_size=stream.world_size)
+        if isinstance(stream, streaming.TokenStream) and stream.states:
+            streaming.write_lane_states(checkpoint, stream.states, rank=stream.rank, world_size=stream.world_size)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -184,10 +178,7 @@ class TrainerParts:
 def build_trainer(
     run: ActiveRun, model: Any, tokenizer: Any, data: Data, parts: TrainerParts = TrainerParts()
 ) -> SupervisedTrainer:
-    """Build the Trainer, observed and with all its callbacks, and position a stream where the run resumes.
-
-    Raises ToolkitError for a model that cannot be trained on packed rows.
-    """
+    """Build the observed Trainer with its callbacks. Raises ToolkitError for a model that cannot be packed."""
     args, training = run.arguments, run.arguments.training
     if args.job.packing:
         check_model_packs(model)
@@ -220,9 +211,9 @@ def build_trainer(
     )
     for callback in (*parts.callbacks(trainer), *callbacks(run, trainer, observer.timer)):
         trainer.add_callback(callback)
-    if run.checkpoint is not None and isinstance(data.train, TokenStream):
-        states = read_lane_states(run.checkpoint.path)
-        if states is not None:  # otherwise rows are tokenised again from the first
+    if run.checkpoint is not None and isinstance(data.train, streaming.TokenStream):
+        states = streaming.read_lane_states(run.checkpoint.path)
+        if states is not None:  # continue; otherwise rows are tokenised again from the first
             data.train.resume(states, batches=run.checkpoint.step * training.gradient_accumulation_steps)
     return trainer
 

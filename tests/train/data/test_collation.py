@@ -1,4 +1,4 @@
-"""Batches of rows and of packs: order, padding, labels, position ids, and the recorded contents.
+"""Batches of rows: order, padding, labels, and the recorded contents.
 
 The rows of every step follow from seed, epoch and global batch, however many ranks there are.
 """
@@ -15,46 +15,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader, RandomSampler
 
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, BatchFacts, ObservedCollator
-from toolkit.train.data.collation import (
-    Collator,
-    PackCollator,
-    SeededLengthGroups,
-    batch_facts,
-    keep_order,
-)
-from toolkit.train.data.packing import joined
-
-
-def row(number: int, length: int) -> dict[str, Any]:
-    """A row with tokens of its own."""
-    tokens = [100 * (number + 1) + place for place in range(length)]
-    return {"input_ids": tokens, "labels": tokens, "length": length, "row": number}
-
-
-PACKED_ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
-
-
-def observed(collator: Collator) -> ObservedCollator:
-    return ObservedCollator(collator, batch_facts)
-
-
-@pytest.mark.parametrize("one_row", [False, True])
-def test_positions_restart_with_each_document_whose_first_token_is_not_a_target(tokenizer: Any, one_row: bool) -> None:
-    packs = [joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])]
-    batch = observed(PackCollator(tokenizer, one_row=one_row))(packs)
-    positions, labels = [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]], [[IGNORED, 101, 102, IGNORED, 301], [IGNORED, 301]]
-    if one_row:  # lengths, and no padding
-        positions, labels = [[0, 1, 2, 0, 1, 0, 1]], [labels[0] + labels[1]]
-        assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 7]
-    assert batch["position_ids"].tolist() == positions
-    assert batch["labels"].tolist() == [row + [IGNORED] * (len(positions[0]) - len(row)) for row in labels]
-    assert "attention_mask" not in batch
-    facts = batch[BATCH_FACTS]
-    assert (facts.tokens, facts.non_padding_tokens, facts.supervised_tokens) == (7 if one_row else 10, 7, 4)
-    assert facts.rows == (0, 2, 2)
-
-
-# -- rows that are not packed
+from toolkit.train.data.collation import Collator, SeededLengthGroups, batch_facts, keep_order
 
 ROWS = [
     {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "row": 4},
@@ -65,7 +26,7 @@ ROWS = [
 def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer: Any) -> None:
     before = copy.deepcopy(tokenizer.init_kwargs), tokenizer.padding_side, tokenizer.pad_token
     pad = tokenizer.pad_token_id
-    batch = observed(Collator(tokenizer))(ROWS)
+    batch = ObservedCollator(Collator(tokenizer), batch_facts)(ROWS)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, pad]]
     assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, 9, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -79,8 +40,6 @@ def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer:
     )
     assert before == (tokenizer.init_kwargs, tokenizer.padding_side, tokenizer.pad_token)
 
-
-# -- order
 
 NUM_ROWS, GLOBAL_BATCH, SEED = 21, 4, 42
 LENGTHS = [index % 50 + 1 for index in range(200)]

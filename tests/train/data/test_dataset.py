@@ -135,9 +135,6 @@ def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: P
     assert row_places((3, 1), [str(chats)]) == {"rows": [2, 4], "places": ["row 2, line 2", "row 4, line 4"]}
 
 
-# -- streams
-
-
 def mixed(*paths: Path, weights: tuple[float, ...] | None) -> MixedRows:
     streams = tuple(open_stream(str(path), "train", buffer_size=4, seed=1) for path in paths)
     return MixedRows(streams=streams, weights=weights)

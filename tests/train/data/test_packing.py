@@ -19,8 +19,9 @@ from toolkit.errors import AttestationFailed, ToolkitError
 from toolkit.job.job import Job
 from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import differences
+from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
 from toolkit.train.data import packing
-from toolkit.train.data.collation import PackCollator
+from toolkit.train.data.collation import PackCollator, batch_facts
 from toolkit.train.data.packing import (
     OpenPacks,
     PackedRows,
@@ -45,9 +46,6 @@ def row(number: int, length: int) -> dict[str, Any]:
 ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
 
 
-# -- which rows share a pack
-
-
 def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(1, 512) for _ in range(2000)]
@@ -63,6 +61,22 @@ def test_a_pack_concatenates_its_rows() -> None:
     assert (packed.packs, packed.fill_fraction) == ([[1, 2], [3, 0]], 1.0)
     assert packed[0] == joined([ROWS[1], ROWS[2]])
     assert (packed[0]["documents"], packed[0]["rows"]) == ([5, 2], [1, 2])
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_positions_restart_with_each_document_whose_first_token_is_not_a_target(tokenizer: Any, one_row: bool) -> None:
+    packs = [joined([ROWS[0], ROWS[2]]), joined([ROWS[2]])]
+    batch = ObservedCollator(PackCollator(tokenizer, one_row=one_row), batch_facts)(packs)
+    positions, labels = [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]], [[IGNORED, 101, 102, IGNORED, 301], [IGNORED, 301]]
+    if one_row:  # lengths, and no padding
+        positions, labels = [[0, 1, 2, 0, 1, 0, 1]], [labels[0] + labels[1]]
+        assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 7]
+    assert batch["position_ids"].tolist() == positions
+    assert batch["labels"].tolist() == [row + [IGNORED] * (len(positions[0]) - len(row)) for row in labels]
+    assert "attention_mask" not in batch
+    facts = batch[BATCH_FACTS]
+    assert (facts.tokens, facts.non_padding_tokens, facts.supervised_tokens) == (7 if one_row else 10, 7, 4)
+    assert facts.rows == (0, 2, 2)
 
 
 def test_open_packs_lose_no_row_of_a_stream() -> None:
@@ -82,9 +96,6 @@ def test_a_state_space_model_is_refused_with_the_alternative() -> None:
     with pytest.raises(ToolkitError, match="MambaForCausalLM cannot isolate packed rows") as caught:
         check_model_packs(model)
     assert "--train_sampling_strategy group_by_length" in str(caught.value)
-
-
-# -- isolation
 
 
 class Leaky(PackCollator):

@@ -16,7 +16,6 @@ from toolkit.errors import ToolkitError
 from toolkit.observe.batches import ObservedCollator
 from toolkit.train.data.collation import Collator, PackCollator
 from toolkit.train.data.streaming import (
-    LANE_GROUPS,
     LaneStates,
     MixedRows,
     TokenStream,
@@ -75,20 +74,11 @@ def test_a_step_is_the_same_for_any_number_of_ranks(rows: Path, tokenizer: Any, 
     assert len({sequence for step in one for sequence in step}) > 12
 
 
-def test_lanes_are_assigned_like_batches_of_a_data_set(rows: Path, tokenizer: Any) -> None:
-    stream = token_stream(rows, tokenizer, rank_arguments(1, 2, batch=2, accumulation=2))
-    assert [stream.lanes(batch) for batch in range(4)] == [[2, 3], [6, 7], [10, 11], [14, 15]]
-    assert stream.lanes(2 * LANE_GROUPS) == [2, 3]
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_only_rows_with_a_supervised_token_are_trained_on(rows: Path, tokenizer: Any, packing: bool) -> None:
     found = itertools.islice(token_stream(rows, tokenizer, rank_arguments(0, 1, batch=1), packing=packing), 6 * ROWS)
     numbers = [number for row in found for number in (row["rows"] if packing else [row["row"]])]
     assert set(numbers) == {number for number in range(ROWS) if number % TRUNCATED_EVERY}
-
-
-# -- loading
 
 
 def loader(

@@ -1,12 +1,7 @@
 """ZeRO-Infinity on two CPU ranks: parameters and optimizer on a disk, with the losses of offload to memory.
 
-The model is a Llama with 2 layers, hidden 768, intermediate 1024, 1,000 tokens and an untied head, so that most
-shards are of 1 MiB and more, below which DeepSpeed leaves a tensor in memory:
-
-    embedding and head     2 x 1000 x 768       shards of 1.5 MB: on the disk
-    q, k, v, o             2 x 4 x 768 x 768    shards of 1.2 MB: on the disk
-    gate, up, down         2 x 3 x 768 x 1024   shards of 1.6 MB: on the disk
-    norms                  5 x 768              in memory, gathered
+The model is a Llama with 2 layers, hidden 768, intermediate 1024, 1,000 tokens and an untied head: all shards but those
+of norms are of 1.2 MB and more. Below 1 MiB DeepSpeed leaves a tensor in memory.
 """
 
 from __future__ import annotations
@@ -72,23 +67,17 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for swap files: pytest's temporary folders are on a disk here."""
-    return tmp_path_factory.mktemp("nvme")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, wide_model: Path, rows: Path, disk: Path) -> dict[str, Path]:
-    """The same job in memory and on the disk, each by a plain `accelerate launch`."""
-    folder = tmp_path_factory.mktemp("runs")
+def runs(tmp_path_factory: pytest.TempPathFactory, wide_model: Path, rows: Path) -> dict[str, Path]:
+    """The same job in memory and on the disk, each by a plain `accelerate launch`; and the folder for swap files."""
+    folder, swap = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("nvme")
     job = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), *STEPS, "--save_strategy", "no"]
     for preset in ("zero3", "zero3_nvme_offload"):
         config = ROOT / "accelerate_configs" / f"{preset}.yaml"
         words = [*job, "--output_dir", str(folder / preset)]
-        variables = {"TOOLKIT_NVME_PATH": str(disk)}
+        variables = {"TOOLKIT_NVME_PATH": str(swap)}
         ended = accelerate_launch(config, *words, script="train_and_fingerprint.py", variables=variables)
         assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
-    return {"memory": folder / "zero3", "disk": folder / "zero3_nvme_offload"}
+    return {"memory": folder / "zero3", "disk": folder / "zero3_nvme_offload", "swap": swap}
 
 
 def test_the_run_on_the_disk_is_that_of_offload_to_memory(runs: dict[str, Path]) -> None:
@@ -119,13 +108,13 @@ def test_each_rank_holds_half_and_reads_its_bytes_back_from_the_swap_files(runs:
         assert (rank["parameter_disk_bytes"], rank["optimizer_disk_bytes"]) == (0, 0)
 
 
-def test_buffers_follow_the_model_and_swap_files_are_gone(runs: dict[str, Path], disk: Path) -> None:
+def test_buffers_follow_the_model_and_swap_files_are_gone(runs: dict[str, Path]) -> None:
     facts = read(runs["disk"] / "run.json")["nvme"]
     assert facts["buffer_size"] == 768 * 1024 // 2  # gate, up and down
     assert facts["buffer_count"] == 4  # q, k, v and o
     assert facts["swap_bytes"] >= 20 * ON_DISK  # parameters, master weights, momentum, variance and gradients
     assert not Path(facts["swap_folder"]).exists()
-    assert list(disk.iterdir()) == []
+    assert list(runs["swap"].iterdir()) == []
     assert "nvme" not in read(runs["memory"] / "run.json")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_configs import TINY
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,9 +26,6 @@ from toolkit.train.model.chunked_loss import (
     read_loss,
 )
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 130, "pad_token_id": 0, "eos_token_id": 1}
-SIZES |= {"bos_token_id": 1, "attention_dropout": 0.0}
 ROUTED = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 SCALES = {
     "llama": ({}, LogitScale()),
@@ -42,13 +40,13 @@ SCALES = {
 
 def tiny(name: str, **settings: Any) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name.partition(",")[0], **(SIZES | settings))
+    config = AutoConfig.for_model(name.partition(",")[0], **(TINY | settings))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def batch(**more: Any) -> dict[str, Any]:
     """Two rows of eleven tokens, of which some are not supervised."""
-    tokens = torch.randint(2, 130, (2, 11), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(2, 96, (2, 11), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[0, :4] = labels[1, 9:] = IGNORED
     return {"input_ids": tokens, "labels": labels} | more

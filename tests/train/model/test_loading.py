@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +75,21 @@ def tied_model() -> Any:
     return model
 
 
-def trained(model: Any) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def test_patterns_freeze_what_they_name() -> None:
+@pytest.mark.parametrize(
+    ("patterns", "left", "lines"),
+    [
+        ({"frozen": ["layer.b*"], "trained": None}, {"embed.weight", "layer.weight"}, []),
+        (
+            {"frozen": None, "trained": ["head.*"]},
+            {"embed.weight"},
+            ["head.weight is tied to embed.weight: the pattern applies to all of them"],
+        ),
+    ],
+)
+def test_patterns_freeze_what_they_name_and_tied_weights_with_it(patterns: Any, left: set[str], lines: Any) -> None:
     model = tied_model()
-    assert freeze(model, frozen=["layer.b*"], trained=None) == []
-    assert trained(model) == {"embed.weight", "layer.weight"}
-
-
-def test_a_tied_weight_goes_one_way_and_is_said() -> None:
-    model = tied_model()
-    assert freeze(model, frozen=None, trained=["head.*"]) == [
-        "head.weight is tied to embed.weight: the pattern applies to all of them"
-    ]
-    assert trained(model) == {"embed.weight"}
+    assert freeze(model, **patterns) == lines
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == left
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_the_nearest() -> None:
@@ -100,24 +100,28 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest() -> None:
         freeze(tied_model(), frozen=["*"], trained=None)
 
 
-# -- attention
-
-
-def choice(model: Path, name: str | None, *, packing: bool) -> str | None:
-    job = Job(model_name_or_path=str(model), attn_implementation=name, packing=packing)
-    return choose_attention(job, compute_dtype=torch.float32, on_cpu=True)
-
-
-def test_packed_rows_get_attention_without_a_mask_unless_one_is_named(tiny_model: Path) -> None:
-    assert choice(tiny_model, None, packing=True) == choice(tiny_model, "auto", packing=True) == "sdpa_varlen"
-    assert choice(tiny_model, "sdpa", packing=True) == "sdpa"
-    assert choice(tiny_model, None, packing=False) is choice(tiny_model, "auto", packing=False) is None
-    assert choice(tiny_model, "eager", packing=False) == "eager"
+@pytest.mark.parametrize(
+    ("name", "packing", "chosen"),
+    [
+        (None, True, "sdpa_varlen"),
+        ("auto", True, "sdpa_varlen"),
+        ("sdpa", True, "sdpa"),
+        (None, False, None),
+        ("auto", False, None),
+        ("eager", False, "eager"),
+    ],
+)
+def test_packed_rows_get_attention_without_a_mask_unless_one_is_named(
+    name: str | None, packing: bool, chosen: str | None, tiny_model: Path
+) -> None:
+    job = Job(model_name_or_path=str(tiny_model), attn_implementation=name, packing=packing)
+    assert choose_attention(job, compute_dtype=torch.float32, on_cpu=True) == chosen
 
 
 def test_a_model_that_runs_no_such_attention_keeps_its_default_and_refuses_another(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
-    assert choice(tmp_path, None, packing=True) is None
+    job = Job(model_name_or_path=str(tmp_path), packing=True)
+    assert choose_attention(job, compute_dtype=torch.float32, on_cpu=True) is None
     with pytest.raises(ToolkitError, match="does not support SDPA for gpt_oss") as refused:
-        choice(tmp_path, "sdpa_varlen", packing=True)
+        choose_attention(replace(job, attn_implementation="sdpa_varlen"), compute_dtype=torch.float32, on_cpu=True)
     assert refused.value.hint == "`--attn_implementation eager`"

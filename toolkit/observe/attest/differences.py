@@ -44,13 +44,17 @@ class Difference:
 
 
 def differences(expected: Values, ranks: Readings) -> list[Difference]:
-    """Return every expected value that a rank does not read."""
-    return [
-        Difference(name=name, rank=reading["rank"], expected=value, found=reading.get(name))
-        for reading in ranks
-        for name, value in expected.items()
-        if reading.get(name) != value
-    ]
+    """Return every expected value that a rank does not read; some optimizers' dtypes follow from the rank's tensors."""
+    found: list[Difference] = []
+    for reading in ranks:
+        own = "expected_optimizer_dtype"
+        values = expected | ({"optimizer_dtype": reading[own]} if own in reading else {})
+        found += [
+            Difference(name=name, rank=reading["rank"], expected=value, found=reading.get(name))
+            for name, value in values.items()
+            if reading.get(name) != value
+        ]
+    return found
 
 
 def rank_differences(name: str, ranks: Readings) -> list[Difference]:
@@ -60,16 +64,6 @@ def rank_differences(name: str, ranks: Readings) -> list[Difference]:
         Difference(name=f"{name} (equal on all ranks)", rank=reading["rank"], expected=first, found=reading.get(name))
         for reading in ranks
         if reading.get(name) != first
-    ]
-
-
-def state_dtype_differences(ranks: Readings) -> list[Difference]:
-    """Return the ranks whose optimizer states have other dtypes than the optimizer gives to their tensors."""
-    name = "optimizer_dtype"
-    return [
-        Difference(name=name, rank=reading["rank"], expected=reading[f"expected_{name}"], found=reading[name])
-        for reading in ranks
-        if reading.get(f"expected_{name}", reading[name]) != reading[name]
     ]
 
 

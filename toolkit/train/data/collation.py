@@ -20,9 +20,6 @@ from toolkit.observe.batches import IGNORED, BatchFacts
 SUPERVISED_POSITIONS = "supervised_positions"
 
 
-# -- order
-
-
 class SeededLengthGroups(LengthGroupedSampler):  # type: ignore[misc]
     """Sampler of rows grouped by similar length, in an order that follows from seed and epoch alone.
 
@@ -65,10 +62,7 @@ class WholeSteps(Sampler[int]):  # type: ignore[misc]
 
 
 def keep_order(loader: Any, *, global_batch_size: int | None) -> None:
-    """Make a loader that accelerate has prepared keep the order of an epoch where a run resumes, in whole steps.
-
-    None leaves the last step of an epoch as accelerate fills it up.
-    """
+    """Make an accelerate loader resume in the order of its epoch; in whole steps, unless the batch size is None."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -81,14 +75,8 @@ def keep_order(loader: Any, *, global_batch_size: int | None) -> None:
     loader.set_sampler(rows)
 
 
-# -- batches
-
-
 class Collator:
-    """Pads rows on the right to the longest of the batch.
-
-    `tokenizer.pad` would need a pad token, and would follow the tokenizer's padding side.
-    """
+    """Pads rows on the right to the longest one; `tokenizer.pad` needs a pad token, and pads on its own side."""
 
     def __init__(self, tokenizer: Any, *, pieces: int = 1) -> None:
         self.pieces = pieces

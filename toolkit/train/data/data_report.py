@@ -66,8 +66,8 @@ def system_prompt_lines(encoded: Sequence[datasets.Dataset], system_prompt: str 
     return [] if taken else [f"warning: --system_prompt has no effect: {why}"]
 
 
-def no_supervised_tokens_error(encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
-    """Return an error that explains why no row has a supervised token."""
+def no_supervised_tokens_error(name: str, encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
+    """Return an error that explains why no row of the data set `name` has a supervised token."""
     rows, uncut = len(encoded), encoded["uncut_tokens"][:]
     truncated = sum(tokens > max_seq_length for tokens in uncut)
     hint = "check the roles and that the answers are not empty, or pass `--loss_on all`"
@@ -76,25 +76,7 @@ def no_supervised_tokens_error(encoded: datasets.Dataset, max_seq_length: int) -
     if truncated == rows:
         hint = f"raise it: the longest row has {max(uncut):,} tokens"
         why = f": every prompt fills max_seq_length={max_seq_length}"
-    return ToolkitError(f"no supervised token in any of the {rows:,} rows{why}", hint=hint)
-
-
-def data_stats(
-    encoded: datasets.Dataset, kept: list[int], tokenizer: Any, data_format: str, max_seq_length: int
-) -> DataStats:
-    """Count the encoded rows; `kept` are the indices of those with a supervised token."""
-    uncut, supervised = encoded["uncut_tokens"][:], encoded["supervised"][:]
-    return DataStats(
-        format=data_format,
-        rows=len(encoded),
-        dropped_rows=len(encoded) - len(kept),
-        epoch_rows=len(kept),
-        truncated_rows=sum(tokens > max_seq_length for tokens in uncut),
-        tokens=sum(min(uncut[index], max_seq_length) for index in kept),
-        supervised_tokens=sum(supervised),
-        longest_row_tokens=max(uncut),
-        sample=mark_supervised(encoded[kept[0]], tokenizer),
-    )
+    return ToolkitError(f"{name}: no supervised token in any of the {rows:,} rows{why}", hint=hint)
 
 
 def of_one_source(stats: DataStats, name: str, weight: float | None, **changes: int) -> SourceStats:
@@ -147,10 +129,8 @@ def preflight_lines(stats: DataStats) -> list[str]:
     if stats.packs is not None and stats.pack_fill_fraction is not None and stats.epoch_rows is not None:
         each, full = f"{stats.epoch_rows / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
         lines.append(f"  packed into {stats.packs:,} sequences of {each}, {full}; batch sizes count these sequences")
-    sample = stats.sample
-    sample = sample if len(sample) <= 1200 else f"{sample[:600]} … {sample[-600:]}"  # with the closing »
-    lines.append("  first row, supervised part between « and »:")
-    return lines + [f"  | {line}" for line in sample.splitlines()]
+    sample = stats.sample if len(stats.sample) <= 1200 else f"{stats.sample[:600]} … {stats.sample[-600:]}"
+    return [*lines, "  first row, supervised part between « and »:", *(f"  | {line}" for line in sample.splitlines())]
 
 
 def _source_line(source: SourceStats, epoch_rows: int | None) -> str:

@@ -1,7 +1,4 @@
-"""Training and evaluation data of a run, from the data arguments.
-
-`load_data` returns what the Trainer takes as `train_dataset` and `eval_dataset`, `make_collator` its `data_collator`.
-"""
+"""Training and evaluation data of a run, from the data arguments, as a Trainer takes them."""
 
 from __future__ import annotations
 
@@ -16,17 +13,7 @@ from typing import Any
 import datasets
 import torch
 
-from toolkit.data.data_files import (
-    DataSource,
-    fractions,
-    iter_rows,
-    numbered,
-    repeated_rows,
-    resolve_source,
-    resolve_sources,
-    row_and_source,
-    rows_per_epoch,
-)
+from toolkit.data import data_files
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.dataset_checks import check_val_size, held_out_rows
@@ -74,14 +61,14 @@ def load_data(
 
     `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
     """
-    sources = resolve_sources(arguments.dataset, config=arguments.dataset_config)
+    sources = data_files.resolve_sources(arguments.dataset, config=arguments.dataset_config)
     loader = _Loader(tokenizer, arguments, training)
     data = loader.open_streams(sources) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
         data = data or loader.load_all_rows(sources)
         if arguments.eval_dataset is not None:
             config, name = arguments.eval_dataset_config, arguments.eval_dataset
-            [source] = resolve_sources([name], config=config, option="eval_dataset")
+            [source] = data_files.resolve_sources([name], config=config, option="eval_dataset")
             encoded = loader.encode(source, arguments.eval_dataset_split, option="eval_dataset")
             data = loader.with_evaluation(data, *encoded.supervised())
     batch = training.train_batch_size * training.gradient_accumulation_steps
@@ -110,14 +97,14 @@ class _Loader:
         self.seed = int(training.seed if training.data_seed is None else training.data_seed)
         weights = arguments.dataset_weights or None
         self.weights = None if weights is None else tuple(weights)
-        self.shares = fractions(weights) if weights else [None] * len(arguments.dataset)
+        self.shares = data_files.fractions(weights) if weights else [None] * len(arguments.dataset)
 
-    def load_all_rows(self, sources: Sequence[DataSource]) -> Data:
+    def load_all_rows(self, sources: Sequence[data_files.DataSource]) -> Data:
         """Tokenise every row before the first step; `val_size` holds some out for evaluation."""
         encoded = [self.encode(source, self.arguments.dataset_split) for source in sources]
         for index, source in enumerate(encoded if len(encoded) > 1 else ()):
             # A row's number then says which data set it is from.
-            numbers = [numbered(row, index, sources=len(encoded)) for row in source.rows["row"][:]]
+            numbers = [data_files.numbered(row, index, sources=len(encoded)) for row in source.rows["row"][:]]
             rows = source.rows.remove_columns("row")
             rows = rows.add_column("row", numbers, feature=source.rows.features["row"])
             encoded[index] = replace(source, rows=rows)
@@ -130,7 +117,7 @@ class _Loader:
         kept, own = EncodedSource(name="--val_size", rows=evaluation, encoder=encoded[0].encoder).supervised()
         return self.with_evaluation(data, kept, replace(own, format=stats.format))
 
-    def open_streams(self, sources: Sequence[DataSource]) -> Data:
+    def open_streams(self, sources: Sequence[data_files.DataSource]) -> Data:
         """Tokenise rows during training; the statistics are of the first rows."""
         split, size = self.arguments.dataset_split, self.arguments.streaming_buffer_size
         streams = [open_stream(source, split, buffer_size=size, seed=self.seed) for source in sources]
@@ -154,21 +141,18 @@ class _Loader:
     def _mixed(self, sources: Sequence[EncodedSource]) -> tuple[datasets.Dataset, DataStats]:
         """The rows of an epoch: every row once, or as often as the weights ask for."""
         parts = [source.supervised() for source in sources]
-        counts = rows_per_epoch([len(rows) for rows, _ in parts], self.weights)
+        counts = data_files.rows_per_epoch([len(rows) for rows, _ in parts], self.weights)
         epochs, described = [], []
         for index, (source, (rows, stats), count) in enumerate(zip(sources, parts, counts, strict=True)):
             if count > len(rows):
-                rows = rows.select(repeated_rows(len(rows), count, seed=f"{self.seed} {index}"))
+                rows = rows.select(data_files.repeated_rows(len(rows), count, seed=f"{self.seed} {index}"))
             tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
             epochs.append(rows)
             described.append(of_one_source(stats, source.name, self.shares[index], epoch_rows=count, **tokens))
         return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
 
     def _hold_out(self, sources: Sequence[EncodedSource]) -> tuple[Sequence[EncodedSource], datasets.Dataset | None]:
-        """Rows for training and rows held out by `val_size`, chosen by index and seed alone.
-
-        Chosen before any row is repeated, so that no row is in both.
-        """
+        """Rows for training and rows held out by `val_size`, chosen by index and seed before any row is repeated."""
         val_size, total = self.arguments.val_size, sum(len(source.rows) for source in sources)
         if val_size is None:
             return sources, None
@@ -193,7 +177,7 @@ class _Loader:
         multiple = self.training.eval_batch_size * self.training.world_size
         return replace(data, evaluation=EvaluationRows(rows, multiple=multiple), evaluation_stats=stats)
 
-    def encode(self, source: DataSource, split: str, *, option: str = "dataset") -> EncodedSource:
+    def encode(self, source: data_files.DataSource, split: str, *, option: str = "dataset") -> EncodedSource:
         """Tokenise every row of a data set."""
         rows, data_format = load_rows(source, split, option=option)
         encoder = row_encoder(self.tokenizer, data_format, self.arguments)
@@ -222,21 +206,18 @@ def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: Parallel
 
 def row_places(numbers: tuple[int, ...], names: Sequence[str]) -> dict[str, Any]:
     """Return `rows`, counted from 1, and `places`: where they are in those of the data sets that are local files."""
-    found = {row_and_source(number, sources=max(1, len(names))) for number in numbers}
+    found = {data_files.row_and_source(number, sources=max(1, len(names))) for number in numbers}
     places: list[str] = []
     for index, name in enumerate(names):
         rows = {row for row, source in found if source == index}
         with contextlib.suppress(ToolkitError, OSError, TypeError, ValueError):
-            path = resolve_source(name).path
+            path = data_files.resolve_source(name).path
             if path is not None and rows:
-                read = enumerate(itertools.islice(iter_rows(path), max(rows) + 1))
+                read = enumerate(itertools.islice(data_files.iter_rows(path), max(rows) + 1))
                 in_file = [place for number, (place, _) in read if number in rows]
                 places += [f"{name}: {place}" for place in in_file] if len(names) > 1 else in_file
     in_order = sorted(found, key=lambda pair: pair[::-1])  # data set by data set, as their places
     return {"rows": [row + 1 for row, _ in in_order], "places": places}
-
-
-# -- evaluation
 
 
 def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
@@ -245,10 +226,7 @@ def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
 
 
 class EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):  # type: ignore[misc]
-    """Rows (or packs), filled up with unsupervised copies until every rank has the same number of full batches.
-
-    `multiple` is the sequences of one batch over all ranks. accelerate would fill up with rows that count twice.
-    """
+    """Rows (or packs), filled up with unsupervised copies to a multiple of the sequences of a batch over all ranks."""
 
     def __init__(self, rows: Any, *, multiple: int) -> None:
         self.rows = rows

@@ -34,10 +34,7 @@ UNPACKABLE_HINT = "leave `--packing` out; `--train_sampling_strategy group_by_le
 
 
 def best_fit(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return the row indices of each pack: best-fit decreasing, longest rows first.
-
-    The packs depend on the lengths alone. Every epoch shuffles the packs, but not the rows in them.
-    """
+    """Return the row indices of each pack, which follow from the lengths alone: best-fit decreasing, longest first."""
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left in a pack, and its index; sorted
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -114,8 +111,6 @@ def check_model_packs(model: Any) -> None:
             f"{type(plain).__name__} cannot isolate packed rows: it takes no position ids", hint=UNPACKABLE_HINT
         )
 
-
-# -- verification
 
 DOCUMENT_TOKENS = (19, 26, 13)
 """Lengths of the test documents. The first two share a pack; the third has its own, which adds padding."""

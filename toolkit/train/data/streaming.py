@@ -1,14 +1,10 @@
 """A stream of training sequences: rows are read, shuffled, tokenised and packed while they are trained on.
 
-    rows = MixedRows(streams=(open_stream("rows.jsonl", "train", buffer_size=1000, seed=42),))
-    loader = stream_loader(TokenStream(rows, [encoder], training), collator, training, device)
-
-The order of rows follows from the files, the seed and the buffer alone; every rank reads all rows.
-
-Rows are dealt in turn to lanes: as many as a global batch has sequences, times `LANE_GROUPS`. A lane drops its rows
-without a supervised token and packs the others. A step trains on the next sequence of each lane of one group, and the
-groups take turns. So a rank tokenises the rows of its own lanes only, worker processes divide them by group, and
-neither the number of ranks nor that of workers changes what a step trains on.
+The order of rows follows from the files, the seed and the buffer alone; every rank reads all rows, and deals them in
+turn to lanes: as many as a global batch has sequences, times `LANE_GROUPS`. A lane drops its rows without a supervised
+token and packs the others. A step trains on the next sequence of each lane of one group, and the groups take turns. So
+a rank tokenises the rows of its own lanes only, worker processes divide them by group, and neither the number of ranks
+nor that of workers changes what a step trains on.
 
 Each sequence carries the state of its lane after it. A checkpoint records these states; a resumed run reads the rows
 before them without tokenising them again.
@@ -44,9 +40,6 @@ LANE_GROUPS = WORKERS[-1]  # each worker process takes whole groups
 # with 32. But a lane tokenises that many packs before it yields the first.
 OPEN_PACKS = 8
 STATE_FILES = "stream_rank*.json"
-
-
-# -- rows
 
 
 class StreamedRow(NamedTuple):
@@ -149,9 +142,6 @@ def _file_rows(path: str) -> Iterator[dict[str, Any]]:
         yield {"fields": row, "place": place, "number": number}
 
 
-# -- lanes
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneState:
     """The position of a lane."""
@@ -168,10 +158,7 @@ LaneStates = dict[int, LaneState]
 
 
 class Lanes:
-    """Makes the sequences of some lanes, each from where its state says.
-
-    Rows are dealt to all lanes in turn, and those of its own kept until taken.
-    """
+    """Makes the sequences of some lanes, each from its state. Rows dealt to its own lanes are kept until taken."""
 
     def __init__(self, stream: TokenStream, states: LaneStates) -> None:
         self.stream, self.states = stream, states
@@ -251,10 +238,7 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
         self.states = {lane: state for lane, state in own.items() if lane in states}
 
     def lanes(self, batch: int) -> list[int]:
-        """Return the lanes of this rank's micro-batch of this number, from 0.
-
-        Lanes are assigned as a data set that is not streamed is: by accumulation step, then by rank.
-        """
+        """Return the lanes of a micro-batch: by accumulation step, then by rank, as rows are without streaming."""
         step, accumulation_step = divmod(batch, self.accumulation)
         group = step % LANE_GROUPS * self.global_batch_size
         first = group + (accumulation_step * self.world_size + self.rank) * self.batch_size
@@ -278,9 +262,6 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
     def _states_of(self, batches: Iterable[int]) -> LaneStates:
         lanes = itertools.chain.from_iterable(map(self.lanes, batches))
         return {lane: self.start_states.get(lane, LaneState(lane=lane)) for lane in lanes}
-
-
-# -- batches
 
 
 def collate_stream(rows: Sequence[TokenRow], *, collator: Any) -> dict[str, Any]:
@@ -319,9 +300,6 @@ def record_lane_states(batches: Iterator[dict[str, Any]], states: LaneStates) ->
             raise ToolkitError(error.message, hint=resume if error.hint is None else f"{error.hint}; {resume}")
         states.update({state.lane: state for state in batch.pop(LANE_STATE)})
         yield batch
-
-
-# -- checkpoints
 
 
 def write_lane_states(checkpoint: Path, states: LaneStates, *, rank: int, world_size: int) -> None:

@@ -1,12 +1,7 @@
-"""Tokenise rows, with labels only at supervised tokens.
+"""Tokenise rows, with labels of -100 at all but supervised tokens.
 
-    rows, data_format = load_rows("faq.jsonl", "train")
-    encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=1024))
-    source = EncodedSource(name="faq.jsonl", rows=encode_rows(rows, encoder), encoder=encoder)
-    dataset, stats = source.supervised()
-
-Labels are -100 at all other tokens. They follow character spans of the rendered conversation, never token ids: where
-the pad token is also the end-of-turn token, masking by id would exclude the end of every turn from the loss.
+Labels follow the template's `{% generation %}` marks, or character spans of the rendered conversation, never token ids:
+where the pad token is also the end-of-turn token, masking by id would exclude the end of every turn from the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +24,9 @@ from toolkit.data.formats import Sample, check_row, detect_format, to_sample, wi
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
-from toolkit.train.data import chat_template
-from toolkit.train.data.chat_template import Encoded, encode_chat
-from toolkit.train.data.data_report import DataStats, data_stats, no_supervised_tokens_error
+from toolkit.train.data.data_report import DataStats, mark_supervised, no_supervised_tokens_error
 
 _JSON_ROW, _PLACE = "json_row", "place"
-
-# -- loading
 
 
 def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
@@ -84,9 +76,13 @@ def load_hub(source: DataSource, split: str, *, streaming: bool = False, option:
                 known = [str(each) for each in datasets.get_dataset_config_names(name)]
         if known and (config not in known if config is not None else "Config name is missing" in str(error)):
             raise config_error(name, config, known, option=option) from error
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = f"check the name and `--{option}_split`; without network, pass a local file"
-        raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
+        what = f"data set {name!r}, split {split!r} cannot be loaded: {_first_line(error)}"
+        raise ToolkitError(what, hint=hint) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
@@ -101,15 +97,13 @@ def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None)
 
 def _fingerprint(*parts: object) -> str:
     """A key for the cache of `datasets`. The code that computes the cached tokens is part of it."""
-    code = [Path(file).read_bytes() for file in (__file__, chat_template.__file__, formats.__file__)]
+    code = [Path(file).read_bytes() for file in (__file__, formats.__file__)]
     digest = hashlib.sha256(transformers.__version__.encode())
     for part in (*code, *parts):
         digest.update(part if isinstance(part, bytes) else repr(part).encode())
         digest.update(b"\0")
     return digest.hexdigest()[:32]
 
-
-# -- tokens
 
 COLUMNS = ["input_ids", "labels", "length", "row", "supervised"]
 _FEATURES = datasets.Features(
@@ -171,11 +165,7 @@ class RowEncoder:
 
 
 def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> RowEncoder:
-    """Return the encoder for rows of one format.
-
-    `loss_on` is `assistant` (also the completion), `all`, or None: assistant for chat and prompt/completion, all for
-    text. Raises ToolkitError for `assistant` with text.
-    """
+    """Return the encoder for rows of one format. Raises ToolkitError for `--loss_on assistant` with text."""
     if data_format == "text" and arguments.loss_on == "assistant":
         what = "`loss_on: assistant` has no effect on plain text: there is no assistant turn"
         raise ToolkitError(what, hint="leave `--loss_on` out")
@@ -215,19 +205,41 @@ class EncodedSource:
 
     def supervised(self) -> tuple[datasets.Dataset, DataStats]:
         """Return the `COLUMNS` of rows with a supervised token, and statistics. Raises ToolkitError if none is left."""
-        encoder = self.encoder
-        kept = [index for index, supervised in enumerate(self.rows["supervised"][:]) if supervised]
+        rows, limit = self.rows, self.encoder.max_seq_length
+        uncut, supervised = rows["uncut_tokens"][:], rows["supervised"][:]
+        kept = [index for index, tokens in enumerate(supervised) if tokens]
         if not kept:
-            error = no_supervised_tokens_error(self.rows, encoder.max_seq_length)
-            raise ToolkitError(f"{self.name}: {error.message}", hint=error.hint)
-        stats = data_stats(self.rows, kept, encoder.tokenizer, encoder.data_format, encoder.max_seq_length)
-        return self.rows.select(kept).select_columns(COLUMNS), stats
+            raise no_supervised_tokens_error(self.name, rows, limit)
+        stats = DataStats(
+            format=self.encoder.data_format,
+            rows=len(rows),
+            dropped_rows=len(rows) - len(kept),
+            epoch_rows=len(kept),
+            truncated_rows=sum(tokens > limit for tokens in uncut),
+            tokens=sum(min(uncut[index], limit) for index in kept),
+            supervised_tokens=sum(supervised),
+            longest_row_tokens=max(uncut),
+            sample=mark_supervised(rows[kept[0]], self.encoder.tokenizer),
+        )
+        return rows.select(kept).select_columns(COLUMNS), stats
+
+
+# -- supervised tokens
+
+Encoded = tuple[list[int], list[bool]]
+"""Input ids, and True for each that is supervised."""
+Span = tuple[int, int]
+"""First character, and the character after the last."""
+
+TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block around the assistant's turns"
+_GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_tokens: int | None = None) -> Encoded:
     """Tokenise one sample without truncation; `supervise_all` supervises prompts and user turns too.
 
-    Tokens behind `max_tokens`, which will be cut, may be left unsupervised.
+    Tokens behind `max_tokens`, which will be cut, may be left unsupervised. Raises ToolkitError if the chat template is
+    missing, refuses the conversation, or hides the assistant's turns.
     """
     if sample.messages is not None:
         return encode_chat(sample, tokenizer, supervise_all=supervise_all, max_tokens=max_tokens)
@@ -242,3 +254,86 @@ def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_t
     if eos is not None and (len(input_ids) == prompt_tokens or input_ids[-1] != eos):
         input_ids = [*input_ids, eos]
     return input_ids, [supervise_all or index >= prompt_tokens for index in range(len(input_ids))]
+
+
+def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_tokens: int | None) -> Encoded:
+    chat = _Chat(tokenizer=tokenizer, messages=sample.messages or [], tools=sample.tools)
+    if not supervise_all and _GENERATION_BLOCK.search(chat.template()):
+        options = {"tokenizer_kwargs": {"return_offsets_mapping": True, "verbose": False}}
+        encoding = chat.apply(len(chat.messages), return_dict=True, return_assistant_tokens_mask=True, **options)
+        context = len(chat.render(sample.first_supervised_message)) if sample.first_supervised_message else 0
+        pairs = zip(encoding["assistant_masks"], encoding["offset_mapping"], strict=True)
+        return encoding["input_ids"], [bool(generated) and first >= context for generated, (first, _) in pairs]
+    text = chat.render(len(chat.messages))
+    if not tokenizer.is_fast:
+        raise ToolkitError("the tokenizer does not provide token offsets", hint="use a fast tokenizer")
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    input_ids, offsets = encoding.input_ids, encoding.offset_mapping
+    if supervise_all:
+        return input_ids, [True] * len(input_ids)
+    # Each span renders the conversation again, which is too slow for long conversations behind the cut.
+    cut = len(text) if max_tokens is None or max_tokens >= len(offsets) else offsets[max_tokens][0]
+    spans: list[Span] = []
+    for index, message in enumerate(chat.messages):
+        if spans and spans[-1][1] >= cut:
+            break
+        if message["role"] == "assistant" and index >= sample.first_supervised_message:
+            spans.append(chat.assistant_span(text, index))
+    return input_ids, _overlaps(offsets, spans)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chat:
+    """A conversation, and the tokenizer whose template renders it."""
+
+    tokenizer: Any
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+    def template(self) -> str:
+        try:  # some tokenizers have another template for conversations with tools
+            return str(self.tokenizer.get_chat_template(tools=self.tools))
+        except ValueError:
+            what = "the data are conversations, but the tokenizer has no chat template"
+            hint = "pass `--chat_template FILE`, or choose an instruction-tuned model"
+            raise ToolkitError(what, hint=hint) from None
+
+    def render(self, num_messages: int, *, prompt_assistant: bool = False) -> str:
+        """Render the first messages, followed by the header of an assistant turn if `prompt_assistant`."""
+        return str(self.apply(num_messages, tokenize=False, add_generation_prompt=prompt_assistant))
+
+    def apply(self, num_messages: int, **arguments: Any) -> Any:
+        """Call `apply_chat_template`; an error of the template is one that the user can fix."""
+        self.template()
+        messages = self.messages[:num_messages]
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **arguments)
+        except Exception as error:  # a template is a program: it can raise anything
+            why, roles = _first_line(error), ", ".join(message["role"] for message in messages)
+            hint = "change the rows, or pass `--chat_template FILE`"
+            raise ToolkitError(f"the chat template refuses this conversation ({roles}): {why}", hint=hint) from None
+
+    def assistant_span(self, text: str, index: int) -> Span:
+        """The turn after its header, with its end, in the `text` of all messages; found by growing prefixes."""
+        through = self.render(index + 1)
+        if index:
+            prefix = self.render(index, prompt_assistant=True)
+            start = len(prefix) if through.startswith(prefix) else None
+        else:  # many templates cannot render a header without a message before it
+            content = self.messages[0]["content"].strip()
+            start = through.rfind(content) if content and content in through else None
+        if start is None or not text.startswith(through):
+            why = "differently depending on the messages around it, so the assistant's turn cannot be located"
+            raise ToolkitError(f"the chat template renders message {index + 1} {why}", hint=TEMPLATE_HINT)
+        # White space after the end-of-turn token belongs to the template: the model stops before it.
+        return start, max(start, len(through.rstrip()))
+
+
+def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """True for each token that shares a character with a span; spans are in text order."""
+    overlaps, remaining = [], list(reversed(spans))
+    for first, last in offsets:
+        while remaining and first >= remaining[-1][1]:
+            remaining.pop()
+        overlaps.append(bool(remaining) and last > remaining[-1][0])
+    return overlaps

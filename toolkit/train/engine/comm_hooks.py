@@ -1,7 +1,6 @@
 """DDP's gradient communication hooks: torch's own and top-k compression, counted and read back.
 
-Counted are the bytes of the tensors that a hook passes to `all_reduce` and `all_gather` on this rank, with their
-dtypes. Each hook's module sees torch.distributed through a counter, so no other communication is counted.
+Each hook's module sees torch.distributed through a counter of the bytes and dtypes that it sends on this rank.
 """
 
 from __future__ import annotations

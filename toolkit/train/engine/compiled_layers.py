@@ -15,7 +15,7 @@ import torch
 from accelerate.utils.other import is_repeated_blocks
 from torch.utils._pytree import tree_leaves
 
-from toolkit.job.compilation import Compilation
+from toolkit.job.job import Compilation
 
 
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:
@@ -48,8 +48,7 @@ _LENGTH_DIMENSIONS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 def _mark_lengths(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the length of a layer's inputs as dynamic, before the layer is called.
 
-    `dynamic=True` would do so for the sizes of the weights too, which FSDP2 replaces in every forward: tracing the
-    layers of a tiny model then takes 19 s of CPU time instead of 4.
+    With `dynamic=True` the sizes of the weights, which FSDP2 replaces, would be too: 19 s for a tiny model, not 4.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     length = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None  # hidden states come first

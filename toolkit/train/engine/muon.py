@@ -21,10 +21,7 @@ Group = dict[str, Any]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
-    """Muon for the groups with `use_muon`, AdamW for the others.
-
-    Groups and states are this optimizer's own, so that schedules, engines and checkpoints see one optimizer.
-    """
+    """Muon for the groups with `use_muon`, AdamW for the others: one optimizer for schedules and engines."""
 
     def __init__(self, groups: Iterable[Group], *, lr: float) -> None:
         """Give every group the options of its own algorithm; `lr` is for groups without one."""

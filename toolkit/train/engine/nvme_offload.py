@@ -1,8 +1,4 @@
-"""NVMe offload within a rank: the swap folder is named before DeepSpeed reads it, buffers are sized from the model.
-
-A preset's file knows neither the disk nor the model. accelerate fills `"nvme_path": "auto"` from the environment;
-`buffer_size` and `buffer_count` are filled here where the file leaves them out.
-"""
+"""NVMe offload within a rank: DeepSpeed's buffers are sized from the model, where the preset's file leaves that out."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ from toolkit.train.model.loading import model_without_weights
 
 
 def size_swap_buffers(arguments: Arguments) -> None:
-    """Fill in the sizes of DeepSpeed's swap buffers; do nothing without NVMe offload.
-
-    Call it before the model is loaded: loading swaps already. Raises ToolkitError where no disk is named.
-    """
+    """Size DeepSpeed's swap buffers, before loading swaps already. Raises ToolkitError if NVMe offload has no disk."""
     plugin, blocks = arguments.training.deepspeed_plugin, offload_blocks(arguments.training)
     for name, block in blocks.items():
         if str(block.get("nvme_path", "none")) in ("none", "auto"):

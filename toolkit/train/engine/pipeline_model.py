@@ -2,9 +2,7 @@
 
 A stage keeps the forward of its architecture in transformers, which makes masks and positions itself: layers that
 belong to other stages are taken out of the model before it has weights. Each rank reads the weights of its stages only.
-
-Training goes through `pipeline_steps`. Called as a module, the pipeline computes one batch from the first stage to the
-last without gradients: for evaluations, and for the live model's logits of fixed tokens.
+Training goes through `PipelineTrainer`; called as a module, the pipeline computes one batch without gradients.
 """
 
 from __future__ import annotations
@@ -230,10 +228,7 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         return values
 
     def save_pretrained(self, folder: Path, *, is_main_process: bool) -> None:
-        """Write a model folder, each rank of the first pipeline one file of weights. Collective.
-
-        Rank 0 writes the index, so that `from_pretrained` loads the folder without a merge.
-        """
+        """Write a model folder with an index, each rank of the first pipeline one file of weights. Collective."""
         dist.barrier()  # the main process may have emptied the folder
         folder.mkdir(parents=True, exist_ok=True)
         own = {name: weight.detach().contiguous() for name, weight in self.own_weights().items()}

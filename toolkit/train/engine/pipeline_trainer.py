@@ -45,10 +45,7 @@ class PipelineSteps:
         self.schedule: Any = None
 
     def run(self, batches: list[Batch], *, num_items: Any) -> list[torch.Tensor]:
-        """Return each micro-batch's share of the step's loss, on the rank of the last stage; zeros on the others.
-
-        `num_items` are the supervised tokens of the step, by which all losses are divided.
-        """
+        """Return each micro-batch's share of the loss per token of `num_items`; zeros but on the last stage's rank."""
         shaped = in_one_shape(batches, count=self.micro_batches)
         if shaped[0]["input_ids"].shape != self.shape:
             self._build(shaped[0]["input_ids"].shape)
@@ -79,10 +76,7 @@ class PipelineSteps:
         self.shape = shape
 
     def _stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
-        """Describe what a stage takes and returns, so that torch need not run it to find out.
-
-        The residual stream is fp32 between layers, under autocast too, as in one process.
-        """
+        """Describe what a stage takes and returns, so that torch does not run it: fp32, under autocast too."""
         width = self.model.config.get_text_config().hidden_size
         hidden = torch.empty((*shape, width), device="meta", requires_grad=True)
         tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
@@ -145,8 +139,6 @@ class PipelineTrainer(SupervisedTrainer):
         self.losses: list[torch.Tensor] = []
         """Their losses, from the first of them until each was returned."""
 
-    # -- rows
-
     def _rows_of_pipeline(self, loader: Any, **_: Any) -> Any:
         """Deal rows to pipelines instead of ranks; everything else as accelerate does."""
         accelerator, ranks = self.accelerator, self.model.ranks
@@ -172,8 +164,6 @@ class PipelineTrainer(SupervisedTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         self.samples, num_items = super().get_batch_samples(*args, **kwargs)
         return self.samples, num_items
-
-    # -- steps
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """The Trainer would wrap the stages in DDP, as if all ranks held the same weights."""
@@ -224,8 +214,6 @@ class PipelineTrainer(SupervisedTrainer):
         dist.all_reduce(square, group=self.model.ranks.pipeline)
         return square.sqrt().float()
 
-    # -- what the observer reads
-
     @property
     def gradient_parts(self) -> int:
         """Ranks whose parameters together are those of the model."""
@@ -257,8 +245,6 @@ class PipelineTrainer(SupervisedTrainer):
             "layers": [int(name) for stage in plain.stages for name, _ in stage.decoder.model.layers.named_children()],
             "tied_copy_bytes": sum(stage.tied_copy.nbytes for stage in plain.stages if stage.tied_copy is not None),
         }
-
-    # -- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write this rank's weights as one file of a model folder. Collective."""

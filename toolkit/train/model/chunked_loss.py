@@ -55,14 +55,9 @@ class LogitScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """How the loss is computed."""
-
     chunk_tokens: int
     scale: LogitScale = LogitScale()
     label_smoothing: float = 0.0
-
-
-# -- the loss of a head
 
 
 def chunked_cross_entropy(
@@ -73,10 +68,7 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None,
     options: LossOptions,
 ) -> torch.Tensor:
-    """Return the sum of the cross entropy at some positions; `hidden` is (tokens, size), `weight` (words, size).
-
-    The result can be backpropagated once.
-    """
+    """Return the sum at `positions`, to be backpropagated once; `hidden` is (tokens, size), `weight` (words, size)."""
     return _ChunkedCrossEntropy.apply(hidden, labels, positions, weight, bias, options, torch.is_grad_enabled())
 
 
@@ -171,11 +163,8 @@ def loss_and_gradient(
     return loss, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
-# -- the loss of a model
-
-
 class UnknownHead(Exception):
-    """The model computes its loss from more than the logits of a linear head, scaled or capped."""
+    """The model's loss is computed from more than the logits of a linear head, scaled or capped."""
 
 
 class ChunkedLoss:
@@ -187,10 +176,7 @@ class ChunkedLoss:
     """
 
     def __init__(self, plain: Any, *, chunk_tokens: int, label_smoothing: float = 0.0) -> None:
-        """Change the model's forward, its head's and its loss function; `plain` has no wrappers.
-
-        Raises UnknownHead, and changes nothing, for a model whose loss cannot be computed this way.
-        """
+        """Change forward and loss of `plain`, which has no wrappers; or raise UnknownHead, and change nothing."""
         self.scale = read_logit_scale(plain)
         self.chunk_tokens, self.label_smoothing = chunk_tokens, label_smoothing
         self.num_losses = 0
@@ -199,36 +185,30 @@ class ChunkedLoss:
         """Computes the loss of hidden states, during a forward with labels."""
         self._loss: torch.Tensor | None = None
         self._head, self._inner = plain.get_output_embeddings(), inner_head(plain)
-        self._model_forward, self._head_forward = plain.forward, self._inner.forward
-        self._full_loss = plain.loss_function
-        plain.forward = types.MethodType(self._signed_forward(), plain)
-        self._inner.forward = self._forward_head
-        plain.loss_function = self._return_loss
-        plain.chunked_loss = self
+        model_forward, head_forward, full_loss = plain.forward, self._inner.forward, plain.loss_function
 
-    def _signed_forward(self) -> Any:
-        """The signature stays: the Trainer reads from it that the model takes `num_items_in_batch`."""
-
-        @functools.wraps(self._model_forward)
+        @functools.wraps(model_forward)  # the Trainer reads from the signature that it takes `num_items_in_batch`
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             positions = kwargs.pop(SUPERVISED_POSITIONS, None)
             if kwargs.get("labels") is None:
-                return self._model_forward(*args, **kwargs)
+                return model_forward(*args, **kwargs)
             smoothing = self.label_smoothing if model.training else 0.0
             given = (next_labels(kwargs), positions, kwargs.get("num_items_in_batch"))
             self._compute = functools.partial(self._loss_of, *given, label_smoothing=smoothing)
             # Registered now, it runs after the hooks of every engine and takes what they return.
             hook = self._head.register_forward_hook(self._take_loss)
             try:
-                return self._model_forward(*args, **kwargs)
+                return model_forward(*args, **kwargs)
             finally:
                 hook.remove()
                 self._compute = self._loss = None
 
-        return forward
+        def return_loss(*args: Any, **kwargs: Any) -> Any:
+            return full_loss(*args, **kwargs) if self._loss is None else self._loss
 
-    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (self._compute or self._head_forward)(hidden)
+        plain.forward = types.MethodType(forward, plain)
+        self._inner.forward = lambda hidden: (self._compute or head_forward)(hidden)
+        plain.loss_function, plain.chunked_loss = return_loss, self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _loss_of(
@@ -252,15 +232,9 @@ class ChunkedLoss:
         self._loss = output
         return inputs[0].new_zeros((*inputs[0].shape[:-1], 0), requires_grad=False)
 
-    def _return_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return self._full_loss(*args, **kwargs) if self._loss is None else self._loss
-
 
 def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
-    """Give the Trainer's model the chunked loss, unless `--loss` is `full` or something else computes it.
-
-    Raises ToolkitError for `chunked` where the model does not allow it; with `auto` a line says so.
-    """
+    """Give the model the chunked loss if `--loss` allows. Raises ToolkitError where `chunked` is impossible."""
     training, loss = trainer.args, arguments.loss
     if loss == "full" or (loss == "auto" and training.use_liger_kernel):
         return
@@ -272,10 +246,10 @@ def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
             raise ToolkitError(f"--loss chunked: {error}", hint="leave `--loss` out") from error
         if training.process_index == 0:
             print(f"the loss is computed from the full logits: {error}", flush=True)
-        return
-    if isinstance(trainer.data_collator, Collator):
-        trainer.data_collator.adds_positions = True
-    trainer.label_smoother = None  # it would compute the full logits; the chunked loss smooths labels itself
+    else:
+        trainer.label_smoother = None  # it would compute the full logits; the chunked loss smooths labels itself
+        if isinstance(trainer.data_collator, Collator):
+            trainer.data_collator.adds_positions = True
 
 
 def read_loss(model: Any) -> dict[str, Any]:
@@ -301,28 +275,6 @@ def inner_head(plain: Any) -> Any:
 # Logits to see how a model changes them. The first gives the slope, the second the cap, the rest verify both.
 SLOPE_PROBE, CAP_PROBE = 2.0**-30, 2.0**60
 PROBES = (SLOPE_PROBE, CAP_PROBE, 0.0, 1.0, -1.0, 7.0, -30.0, 30.0, 55.0, -200.0)
-
-
-def read_logit_scale(plain: Any) -> LogitScale:
-    """Return what the model does with its head's logits before the loss, seen by giving it logits.
-
-    Backbone and head are left out, so no weight is read. Raises UnknownHead for anything but a factor and a soft cap,
-    for a head that is not linear or has adapters, and for a loss other than transformers' own.
-    """
-    name, head = type(plain).__name__, plain.get_output_embeddings()
-    if getattr(plain, "loss_function", None) is not ForCausalLMLoss:
-        raise UnknownHead(f"{name} has a loss function of its own")
-    if head is None or type(inner_head(plain)).forward is not torch.nn.Linear.forward:
-        raise UnknownHead(f"the head of {name} is not a linear layer, or has adapters")
-    vocab_size = int(plain.config.get_text_config().vocab_size)
-    logits = torch.tensor(PROBES, dtype=torch.float64).repeat(vocab_size // len(PROBES) + 1)[:vocab_size]
-    seen = _seen_by_loss(plain, head, logits)
-    if seen.shape == logits.shape:
-        slope, largest = float(seen[0]) / SLOPE_PROBE, float(seen[1])
-        scale = LogitScale(slope=slope, cap=largest if abs(largest) < 2.0**40 else None)
-        if torch.allclose(seen, scale(logits.clone()), rtol=1e-6, atol=1e-12):
-            return scale
-    raise UnknownHead(f"{name} does more with its logits than scaling and capping them")
 
 
 class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
@@ -351,8 +303,20 @@ class _Replacement:
         return setting
 
 
-def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Return what arrives at the loss function of one token whose head returns these logits."""
+def read_logit_scale(plain: Any) -> LogitScale:
+    """Return what the model does with its head's logits before the loss, seen by giving it logits of one token.
+
+    Backbone and head are left out, so no weight is read. Raises UnknownHead for anything but a factor and a soft cap,
+    for a head that is not linear or has adapters, and for a loss other than transformers' own.
+    """
+    name, head = type(plain).__name__, plain.get_output_embeddings()
+    if getattr(plain, "loss_function", None) is not ForCausalLMLoss:
+        raise UnknownHead(f"{name} has a loss function of its own")
+    if head is None or type(inner_head(plain)).forward is not torch.nn.Linear.forward:
+        raise UnknownHead(f"the head of {name} is not a linear layer, or has adapters")
+    vocab_size = int(plain.config.get_text_config().vocab_size)
+    given = torch.tensor(PROBES, dtype=torch.float64).repeat(vocab_size // len(PROBES) + 1)[:vocab_size]
+    token, label = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=torch.int64)
     seen: list[torch.Tensor] = []
 
     def capture(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -360,20 +324,23 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
             seen.append(logits.detach().flatten().double().cpu())
         return torch.zeros(())
 
-    token, label = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=torch.int64)
     hidden = _Hidden(last_hidden_state=torch.zeros(1, 1, 1, dtype=torch.float64))
+    values = {head: given.view(1, 1, -1), plain.base_model: hidden}
+    replaced = {child: _Replacement(values[each], each) for child, each in plain._modules.items() if each in values}
     options = {"attention_mask": torch.ones_like(token), "use_cache": False, "output_router_logits": False}
-    values = {head: logits.view(1, 1, -1), plain.base_model: hidden}
-    replaced = {name: _Replacement(values[child], child) for name, child in plain._modules.items() if child in values}
-    with patch.dict(plain._modules, replaced):
-        plain.loss_function = capture
-        try:
-            with torch.no_grad():
-                plain.forward(input_ids=token, labels=label, **options)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UnknownHead(f"{type(plain).__name__} cannot be asked what it does with its logits") from error
-        finally:
-            del plain._loss_function
+    plain.loss_function = capture
+    try:
+        with patch.dict(plain._modules, replaced), torch.no_grad():
+            plain.forward(input_ids=token, labels=label, **options)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnknownHead(f"{name} cannot be asked what it does with its logits") from error
+    finally:
+        del plain._loss_function
     if len(seen) != 1:
-        raise UnknownHead(f"{type(plain).__name__} does not compute one loss from its head's logits")
-    return seen[0]
+        raise UnknownHead(f"{name} does not compute one loss from its head's logits")
+    if seen[0].shape == given.shape:
+        slope, largest = float(seen[0][0]) / SLOPE_PROBE, float(seen[0][1])
+        scale = LogitScale(slope=slope, cap=largest if abs(largest) < 2.0**40 else None)
+        if torch.allclose(seen[0], scale(given), rtol=1e-6, atol=1e-12):
+            return scale
+    raise UnknownHead(f"{name} does more with its logits than scaling and capping them")

@@ -36,10 +36,7 @@ from toolkit.presets.training_arguments import uses_fsdp
 
 
 def load_for_shards(load: Callable[[], Any]) -> Any:
-    """Return what `load` loads, in host memory: the quantized weights on rank 0, elsewhere memory that nobody touches.
-
-    `load` calls `from_pretrained`, whose own choice for a quantized model is the GPU of each rank.
-    """
+    """Return what `load` loads, in host memory: quantized weights on rank 0, elsewhere memory that nobody touches."""
     # Rank 0 reads, and where FSDP2 was told not to broadcast (`fsdp_cpu_ram_efficient_loading: false`) every rank.
     alone = not dist.is_initialized() or dist.get_rank() == 0
     broadcasts = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")

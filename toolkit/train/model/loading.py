@@ -1,7 +1,4 @@
-"""Load the model and its tokenizer: trained weights in fp32, frozen ones in the compute dtype.
-
-The checkpoint's own dtype does not matter (docs/concepts/numerics.md).
-"""
+"""Load the model and its tokenizer: trained weights in fp32, frozen ones in the compute dtype."""
 
 from __future__ import annotations
 
@@ -133,10 +130,7 @@ def _is_sharded_4_bit(arguments: ModelArguments) -> bool:
 
 
 def with_lora(model: Any, arguments: ModelArguments, checkpoint: Path | None) -> Any:
-    """Return the model with trainable LoRA adapters, new or from a checkpoint.
-
-    Raises ToolkitError if peft rejects the configuration.
-    """
+    """Return the model with LoRA adapters, new or of a checkpoint. Raises ToolkitError if peft refuses them."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if checkpoint is not None:
