@@ -33,17 +33,15 @@ def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model:
     assert planned_memory(on_gpus, ZERO2, shape=None) == (None, None)
 
 
-def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("target_interval", "fewest"), [(0.01, 17), (None, 30)])
+def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(
+    tiny_model: Path, target_interval: float | None, fewest: int
+) -> None:
     """Two untimed steps and ten timed ones: decided after step 15, stopped after step 17."""
-    low, high = planned_step_seconds(tiny_model)
-    shape = read_model(str(tiny_model))
-    early = comparison_on_gpus(tiny_model, target_interval=0.01)
-    assert expected_duration(ZERO2, {}, early, shape=shape, gpu=H100) == ExpectedDuration(
-        pytest.approx(17 * low), pytest.approx(30 * high), "planner"
-    )
-    all_steps = comparison_on_gpus(tiny_model)
-    assert expected_duration(ZERO2, {}, all_steps, shape=shape, gpu=H100) == ExpectedDuration(
-        pytest.approx(30 * low), pytest.approx(30 * high), "planner"
+    (low, high), shape = planned_step_seconds(tiny_model), read_model(str(tiny_model))
+    spec = comparison_on_gpus(tiny_model, target_interval=target_interval)
+    assert expected_duration(ZERO2, {}, spec, shape=shape, gpu=H100) == ExpectedDuration(
+        pytest.approx(fewest * low), pytest.approx(30 * high), "planner"
     )
 
 
