@@ -84,9 +84,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
         self.recompute.stop()
-        reading = read_rank(
-            self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
-        )
+        recomputes, readers = self.recompute.detected, self.parts.read
+        reading = read_rank(self.trainer, self.gradients or {}, readers=readers, recompute_detected=recomputes)
         self.reading = reading | {
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
@@ -166,7 +165,6 @@ def verified_line(preset: PresetSpec, reading: Values) -> str:
     """Return the log line of a verified run."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
-    if reading["frozen_dtype"] is not None:
-        dtypes += f", {reading['frozen_dtype']} frozen weights"
+    dtypes += "" if reading["frozen_dtype"] is None else f", {reading['frozen_dtype']} frozen weights"
     engine = f"{reading['engine']}, {reading['sharding']}"
     return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"
