@@ -80,13 +80,6 @@ def test_a_zero_bubble_schedule_delays_weight_gradients_by_the_stage(schedule: s
         assert sum(letter == "I" for letter, _, _ in before_first_weight) == 1 + scale * stage
 
 
-def test_zb_h1_without_weight_gradients_is_1f1b() -> None:
-    plain, split = (operation_order(schedule, size_of(schedule, 5, 11)) for schedule in ("1f1b", "zb_h1"))
-    for stage in range(5):
-        whole = [each for each in own_operations(split, stage) if each[0] != "W"]
-        assert [("B" if letter == "I" else letter, *rest) for letter, *rest in whole] == own_operations(plain, stage)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: str) -> None:
     size = size_of(schedule, 4, 12)

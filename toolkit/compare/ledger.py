@@ -150,12 +150,8 @@ def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRun
 @contextlib.contextmanager
 def comparison_lock(folder: Path) -> Iterator[None]:
     """Lock a comparison's folder. Raises ToolkitError while another process runs the same comparison."""
-
-    def held(holder: str) -> ToolkitError:
-        message = f"{folder} holds a comparison that is still running (process {holder})"
-        return ToolkitError(message, hint="wait for it, or name another folder: `--output-dir DIR`")
-
-    descriptor = lock_file(folder / LOCK_FILE, held=held)
+    hint = "wait for it, or name another folder: `--output-dir DIR`"
+    descriptor = lock_file(folder / LOCK_FILE, holds="a comparison", hint=hint)
     try:
         yield
     finally:

@@ -140,12 +140,12 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         """Return what `--json` prints: `findings`, `checks` and `node_facts`, without secrets."""
-        findings, rows = [], []
-        for name, outcome in self.checks.items():
-            findings += [{"check": name} | asdict(finding) for finding in outcome.findings]
-            facts = {"measured": outcome.measured, "skipped": outcome.skipped}
-            rows.append({"check": name, "status": outcome.status, "seconds": outcome.seconds, **facts})
+        findings = [
+            {"check": name} | asdict(each) for name, outcome in self.checks.items() for each in outcome.findings
+        ]
         findings.sort(key=lambda finding: LEVELS.index(finding["level"]))
+        keys = ("status", "seconds", "measured", "skipped")
+        rows = [{"check": name} | {key: getattr(each, key) for key in keys} for name, each in self.checks.items()]
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 

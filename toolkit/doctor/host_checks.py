@@ -15,17 +15,9 @@ from typing import Any
 import psutil
 
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO
+from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.environment_report import (
-    SHARED_MEMORY,
-    compiled_ops,
-    described_disks,
-    filesystem_bytes,
-    hub_home,
-    hub_login,
-    token_file,
-    usual_folders,
-)
+from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, hub_home, usual_folders
 from toolkit.doctor.ops import has_libaio_header
 from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
@@ -54,7 +46,7 @@ MOVED_BY = {
 @node_check("below 1 GiB (a container has 64 MiB by default)", NCCL_CONTAINERS)
 def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
     """Size of /dev/shm, through which NCCL, gloo and data loader workers exchange data."""
-    size, writable = filesystem_bytes(SHARED_MEMORY), os.access(SHARED_MEMORY, os.W_OK)
+    size, writable = report.filesystem_bytes(SHARED_MEMORY), os.access(SHARED_MEMORY, os.W_OK)
     outcome.measured = {"bytes": size, "writable": writable}
     if size is None or size < GIB or not writable:
         what = "/dev/shm is missing, too small, or cannot be written"
@@ -144,8 +136,7 @@ def host_memory(node: NodeReadings, outcome: Outcome) -> None:
         fix = "end other processes: `ps aux --sort -rss | head`"
         outcome.add(WARNING, f"{what} than is available now", gib(available), gib(needed), fix)
     if kills:
-        what, fix = "the kernel has killed processes for lack of memory", "dmesg | grep -i 'killed process'"
-        outcome.add(NOTE, what, kills, 0, fix)
+        outcome.add(NOTE, "processes were killed for lack of memory", kills, 0, "dmesg | grep -i 'killed process'")
 
 
 @node_check(
@@ -314,15 +305,15 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
 )
 def hub(_: NodeReadings, outcome: Outcome) -> None:
     """The hub's cache (place, kind of disk), its token (present or not; never read), offline mode."""
-    home, login, mount = hub_home(), hub_login(), mount_of(existing_folder(hub_home()))
+    home, login, mount = hub_home(), report.hub_login(), mount_of(existing_folder(hub_home()))
+    token = report.token_file()
     offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
     kind = mount.kind if mount else None
     outcome.measured = {"cache": str(home), "disk": kind, "token": login or "none", "offline": offline}
     if login is None and offline is None:
         what, fix = "no hub token: gated and private models are refused", "hf auth login   (or export HF_TOKEN)"
         outcome.add(NOTE, what, "none", "a token, if the model needs one", fix)
-    if login == "token file" and (mode := token_file().stat().st_mode) & (stat.S_IRGRP | stat.S_IROTH):
-        what, fix = "other users can read the hub's token", f"chmod 600 {token_file()}"
-        outcome.add(WARNING, what, stat.filemode(mode), "-rw-------", fix)
+    if login == "token file" and (mode := token.stat().st_mode) & (stat.S_IRGRP | stat.S_IROTH):
+        outcome.add(WARNING, "others can read the hub's token", stat.filemode(mode), "-rw-------", f"chmod 600 {token}")
     if kind == "memory":
         outcome.add(WARNING, f"the hub's cache is in memory: {home}", kind, "a disk", "export HF_HOME=DIR on a disk")

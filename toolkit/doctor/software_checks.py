@@ -72,11 +72,10 @@ def nccl(_: NodeReadings, outcome: Outcome) -> None:
 )
 def packages(node: NodeReadings, outcome: Outcome) -> None:
     """Optional packages that this node could use: Liger, bitsandbytes, NVML's library, nvcc."""
-    parts = left_out()
+    parts, level = left_out(), WARNING if node.has_gpu else NOTE
     outcome.measured = {"left_out": [part.part for part in parts]}
     for part in parts:
-        level, what = WARNING if node.has_gpu else NOTE, f"{part.part}: {part.reason}"
-        outcome.add(level, what, "not installed", "installed, if a run uses it", part.add)
+        outcome.add(level, f"{part.part}: {part.reason}", "not installed", "installed, if a run uses it", part.add)
 
 
 @node_check(
@@ -93,8 +92,7 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
     except ToolkitError as error:
         outcome.add_refusal(error, "missing", "a C++ compiler with Python's headers")
     if versions["ninja"] is None and shutil.which("ninja") is None and installed_version("ninja") is None:
-        what = "ninja is missing: DeepSpeed's ops are not compiled"
-        outcome.add(WARNING, what, "missing", "installed", "pip install ninja")
+        outcome.add(WARNING, "DeepSpeed's ops need ninja to be compiled", "missing", "installed", "pip install ninja")
     release = re.search(r"release (\d+)\.\d+", versions["nvcc"] or "")
     if release and built and release[1] != built.partition(".")[0]:
         what = "nvcc is of another CUDA than torch: DeepSpeed's CUDA ops do not compile"
