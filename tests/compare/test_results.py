@@ -35,9 +35,8 @@ def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
 def test_a_damaged_value_is_refused_in_two_lines_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, value: Any, message: str
 ) -> None:
-    recorded = json.loads((FIXTURES / "results_small.json").read_text("utf-8"))
+    recorded = around = json.loads((FIXTURES / "results_small.json").read_text("utf-8"))
     *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
-    around = recorded
     for part in parents:
         around = around[part]
     around[last] = value

@@ -169,9 +169,8 @@ def read_run_record(
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
     speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (AttestedRank(),)
     failed_at = {"kind": run.status, "phase": failure.phase, "step": failure.step, "rank": failure.rank}
-    failed_at["measured_bytes"] = largest(
-        (failure.peak_bytes, measured.peak_allocated_bytes or measured.peak_host_bytes)
-    )
+    peak_bytes = measured.peak_allocated_bytes or measured.peak_host_bytes
+    failed_at["measured_bytes"] = largest((failure.peak_bytes, peak_bytes))
     begun = next((when for phase, when in run.phases or () if phase == "train"), None)
     startup = None if begun is None or run.started_unix is None else begun - run.started_unix
     try:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import dtype_name, uncompiled
-from toolkit.train.active_run import ActiveRun
+from toolkit.observe.observed_run import ObservedRun
 
 PLAIN_HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -33,12 +33,12 @@ PLAIN_HOOKS = {
 class CommunicationHook(TrainerCallback):  # type: ignore[misc]
     """Registers `--ddp_comm_hook` once DDP wraps the model, and records in run.json the bytes that it sent."""
 
-    def __init__(self, run: ActiveRun, trainer: Any) -> None:
-        self.run, self.trainer = run, trainer
+    def __init__(self, run: ObservedRun, trainer: Any, arguments: ModelArguments) -> None:
+        self.run, self.trainer, self.arguments = run, trainer, arguments
         self.hook: CountedHook | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.run.arguments.job)
+        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.arguments)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.hook is not None

@@ -10,8 +10,7 @@ from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
-from toolkit.observe.observed_run import barrier
-from toolkit.train.active_run import ActiveRun
+from toolkit.observe.observed_run import ObservedRun, barrier
 from toolkit.train.arguments import Arguments
 from toolkit.train.model.loading import model_without_weights
 
@@ -46,8 +45,8 @@ def offload_blocks(training: Any) -> dict[str, dict[str, Any]]:
 class NvmeOffload(TrainerCallback):  # type: ignore[misc]
     """Records in run.json the buffers in effect, and when training ends the bytes on the disk."""
 
-    def __init__(self, run: ActiveRun) -> None:
-        self.run, blocks = run, offload_blocks(run.arguments.training)
+    def __init__(self, run: ObservedRun, blocks: dict[str, dict[str, Any]]) -> None:
+        self.run = run
         self.swap_folder, param = Path(next(iter(blocks.values()))["nvme_path"]), blocks.get("offload_param", {})
         self.buffers = {name: param[name] for name in ("buffer_size", "buffer_count") if param}
 
