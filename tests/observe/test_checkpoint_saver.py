@@ -111,9 +111,8 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
 def test_the_best_checkpoint_is_kept_and_loaded_though_it_was_written_in_the_background(
     saved_job: list[str], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    words = [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2", "--val_size", "2"]
-    words += ["--load_best_model_at_end", "true", "--save_total_limit", "1"]
+    out, words = tmp_path / "out", [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--val_size", "2"]
+    words += ["--save_steps", "2", "--save_total_limit", "1", "--load_best_model_at_end", "true"]
     words += ["--greater_is_better", "true"]  # so that the first is the best
     launch(*words, "--output_dir", str(out))
     assert [checkpoint.step for checkpoint in list_checkpoints(out)] == [2]

@@ -88,20 +88,3 @@ def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: s
     every = sorted((chunk, micro_batch) for chunk in range(size.num_chunks) for micro_batch in range(12))
     for letters in ("F", "IB", "WB"):
         assert sorted((chunk, number) for letter, chunk, number in done if letter in letters) == every
-
-
-@pytest.mark.parametrize(
-    ("schedule", "size", "named"),
-    [
-        ("1f1b", {"micro_batches": 10**9}, "--micro-batches is 1,000,000,000"),
-        ("gpipe", {"stages": 4096, "micro_batches": 2**20}, "operations are too many"),
-        ("1f1b", {"micro_batches": 3}, "--micro-batches is 3, but 1f1b on 4 stages needs 4"),
-        ("zb_h2", {"micro_batches": 6}, "needs 7 or more"),
-        ("dualpipe_v", {"micro_batches": 7, "chunks": 2}, "needs 8 or more"),
-        ("interleaved_1f1b", {"chunks": 1}, "--chunks is 1"),
-        ("interleaved_1f1b", {"chunks": 2, "micro_batches": 9}, "runs them in 2 equal rounds"),
-    ],
-)
-def test_an_impossible_schedule_is_refused_by_name(schedule: str, size: dict[str, int], named: str) -> None:
-    with pytest.raises(ToolkitError, match=named):
-        operation_order(schedule, PipelineSize(**{"stages": 4, "micro_batches": 8, **size}))
