@@ -66,10 +66,14 @@ def accelerate_launch(
 ) -> CompletedProcess[str]:
     """Run two ranks on the CPU, from the repository root; `options` are accelerate's own.
 
+    `script` is a file of `scripts/`, or the name of a change in `changed_training.py`; the training script otherwise.
+
     Launcher and ranks are forked from `fork_server`, 8 s faster than started cold. Their parents' command lines then do
     not name the preset, so the environment does, as under `toolkit train`.
     """
     started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
+    if script is not None and not script.endswith(".py"):
+        started = [str(SCRIPTS / "changed_training.py"), script]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
     environment = cpu_environment() | (variables or {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from launching import LORA, SAVED, SAVED_STEPS, losses, read, toolkit
 
 from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.hf_export import open_checkpoint
+from toolkit.checkpoint.hf_export import export, open_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify
@@ -20,6 +22,7 @@ from toolkit.presets import load_preset
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 
+FILE_SIZE = resource.RLIMIT_FSIZE
 # Allowed: 1e-4. Observed: 9e-8, since gradients are summed in another order.
 LOSS_TOLERANCE = 1e-5
 # Other engines that are read and written: test_sharded_at_load.py, tests/train/test_resume.py.
@@ -114,11 +117,14 @@ def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have
         assert "the checkpoint that it was converted from" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
-@pytest.mark.usefixtures("small_disk")
-def test_a_full_disk_during_a_conversion_is_reported_and_nothing_is_left(
-    saved_runs: dict[str, Path], preset: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ToolkitError, match=r"out cannot be written: .*; everything written so far was removed"):
-        convert(saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", load_preset(preset), num_processes=4)
-    assert list(tmp_path.iterdir()) == []
+def test_a_full_disk_is_reported_and_nothing_is_left(saved_runs: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, out, before = saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", resource.getrlimit(FILE_SIZE)
+    writes = [partial(convert, preset=load_preset(name), num_processes=4) for name in ("ddp", "zero3", "fsdp2")]
+    resource.setrlimit(FILE_SIZE, (4_000_000, before[1]))  # beyond which writes fail as on a full disk
+    try:
+        for write in (*writes, export):
+            with pytest.raises(ToolkitError, match=r"out cannot be written: .*; everything written so far was removed"):
+                write(checkpoint, out)
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        resource.setrlimit(FILE_SIZE, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,10 +14,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, read, toolkit
 
-from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import Results, load_results
-from toolkit.compare.specification import ComparisonSpec
 
 pytestmark = pytest.mark.launch
 TRIALS = ["ddp-n2-r0", "ddp-n2-r1", "zero2-n2-r0", "zero2-n2-r1"]
@@ -142,19 +138,6 @@ def test_a_side_run_measures_communication_and_a_checkpoint(finished: Path, resu
     assert (row.timeline.step, [rank.rank for rank in row.timeline.ranks]) == (4, [0, 1])
     assert "One step of every rank" in (finished / "report.html").read_text()
     assert not list(finished.glob("extras/*/checkpoint-*"))
-
-
-def test_a_dry_run_reads_the_ledger_and_starts_nothing(finished: Path) -> None:
-    before = sorted(finished.rglob("*"))
-    options = CompareOptions(preset=("ddp",), num_processes=("2",), output_dir=finished, dry_run=True, cpu=True)
-    spec = ComparisonSpec.model_validate(read(finished / "comparison.json"))
-    text = dry_run_text(options, spec, {"zeropp-n2": "needs CUDA kernels"})
-    assert "ddp-n2-r0: completed, already in the ledger" in text
-    assert "zeropp-n2-r0: not supported here: needs CUDA kernels" in text
-    assert "--num_processes 2 -m toolkit.train" in text
-    assert "0 of 8 trials to run, in " in text.splitlines()[-1]
-    assert re.search(r"broken-n2-r\d: not run, since broken-n2-r\d ended as failed", text)
-    assert sorted(finished.rglob("*")) == before
 
 
 @pytest.mark.gpu

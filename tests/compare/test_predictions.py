@@ -68,13 +68,20 @@ def options(folder: Path, **changes: Any) -> CompareOptions:
     return CompareOptions(**{"output_dir": folder, "num_processes": ("2",), "cpu": True, "dry_run": True} | changes)
 
 
-def test_a_dry_run_estimates_the_cost_from_the_ledger(tmp_path: Path) -> None:
-    """Two trials of 90 s are in the ledger; the other of each row takes as long on two GPUs at 4 per hour."""
+def test_a_dry_run_reads_the_ledger_says_why_a_trial_will_not_run_and_estimates_the_cost(tmp_path: Path) -> None:
+    """Trials of 90 s are in the ledger; the only one left takes as long, on two GPUs at 4 per hour."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    for preset in ("ddp", "zero2"):
-        ledger.append(trial(preset, 0, wall_seconds=90.0))
-    text = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), comparison("ddp", "zero2", repeats=2), {})
-    assert text.splitlines()[-1] == "2 of 4 trials to run, in 3 min 00 s, at 0.40; nothing was started"
+    for record in (trial("ddp", 0, wall_seconds=90.0), trial("zero2", 0, status="failed", wall_seconds=90.0)):
+        ledger.append(record)
+    spec = comparison("ddp", "zero2", "zeropp", repeats=2)
+    lines = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), spec, {"zeropp-n2": "no kernels"}).splitlines()
+    assert lines[-1] == "1 of 6 trials to run, in 90.00 s, at 0.20; nothing was started"
+    outlooks = dict(line.partition("] ")[2].split(": ", 1) for line in lines if line.startswith("["))
+    assert outlooks["ddp-n2-r0"] == "completed, already in the ledger"
+    assert outlooks["zero2-n2-r1"] == "not run, since zero2-n2-r0 ended as failed"
+    assert outlooks["zeropp-n2-r0"] == "not supported here: no kernels"
+    assert any("--num_processes 2 -m toolkit.train" in line for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
 
 
 def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:

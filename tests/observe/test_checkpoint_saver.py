@@ -82,7 +82,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     killed: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     words = [*saved_job, "--save_steps", "2", "--save_model", "false", "--output_dir", str(tmp_path / "out")]
-    launch(*words, ends_well=False, script="signal_while_writing.py", variables={"TOOLKIT_SIGNAL": killed})
+    launch(*words, ends_well=False, script="signal_while_writing", variables={"TOOLKIT_SIGNAL": killed})
     assert (tmp_path / "out" / ".saving-checkpoint-4" / "checkpoint-4").is_dir()
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "out")] == [2]
     if "rename" in killed:
@@ -97,7 +97,7 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
     out = tmp_path / "out"
     words = [*saved_job, "--max_steps", "40", "--save_steps", "4", "--output_dir", str(out)]
     variables = {"TOOLKIT_SIGNAL": "SIGTERM:4:checksums:0:1"}
-    ended = launch(*words, ends_well=False, script="signal_while_writing.py", variables=variables)
+    ended = launch(*words, ends_well=False, script="signal_while_writing", variables=variables)
     failure = read(out / "failure.json")
     assert (ended.returncode, failure["kind"]) == (1, "interrupted")
     found = list_checkpoints(out)
@@ -111,9 +111,8 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
 def test_the_best_checkpoint_is_kept_and_loaded_though_it_was_written_in_the_background(
     saved_job: list[str], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    words = [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2", "--val_size", "2"]
-    words += ["--load_best_model_at_end", "true", "--save_total_limit", "1"]
+    out, words = tmp_path / "out", [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--val_size", "2"]
+    words += ["--save_steps", "2", "--save_total_limit", "1", "--load_best_model_at_end", "true"]
     words += ["--greater_is_better", "true"]  # so that the first is the best
     launch(*words, "--output_dir", str(out))
     assert [checkpoint.step for checkpoint in list_checkpoints(out)] == [2]

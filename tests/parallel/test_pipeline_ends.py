@@ -28,7 +28,7 @@ def job(split_models: Path, split_rows: Path, tmp_path: Path) -> list[str]:
 def test_sigterm_ends_all_stages_with_a_checkpoint_after_the_same_step(job: list[str], tmp_path: Path) -> None:
     words = [*job, "--max_steps", "40", "--save_strategy", "steps", "--save_steps", "2"]
     variables = {"TOOLKIT_SIGNAL": "SIGTERM:2:checksums:1"}
-    ended = accelerate_launch(CONFIG, *words, script="signal_while_writing.py", variables=variables)
+    ended = accelerate_launch(CONFIG, *words, script="signal_while_writing", variables=variables)
     failure = read(tmp_path / "out" / "failure.json")
     assert (ended.returncode, failure["kind"]) == (1, "interrupted"), ended.stderr[-3000:]
     found = list_checkpoints(tmp_path / "out")
@@ -46,7 +46,7 @@ def test_memory_that_runs_out_in_a_stage_is_reported_as_that(
     schedule: str, step: int, job: list[str], split_models: Path, tmp_path: Path
 ) -> None:
     words = [*job, "--pipeline_schedule", schedule, "--model_name_or_path", str(split_models / "llama_deep")]
-    ended = accelerate_launch(CONFIG, *words, script="stage_out_of_memory.py")
+    ended = accelerate_launch(CONFIG, *words, script="stage_out_of_memory")
     failure = read(tmp_path / "out" / "failure.json")
     assert (failure["kind"], failure["rank"]) == ("host_out_of_memory", 1), ended.stderr[-3000:]
     assert failure["phase"] == "forward"

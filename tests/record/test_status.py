@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.record.checkpoints import SAVING_PREFIX
-from toolkit.record.status import describe_full_disk, is_disk_full, is_out_of_memory
+from toolkit.record.checkpoints import SAVING_PREFIX, describe_full_disk
+from toolkit.record.status import is_disk_full, is_out_of_memory
 
 
 def test_messages_of_full_disks_and_exhausted_memory_are_recognised() -> None:

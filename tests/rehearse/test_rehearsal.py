@@ -67,22 +67,18 @@ def keys(found: Iterable[Key]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "world_size", "rank", "message", "hint"),
+    ("preset", "world_size", "rank", "message"),
     [
-        ("zero3", 4, 4, "--rank is 4, and a world of 4 has ranks 0 to 3", "`--rank 0`"),
-        ("fsdp2_hybrid", 7, 0, "preset 'fsdp2_hybrid' needs a multiple of 2 processes", "processes 8`"),
-        ("zero2", 100_000_000, 0, "--num-processes is 100000000, expected 131,072 or less", "None"),
-        ("zero3_nvme_offload", 4, 0, "cannot be rehearsed: its swap files belong to a real run", "`toolkit plan`"),
-        ("zeropp", 8, 0, "cannot be rehearsed: zero_quantized_weights runs CUDA kernels", "`toolkit plan`"),
+        ("zero3", 4, 4, "--rank is 4, and a world of 4 has ranks 0 to 3"),
+        ("fsdp2_hybrid", 7, 0, "preset 'fsdp2_hybrid' needs a multiple of 2 processes"),
+        ("zero2", 100_000_000, 0, "--num-processes is 100000000, expected 131,072 or less"),
+        ("zero3_nvme_offload", 4, 0, "cannot be rehearsed: its swap files belong to a real run"),
+        ("zeropp", 8, 0, "cannot be rehearsed: zero_quantized_weights runs CUDA kernels"),
     ],
 )
-def test_a_world_that_cannot_be_rehearsed_is_refused(
-    preset: str, world_size: int, rank: int, message: str, hint: str
-) -> None:
-    with pytest.raises(ToolkitError) as refused:
+def test_a_world_that_cannot_be_rehearsed_is_refused(preset: str, world_size: int, rank: int, message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
         check_rehearsal(load_preset(preset), world_size=world_size, rank=rank)
-    assert message in refused.value.message
-    assert hint in str(refused.value.hint)
 
 
 REHEARSED = [
@@ -263,9 +259,8 @@ def test_a_gpu_measures_the_peak_of_each_phase_and_the_seconds_of_a_step(tmp_pat
     ended = toolkit("rehearse", "--preset", preset, "--num-processes", "8", "--no-cpu", "--json", "--", *words)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    states = sum(found[part] for part in PARTS)
     assert set(found["phase_peaks"]) == {"load", "forward", "backward", "step"}
     assert all(p["peak_reserved_bytes"] >= p["peak_allocated_bytes"] > 0 for p in found["phase_peaks"].values())
     assert found["peak_allocated_bytes"] == max(p["peak_allocated_bytes"] for p in found["phase_peaks"].values())
-    assert found["peak_allocated_bytes"] > states
+    assert found["peak_allocated_bytes"] > sum(found[part] for part in PARTS)
     assert found["compute_step_seconds"] > 0

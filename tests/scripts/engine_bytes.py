@@ -73,8 +73,10 @@ def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
 
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear", task_type="CAUSAL_LM"))
         cast_weights(model, torch.bfloat16)
-    run = run_deepspeed if preset.engine == "deepspeed" else run_fsdp2 if preset.engine == "fsdp2" else run_plain
-    return run(preset, model.train(), hidden_size, case.get("optim", "adamw_torch_fused"))
+    model, optim = model.train(), case.get("optim", "adamw_torch_fused")
+    if preset.engine == "deepspeed":
+        return run_deepspeed(preset, model, hidden_size, optim)
+    return run_fsdp2(preset, model, optim) if preset.engine == "fsdp2" else stepped(model, optim)
 
 
 def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
@@ -89,16 +91,10 @@ def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
     args = SimpleNamespace(optim=OptimizerNames(optim), optim_args=None, **rates)
     if "bitsandbytes" in sys.modules:  # it keeps its overrides for embeddings by position, for the whole process
         sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
-    made: torch.optim.Optimizer = Trainer.create_optimizer(
-        SimpleNamespace(
-            model=model,
-            args=args,
-            optimizer=None,
-            optimizer_cls_and_kwargs=None,
-            get_decay_parameter_names=lambda model: Trainer.get_decay_parameter_names(None, model),
-            get_optimizer_cls_and_kwargs=Trainer.get_optimizer_cls_and_kwargs,
-        )
-    )
+    trainer = SimpleNamespace(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=None)
+    trainer.get_decay_parameter_names = lambda model: Trainer.get_decay_parameter_names(None, model)
+    trainer.get_optimizer_cls_and_kwargs = Trainer.get_optimizer_cls_and_kwargs
+    made: torch.optim.Optimizer = Trainer.create_optimizer(trainer)
     return made
 
 
@@ -117,10 +113,6 @@ def backward(model: Any, engine: Any = None) -> None:
     engine.backward(loss) if engine is not None else loss.backward()
 
 
-def run_plain(_: Preset, model: Any, __: int, optim: str) -> dict[str, int]:
-    return stepped(model, optim)
-
-
 def stepped(model: Any, optim: str) -> dict[str, int]:
     """One step; gradients are read before it."""
     optimizer = optimizer_of(model, optim)
@@ -130,7 +122,7 @@ def stepped(model: Any, optim: str) -> dict[str, int]:
     return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
 
 
-def run_fsdp2(preset: Preset, model: Any, _: int, optim: str) -> dict[str, int]:
+def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
     """Wrapped by accelerate's own function, under the policy that accelerate makes of the preset."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -149,20 +141,15 @@ def run_fsdp2(preset: Preset, model: Any, _: int, optim: str) -> dict[str, int]:
     plugin.set_mixed_precision("bf16")
     if preset.offload_param:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    state: Any = type("State", (), {"fsdp_plugin": plugin})()
     names = list(mesh.mesh_dim_names)
-    accelerator: Any = type(
-        "Accelerator",
-        (),
-        {
-            "state": state,
-            "torch_device_mesh": {tuple(names): mesh},
-            "parallelism_config": type("P", (), {"fsdp_dim_names": names})(),
-            "mixed_precision": "bf16",
-            "is_main_process": True,
-            "device": torch.device("cpu"),
-        },
-    )()
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={tuple(names): mesh},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=names),
+        mixed_precision="bf16",
+        is_main_process=True,
+        device=torch.device("cpu"),
+    )
     return stepped(fsdp2_prepare_model(accelerator, model), optim)
 
 
@@ -206,9 +193,8 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
 
 def plain_trainer(optimizer: Any) -> Any:
     """What the readings look at."""
-    accelerator = type("A", (), {"mixed_precision": "bf16"})()
-    args = type("T", (), {"max_grad_norm": 1.0})()
-    return type("Trainer", (), {"optimizer": optimizer, "accelerator": accelerator, "args": args})()
+    accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
+    return SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
 
 
 def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:

@@ -135,7 +135,7 @@ def test_without_the_rules_an_unsupported_optimizer_fails(
     config, out = ROOT / "accelerate_configs" / f"{preset}.yaml", tmp_path / "out"
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
     words += ["--max_steps", "4", "--optim", optim, "--output_dir", str(out)]
-    ended = accelerate_launch(config, *words, script="unsupported_optimizer.py")
+    ended = accelerate_launch(config, *words, script="unsupported_optimizer")
     assert ended.returncode != 0
     assert error in ended.stderr
     if preset == "zero3_cpu_offload":
@@ -146,7 +146,7 @@ def test_without_the_rules_an_unsupported_optimizer_fails(
 def test_muon_orthogonalises_whole_matrices_where_fsdp2_shards_them(start: Start) -> None:
     found = {}
     for preset in ("ddp", "fsdp2"):
-        folder = start(preset, "--optim", "muon", *NOT_SAVED, script="muon_in_fp32.py")
+        folder = start(preset, "--optim", "muon", *NOT_SAVED, script="muon_in_fp32")
         found[preset], ranks = losses(folder), attested_ranks(folder)
         assert {rank["optimizer_class"] for rank in ranks} == {"toolkit.MuonWithAdamW"}
         hidden = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)

@@ -107,10 +107,7 @@ class CheckpointSaver:
                 trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> Path:
-        """Return the folder as `checkpoint-STEP`, once all ranks have written theirs. Collective in the process group.
-
-        The checksums are of what is read back from the disk, each rank its share of the bytes.
-        """
+        """Return the folder as `checkpoint-STEP`, with checksums of what the ranks read back. Collective."""
         args = self.trainer.args
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
@@ -198,8 +195,7 @@ class CheckpointSaver:
 def leave_out_tied_weights(engine: Any) -> None:
     """Leave frozen weights out of DeepSpeed's adapter checkpoints under every one of their names.
 
-    deepspeed 0.19.8 leaves out the first name of a tied weight only, so that the output head, the largest tensor of
-    all, would be saved with the adapters (ZeRO-1 and ZeRO-2).
+    deepspeed 0.19.8 leaves out the first name of a tied weight only (ZeRO-1 and 2): the head would be saved.
     """
     frozen = [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]
 
@@ -262,10 +258,7 @@ class BackgroundSaver:
             dcp.save, modeling_utils.safe_save_file = dcp_save, save_at_once
 
     def start(self, complete: Callable[[Any, float], None]) -> None:
-        """Begin to write what was deferred, and then to complete the checkpoint.
-
-        `complete` is called with the thread's process group and the time at which writing began.
-        """
+        """Begin to write what was deferred, then call `complete` with the thread's group and when writing began."""
         assert self.thread is None
         writes, self.writes = self.writes, []
 

@@ -21,6 +21,7 @@ from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitErr
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.progress import Progress
 from toolkit.record import status
+from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
 
@@ -110,14 +111,14 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     message = error.message if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
     hint = getattr(error, "hint", None)
     if isinstance(error, Diverged) and folder is not None:
-        hint = f"{hint}; {status.describe_latest_checkpoint(folder)}"
+        hint = f"{hint}; {describe_latest_checkpoint(folder)}"
     if kind == status.HOST_OUT_OF_MEMORY:
         message, hint = status.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
     elif folder is not None and kind == status.FAILED and not own and (lost := _lost_rank(folder / "ranks", rank)):
         rank, hint = lost.rank, RESUME
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
     elif folder is not None and status.is_disk_full(error):
-        message, hint = status.describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
+        message, hint = describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
     on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
     return {
         "kind": kind,

@@ -58,10 +58,6 @@ class ObservedRun:
         """True in the process that writes run.json and prints what is printed once."""
         return self.rank == 0 or self.single_process
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        barrier()
-
     def open(self, *, prepared: bool = False, reuse: Reuse = "never", **facts: Any) -> None:
         """Let one rank write run.json with `facts`, and begin the timeline. Collective.
 
@@ -70,11 +66,11 @@ class ObservedRun:
         """
         if not prepared:
             check_start(self.folder, reuse)
-            self.barrier()
+            barrier()
             if self.writes:
                 start_attempt(self.folder, reuse)
                 copy_output_to(self.folder.log)
-        self.barrier()
+        barrier()
         if self.writes:
             started = {} if prepared else start_facts() | {"plan": None}
             self.folder.update_run(
@@ -103,7 +99,7 @@ class ObservedRun:
             own = {self.folder.rank_rows(rank) for rank in range(self.world_size)}
             for rows in {*self.folder.path.glob("ranks/rank*.jsonl")} - own if self.continues else ():
                 drop_rows_after(rows, self.resumed_step)
-        self.barrier()
+        barrier()
 
     def complete(self, *, untimed_steps: int, saves: Sequence[SaveRecord] = ()) -> None:
         """Write the summary of all ranks' rows, rank 0's phases and the status. Collective."""

@@ -185,14 +185,8 @@ def observe(
     step_timer = timer(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
     )
-    verification = attestation(
-        run,
-        parts,
-        trainer=trainer,
-        first_batches=step_timer.first_batches,
-        strict=require is not None or record is not None,
-        on_done=step_timer.restart_clock,  # reading back is no part of a step
-    )
+    strict = require is not None or record is not None
+    verification = attestation(run, parts, step_timer, trainer=trainer, strict=strict)
     saver = CheckpointSaver(trainer, parts, verification, in_background=saves_in_background) if complete_saves else None
     observer = Observer(progress=run.progress, timer=step_timer, attestation=verification, saver=saver)
     if record is None:

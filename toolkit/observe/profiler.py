@@ -98,11 +98,11 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
 
 def table_lines(rows: list[dict[str, float]]) -> list[str]:
     """Return the log's table: milliseconds of each part, and its share of the step."""
-    columns = ("step", *(part.replace("exposed_communication", "exposed") for part in PARTS))
+    columns = ("step", "compute", "communication", "exposed", "data_wait", "idle")
     lines = ["profile (ms):  step  rank" + "".join(column.rjust(20) for column in columns)]
     for row in rows:
-        whole = row["step_seconds"]
-        parts = [f"{1000 * row[f'{part}_seconds']:.1f} ({row[f'{part}_seconds'] / whole:.0%})" for part in PARTS]
+        seconds, whole = [row[f"{part}_seconds"] for part in PARTS], row["step_seconds"]
+        parts = [f"{1000 * each:.1f} ({each / whole:.0%})" for each in seconds]
         fields = "".join(field.rjust(20) for field in (f"{1000 * whole:.1f}", *parts))
         lines.append(f"               {row['step']:4.0f}  {row['rank']:4.0f}{fields}")
     return lines

@@ -66,8 +66,7 @@ class Progress:
 
     def record_memory(self, phase: str) -> None:
         """Record the bytes in use now, the first time a phase ends: in the first step, which is not timed."""
-        memory = self.memory_by_phase
-        if memory is not None and getattr(memory, phase) is None:
+        if (memory := self.memory_by_phase) is not None and getattr(memory, phase) is None:
             on_gpu = memory.bytes_of == "allocated"
             used = torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss
             self.memory_by_phase = memory.updated(**{phase: used})

@@ -3,8 +3,7 @@
     config = parallelism_config(layout, attention="sdpa")          # for `TrainingArguments.parallelism_config`
     apply_ulysses_fixes(on_cpu=True)
 
-Both are accelerate's, Ulysses with DeepSpeed; what is wrong there is put right here. docs/concepts/parallelism.md shows
-the figures without the fixes.
+Both are accelerate's, Ulysses with DeepSpeed; docs/concepts/parallelism.md shows the figures without the fixes.
 
 With ring attention a sequence is divided into `2 * cp` pieces, of which each rank holds an early and a late one: causal
 attention then gives every rank the same work. Rows are padded to a multiple of `2 * cp` tokens: torch 2.13 stops in a
@@ -95,10 +94,9 @@ def apply_ulysses_fixes(*, on_cpu: bool) -> None:
 class SequenceParts:
     """Batches of a loader that gives the same rows to all ranks of a group; each rank takes its part of every row.
 
-    DeepSpeed's own loader deals different rows to the ranks and gathers them: rows meet in other optimizer steps than
-    without sequence parallelism unless `--gradient_accumulation_steps` is a multiple of `--sp`, an epoch that does not
-    divide repeats rows, epochs after the first begin at the end of the old iterator, and the Trainer cannot skip
-    batches when it resumes.
+    DeepSpeed's own loader deals different rows to the ranks and gathers them: rows meet in other optimizer steps unless
+    `--gradient_accumulation_steps` is a multiple of `--sp`, an epoch that does not divide repeats rows, later epochs
+    begin at the end of the old iterator, and the Trainer cannot skip batches when it resumes.
     """
 
     def __init__(self, loader: Any, *, rank: int, size: int) -> None:
@@ -247,8 +245,8 @@ def _weight_by_tokens() -> None:
 def _gather_backward_on_gloo() -> None:
     """Sum the gradients of an `all_gather` and keep this rank's part.
 
-    torch's backward scatters on gloo from a group's rank as if it were a global one: it fails in every group that does
-    not begin at rank 0, so with sequence parallelism beside data parallelism.
+    torch's backward scatters on gloo from a group's rank as if it were a global one: it fails where a group does not
+    begin at rank 0.
     """
     import torch
     import torch.distributed as dist

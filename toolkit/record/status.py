@@ -9,13 +9,9 @@ True
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 from typing import Literal, get_args
 
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED
-from toolkit.hardware.disks import free_bytes
-from toolkit.record.checkpoints import list_checkpoints, remove_unfinished
-from toolkit.units import gib
 
 RunStatus = Literal[
     "planned",
@@ -80,21 +76,3 @@ def describe_host_oom(who: str, phase: str | None, step: int, cause: str) -> tup
     reason = "".join(f": {line}" for line in cause.strip().splitlines()[:1])
     hint = "give the job more host memory, start fewer ranks, or lower `--per_device_train_batch_size` or"
     return f"{who} ran out of host memory{during}, step {step + 1}{reason}", f"{hint} `--max_seq_length`"
-
-
-def describe_latest_checkpoint(output_dir: Path) -> str:
-    """Return a sentence about the newest complete checkpoint."""
-    latest = next((found for found in list_checkpoints(output_dir) if found.problem() is None), None)
-    return "there is no complete checkpoint" if latest is None else f"the newest complete one is {latest.path.name}"
-
-
-def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
-    """Remove incomplete checkpoints, which nothing reads, and return message and hint for a full disk."""
-    free = free_bytes(output_dir)
-    remove_unfinished(output_dir)
-    complete = [found for found in list_checkpoints(output_dir) if found.problem() is None]
-    needed = f", a checkpoint needs {gib(complete[0].bytes)}" if complete and complete[0].bytes else ""
-    space = f"{gib(free)} free{needed}; {describe_latest_checkpoint(output_dir)}"
-    message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {space}"
-    hint = "free some space or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`"
-    return message, hint

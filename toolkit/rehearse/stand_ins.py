@@ -184,12 +184,9 @@ def model_from_config(
 class RehearsedAttestation(Attestation):
     """Verifies one rank's readings; sums over ranks and full weights cannot be read."""
 
-    def hash_weights(self, model: Any) -> str | None:
-        del model
-        return None  # gathering would fill in what other ranks hold
-
-    def read_before_training(self) -> Values:
-        return {"packing": None}  # it would compute with gathered weights, which no other rank has sent
+    def read_before_training(self, model: Any) -> Values:
+        del model  # gathered weights would be those that no other rank has sent
+        return {"initial_weights_sha256": None, "packing": None}
 
     def expected_values(self) -> Values:
         return {name: value for name, value in super().expected_values().items() if name != "packing_mask_bytes"}

@@ -63,7 +63,7 @@ def test_each_rank_holds_and_sends_the_planned_gradients_between_accumulation_st
 def test_a_reduction_that_is_deferred_although_it_should_not_be_is_detected(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
-    ended = accelerate_launch(FSDP2, *words(tmp_path / "run", tiny_model, faq_alpaca), script="defer_reduction.py")
+    ended = accelerate_launch(FSDP2, *words(tmp_path / "run", tiny_model, faq_alpaca), script="defer_reduction")
     assert ended.returncode != 0
     assert "accumulate on rank 0 is whole, expected sharded" in ended.stderr
     assert read(tmp_path / "run" / "run.json")["status"] == "attestation_failed"

@@ -36,29 +36,20 @@ def expected(
 
 
 def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> None:
-    assert expected("zero3_cpu_offload", 4, dtype="bf16") == SETTINGS | {
-        "world_size": 4,
-        "engine": "deepspeed",
-        "sharding": "full_shard",
-        "offload_optimizer": "cpu",
-        "offload_param": "cpu",
-        "compute_dtype": "bfloat16",
-        "master_dtype": "float32",
-        "optimizer_dtype": "float32",
-    }
+    required = {"world_size": 4, "engine": "deepspeed", "sharding": "full_shard", "compute_dtype": "bfloat16"}
+    required |= {"offload_optimizer": "cpu", "offload_param": "cpu"}
+    required |= {"master_dtype": "float32", "optimizer_dtype": "float32"}
+    assert expected("zero3_cpu_offload", 4, dtype="bf16") == SETTINGS | required
     hybrid = expected("fsdp2_hybrid", 8, dp_shard_size=4)
     assert (hybrid["sharding"], hybrid["dp_shard_size"]) == ("hybrid_shard", 4)
     assert "dp_shard_size" not in expected("fsdp2_hybrid", 8)
+    # Without a preset only settings and the world size are checked.
+    assert (expected(None, None), expected(None, 2)) == (SETTINGS, SETTINGS | {"world_size": 2})
 
 
 def test_ddp_wraps_a_single_process_on_a_cpu_only() -> None:
     assert [expected("ddp", 1)["engine"], expected("ddp", 1, on_cpu=True)["engine"]] == ["none", "ddp"]
     assert [expected(preset, 1)["engine"] for preset in ("zero1", "fsdp2")] == ["deepspeed", "fsdp2"]
-
-
-def test_without_a_preset_only_settings_and_world_size_are_checked() -> None:
-    assert expected(None, None) == SETTINGS
-    assert expected(None, 2) == SETTINGS | {"world_size": 2}
 
 
 def test_every_rank_that_differs_is_reported_with_both_values_and_a_missing_value_is_a_difference() -> None:
@@ -80,9 +71,8 @@ def test_an_optimizer_whose_dtypes_follow_from_its_tensors_is_checked_on_each_ra
 
 def test_initial_weights_must_be_equal_on_all_ranks() -> None:
     ranks = [{"rank": rank, "initial_weights_sha256": digest} for rank, digest in enumerate(("aa", "aa", "bb"))]
-    assert [str(difference) for difference in rank_differences("initial_weights_sha256", ranks)] == [
-        "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
-    ]
+    (found,) = rank_differences("initial_weights_sha256", ranks)
+    assert str(found) == "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
     assert rank_differences("initial_weights_sha256", ranks[:2]) == []
 
 

@@ -27,7 +27,7 @@ def test_one_process_instead_of_two_is_detected(tmp_path: Path, words: list[str]
 
 
 def test_ddp_instead_of_fsdp_is_detected(tmp_path: Path, words: list[str]) -> None:
-    ended = accelerate_launch(ROOT / "accelerate_configs/fsdp2.yaml", *words, script="ddp_for_fsdp.py")
+    ended = accelerate_launch(ROOT / "accelerate_configs/fsdp2.yaml", *words, script="ddp_for_fsdp")
     assert ended.returncode != 0
     assert "engine on rank 0 is ddp, expected fsdp2" in ended.stderr
     assert ended.stderr.count("the run does not match its preset") == 1  # once, not once a rank

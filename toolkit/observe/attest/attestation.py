@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +29,7 @@ from toolkit.observe.attest.read_rank import RecomputeDetector, read_accumulated
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, weights_sha256
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
+from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 
@@ -37,27 +37,17 @@ from toolkit.record.folder import write_json
 class Attestation(TrainerCallback):  # type: ignore[misc]
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
 
-    `first_batches` are the digests of this rank's batches, filled while the first step is trained. If the run differs,
-    it ends where `strict` (AttestationFailed on every rank). `on_done` is called when training resumes after a
-    verification, so that a timer can leave it out.
+    The `timer` has the digests of this rank's first batches, and leaves out the time that a verification takes. If the
+    run differs, it ends where `strict` (AttestationFailed on every rank).
     """
 
     def __init__(
-        self,
-        run: ObservedRun,
-        parts: ObserverParts,
-        *,
-        trainer: Any,
-        first_batches: Sequence[str] = (),
-        strict: bool = True,
-        on_done: Callable[[], None] = lambda: None,
+        self, run: ObservedRun, parts: ObserverParts, timer: StepTimer, *, trainer: Any, strict: bool = True
     ) -> None:
-        self.run, self.progress, self.parts, self.trainer = run, run.progress, parts, trainer
-        self.first_batches, self.strict, self.on_done = first_batches, strict, on_done
+        self.run, self.progress, self.parts, self.timer = run, run.progress, parts, timer
+        self.trainer, self.strict, self.first_step = trainer, strict, 0
         self.reading: Values | None = None
         """This rank's reading, once the first step is over."""
-        self.first_step = 0
-        self.initial_weights: str | None = None
         self.gradients: Values | None = None
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
@@ -69,15 +59,14 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         wrapped = self.trainer.model_wrapped
         plain = self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
-        self.initial_weights = self.hash_weights(plain)
+        self.before_training = self.read_before_training(plain)
         if hasattr(wrapped, "zero_optimization_stage"):
             call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
-        self.before_training = self.read_before_training()
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
             self.recompute.start()
         self.progress.enter("train")
-        self.on_done()
+        self.timer.restart_clock()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
@@ -95,27 +84,22 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
         self.recompute.stop()
-        reading = read_rank(
-            self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
-        )
+        recomputes, readers = self.recompute.detected, self.parts.read
+        reading = read_rank(self.trainer, self.gradients or {}, readers=readers, recompute_detected=recomputes)
         self.reading = reading | {
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
             **self.before_training,
-            "initial_weights_sha256": self.initial_weights,
-            "first_rows_sha256": hashlib.sha256("+".join(self.first_batches).encode()).hexdigest(),
+            "first_rows_sha256": hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest(),
         }
         self.verify(self.reading)
         self.progress.enter("train")
-        self.on_done()
+        self.timer.restart_clock()
 
-    def hash_weights(self, model: Any) -> str | None:
-        """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
-        return weights_sha256(model, compute_dtype(self.trainer.args))
-
-    def read_before_training(self) -> Values:
-        """Return what the script reads with forwards of its own. A rehearsal has no weights of other ranks for them."""
-        return self.parts.read_before_training(self.trainer)
+    def read_before_training(self, model: Any) -> Values:
+        """Return the digest of the initial weights, and what the script reads with forwards of its own. Collective."""
+        digest = weights_sha256(model, compute_dtype(self.trainer.args))
+        return {"initial_weights_sha256": digest, **self.parts.read_before_training(self.trainer)}
 
     def verify(self, reading: Values) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
@@ -181,7 +165,6 @@ def verified_line(preset: PresetSpec, reading: Values) -> str:
     """Return the log line of a verified run."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
-    if reading["frozen_dtype"] is not None:
-        dtypes += f", {reading['frozen_dtype']} frozen weights"
+    dtypes += "" if reading["frozen_dtype"] is None else f", {reading['frozen_dtype']} frozen weights"
     engine = f"{reading['engine']}, {reading['sharding']}"
     return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"

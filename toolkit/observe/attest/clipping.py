@@ -42,12 +42,9 @@ class NormReader:
         self.reading: Values = {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
 
     def start(self, trainer: Any, layout_at_load: ParallelLayout | None = None) -> None:
-        """Hook the step of torch's optimizers inside accelerate's and DeepSpeed's; partial offload has a second one.
-
-        Does nothing in a rehearsal, where no norm is reduced.
-        """
+        """Hook the step of torch's optimizers inside accelerate's and DeepSpeed's; partial offload has a second one."""
         if dist.is_initialized() and dist.get_backend() == "fake":
-            return
+            return  # no norm is reduced in a rehearsal
         self.trainer, self.layout = trainer, layout_at_load
         self.reading["rank"] = trainer.args.process_index
         wrapped = trainer.model_wrapped

@@ -72,10 +72,9 @@ def byte_differences(ranks: Readings) -> list[Difference]:
 
     The shards of all ranks must add up to the whole: none is lost or empty.
     """
-    found = byte_limit_differences(ranks)
+    found, layout = byte_limit_differences(ranks), ranks[0].get("layout")
     replicas = max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))
-    if ranks[0].get("layout"):
-        replicas = ranks[0]["layout"]["dp_replicate"]
+    replicas = layout["dp_replicate"] if layout else replicas
     for part, whole in ranks[0]["whole_bytes"].items():
         total = sum(reading[f"{part}_bytes"] for reading in ranks)
         if total < whole * replicas:
@@ -114,18 +113,14 @@ def pipeline_differences(ranks: Readings, layout: ParallelLayout | None) -> list
 
 
 def layout_differences(ranks: Readings, expected: ParallelLayout | None) -> list[Difference]:
-    """Return ranks whose group or rows are not those that the layout gives them.
-
-    The rows are those of the rank's group, and of no other group.
-    """
+    """Return ranks whose group is not the layout's, or whose rows are not the group's alone."""
     if expected is None:
         return []
     found, owner_of = [], dict[str, int]()
     size = expected.ranks_per_batch
     for reading in ranks:
         rank, rows = reading["rank"], reading["first_rows_sha256"]
-        first = rank - rank % size
-        group = list(range(first, first + size))
+        group = list(range(first := rank - rank % size, first + size))
         if reading["batch_group"] != group:
             found.append(Difference(name="batch_group", rank=rank, expected=group, found=reading["batch_group"]))
         theirs = ranks[first]["first_rows_sha256"]

@@ -49,10 +49,9 @@ def reduce_dtype(model: Any) -> str:
 
 
 def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:
-    """Yield the whole gradients of sharded parameters that this rank holds.
+    """Yield the whole gradients of sharded parameters that wait for their reduction on this rank.
 
-    They wait for their reduction there (torch 2.13, `_fsdp_param.py`, `to_accumulated_grad_if_needed`): in the dtype of
-    the computation, or apart where the reduction's differs.
+    torch 2.13 (`to_accumulated_grad_if_needed`) keeps them apart where the reduction has another dtype.
     """
     for group in _parameter_groups(model):
         for parameter in group.fsdp_params:

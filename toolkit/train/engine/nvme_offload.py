@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
-from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.observed_run import ObservedRun, barrier
 from toolkit.train.arguments import Arguments
 from toolkit.train.model.loading import model_without_weights
 
@@ -51,7 +51,7 @@ class NvmeOffload(TrainerCallback):  # type: ignore[misc]
         self.buffers = {name: param[name] for name in ("buffer_size", "buffer_count") if param}
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.run.barrier()
+        barrier()
         if self.run.writes:
             measured_disk = (self.run.folder.read_run() or {}).get("nvme") or {}  # by the launcher
             on_disk = sum(file.stat().st_size for file in self.swap_folder.rglob("*.swp"))  # of this node's ranks
