@@ -176,7 +176,7 @@ class _Loader:
         """Packs of the rows, or the rows themselves without `--packing`."""
         if not self.arguments.packing:
             return dataset, stats
-        packed = PackedRows(dataset, max_tokens=self.arguments.max_seq_length)
+        packed = PackedRows(dataset, max_tokens=self.arguments.tokens_per_row)
         return packed, replace(stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
 
 

@@ -1,4 +1,4 @@
-"""Pack rows into sequences of at most `max_seq_length` tokens whose documents do not attend to each other.
+"""Pack rows into sequences of limited length whose documents do not attend to each other.
 
 >>> best_fit([3, 5, 2, 4], max_tokens=7)
 [[1, 2], [3, 0]]

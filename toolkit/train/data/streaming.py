@@ -173,7 +173,7 @@ class Lanes:
     def next(self, lane: int) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
         if self.stream.packing and lane not in self.packs:
-            opened, length = self.states[lane].open, self.stream.encoders[0].max_seq_length
+            opened, length = self.states[lane].open, self.stream.encoders[0].tokens_per_row
             rows = {number: self._next_row(lane) for number in sorted(sum(opened, ()))}
             packs = ([rows[number] for number in pack] for pack in opened)
             self.packs[lane] = OpenPacks(max_tokens=length, at_most=OPEN_PACKS, packs=packs)

@@ -122,7 +122,7 @@ class RowEncoder:
 
     tokenizer: Any
     data_format: str
-    max_seq_length: int
+    tokens_per_row: int
     supervise_all: bool
     system_prompt: str | None
 
@@ -138,16 +138,16 @@ class RowEncoder:
             original = to_sample(row, self.data_format)
             sample = with_system_prompt(original, self.system_prompt)
             input_ids, supervised = encode(
-                sample, self.tokenizer, supervise_all=self.supervise_all, max_tokens=self.max_seq_length
+                sample, self.tokenizer, supervise_all=self.supervise_all, max_tokens=self.tokens_per_row
             )
         except ToolkitError as error:
             raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
         except (UnicodeError, RecursionError) as error:
             raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
-        pairs = list(zip(input_ids, supervised, strict=True))[: self.max_seq_length]
+        pairs = list(zip(input_ids, supervised, strict=True))[: self.tokens_per_row]
         labels = [token if learned else IGNORED for token, learned in pairs]
         return {
-            "input_ids": input_ids[: self.max_seq_length],
+            "input_ids": input_ids[: self.tokens_per_row],
             "labels": labels,
             "length": len(labels),
             "row": number,
@@ -165,7 +165,7 @@ def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> R
     return RowEncoder(
         tokenizer=tokenizer,
         data_format=data_format,
-        max_seq_length=arguments.max_seq_length,
+        tokens_per_row=arguments.tokens_per_row,
         supervise_all=arguments.loss_on == "all" or data_format == "text",
         system_prompt=arguments.system_prompt,
     )
@@ -197,7 +197,7 @@ class EncodedSource:
 
     def supervised(self) -> tuple[datasets.Dataset, DataStats]:
         """Return the `COLUMNS` of rows with a supervised token, and statistics. Raises ToolkitError if none is left."""
-        rows, limit = self.rows, self.encoder.max_seq_length
+        rows, limit = self.rows, self.encoder.tokens_per_row
         uncut, supervised = rows["uncut_tokens"][:], rows["supervised"][:]
         kept = [index for index, tokens in enumerate(supervised) if tokens]
         if not kept:
