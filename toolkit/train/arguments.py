@@ -38,13 +38,12 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.spec import PresetSpec, default_accumulate
+from toolkit.presets.spec import PresetSpec, default_accumulate, uses_fsdp
 from toolkit.presets.training_arguments import (
     SDPA,
     enable_fsdp_on_cpu,
     parallelism_arguments,
     resolve_precision,
-    uses_fsdp,
 )
 from toolkit.train.model.loading import choose_attention
 
