@@ -106,7 +106,7 @@ def _fingerprint(*parts: object) -> str:
 
 
 COLUMNS = ["input_ids", "labels", "length", "row", "supervised"]
-_FEATURES = datasets.Features(
+ENCODED = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
         "labels": datasets.List(datasets.Value("int32")),
@@ -156,13 +156,6 @@ class RowEncoder:
             "got_system_prompt": sample is not original,
         }
 
-    def cache_key(self) -> tuple[object, ...]:
-        """Return everything that the tokens depend on, beside the rows."""
-        tokenizer, backend = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
-        vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-        parts = vocabulary, str(sorted(tokenizer.special_tokens_map.items())), str(tokenizer.chat_template)
-        return *parts, self.data_format, self.max_seq_length, self.supervise_all, self.system_prompt
-
 
 def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> RowEncoder:
     """Return the encoder for rows of one format. Raises ToolkitError for `--loss_on assistant` with text."""
@@ -179,20 +172,19 @@ def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> R
 
 
 def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int | None = None) -> datasets.Dataset:
-    """Tokenise all rows, or read them from the cache of `datasets`."""
+    """Tokenise all rows, or read them from the cache of `datasets`, by everything that the tokens depend on."""
+    tokenizer, backend = encoder.tokenizer, getattr(encoder.tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    options = [value for name, value in vars(encoder).items() if name != "tokenizer"]
+    key = vocabulary, sorted(tokenizer.special_tokens_map.items()), str(tokenizer.chat_template), *options
     return dataset.map(
         encoder,
         with_indices=True,
         remove_columns=dataset.column_names,
-        features=_FEATURES,
-        new_fingerprint=_fingerprint(dataset._fingerprint, *encoder.cache_key()),
+        features=ENCODED,
+        new_fingerprint=_fingerprint(dataset._fingerprint, *key),
         num_proc=None if num_proc is None else min(num_proc, len(dataset)),
     )
-
-
-def encoded_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
-    """Return a dataset of a few encoded rows, in memory."""
-    return datasets.Dataset.from_list(rows, features=_FEATURES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,10 +218,8 @@ class EncodedSource:
 
 # -- supervised tokens
 
-Encoded = tuple[list[int], list[bool]]
-"""Input ids, and True for each that is supervised."""
-Span = tuple[int, int]
-"""First character, and the character after the last."""
+Encoded = tuple[list[int], list[bool]]  # input ids, and True for each that is supervised
+Span = tuple[int, int]  # the first character, and the character after the last
 
 TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block around the assistant's turns"
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
