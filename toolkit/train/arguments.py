@@ -38,7 +38,7 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets import training_arguments
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.spec import PresetSpec, default_accumulate
+from toolkit.presets.spec import PresetSpec, default_accumulate, uses_fsdp
 from toolkit.train.model.loading import choose_attention
 
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
@@ -250,7 +250,7 @@ def _resolved(
     # The step timer prints lines, which a log file can hold; the Trainer's default for DDP walks the graph every step.
     values |= {n: v for n, v in (("disable_tqdm", True), ("ddp_find_unused_parameters", False)) if n not in job.given}
     chosen = job.chosen_accumulate
-    if training_arguments.uses_fsdp() or (preset is not None and preset.sharded_at_load):
+    if uses_fsdp() or (preset is not None and preset.sharded_at_load):
         chosen = chosen or SHARDED
         values["accelerator_config"] = with_accumulate(job.accelerator_config or {}, chosen)
     elif preset is not None:

@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
 from toolkit.observe.attest.tensors import constants
-from toolkit.presets.training_arguments import uses_fsdp
+from toolkit.presets.spec import uses_fsdp
 
 
 def load_for_shards(load: Callable[[], Any]) -> Any:

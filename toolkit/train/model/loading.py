@@ -25,8 +25,8 @@ from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import ModelLimits
+from toolkit.presets.spec import uses_fsdp
 from toolkit.presets.support import check_supported
-from toolkit.presets.training_arguments import uses_fsdp
 from toolkit.train.model import varlen_attention
 
 varlen_attention.register()
