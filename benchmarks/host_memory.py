@@ -43,7 +43,6 @@ from toolkit.units import GIB
 
 DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "host_memory"
 HEADER = ["job", "loading, measured GiB", "planned", "", "run, measured GiB", "planned", ""]
-PARTS = ("loading", "run")
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
 LOSS = "full"  # of the recorded runs, which are older than the chunked loss
 # glibc keeps freed blocks below 32 MiB, per thread; with this threshold it returns tensors to the system.
@@ -181,15 +180,6 @@ def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[st
     return {"loading_bytes": max(loading), "run_bytes": sum(peaks)}
 
 
-def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
-    """Run one setting; a failed run keeps its error."""
-    facts = {"setting": setting.name, "ranks": setting.ranks}
-    try:
-        return facts | {"measured": measured(setting, model, output)}
-    except RuntimeError as error:
-        return facts | {"error": str(error)}
-
-
 def difference(one: dict[str, Any], part: str) -> float:
     """Return planned over measured, minus one."""
     return float(one["planned"][f"{part}_bytes"] / one["measured"][f"{part}_bytes"] - 1)
@@ -203,19 +193,15 @@ def errors(rows: Sequence[dict[str, Any]], part: str) -> tuple[str, str, str]:
     signed = [difference(one, part) for one in rows if "measured" in one and not one["setting"].endswith("malloc")]
     absolute = sorted(map(abs, signed))
     p95 = absolute[math.ceil(0.95 * len(absolute)) - 1]
-    return (
-        f"{statistics.fmean(absolute):.1%}",
-        f"{p95:.1%}",
-        f"{sum(error < 0 for error in signed)} of {len(signed)}",
-    )
+    too_low = f"{sum(error < 0 for error in signed)} of {len(signed)}"
+    return f"{statistics.fmean(absolute):.1%}", f"{p95:.1%}", too_low
 
 
 def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return table rows: GiB of all ranks together and the differences, then the errors over all rows."""
     table = [[one["setting"], *cells(one, "loading"), *cells(one, "run")] for one in rows]
-    sums = zip(
-        ("mean error", "95th percentile", "planned too low"), *(errors(rows, part) for part in PARTS), strict=True
-    )
+    names = ("mean error", "95th percentile", "planned too low")
+    sums = zip(names, *(errors(rows, part) for part in ("loading", "run")), strict=True)
     return table + [[f"**{name}**", "", "", first, "", "", second] for name, first, second in sums]
 
 
@@ -240,7 +226,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = bf16_copy(source, Path(scratch) / "model")
         for setting in wanted:
-            rows[setting.name] = row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
+            rows[setting.name] = outcome = {"setting": setting.name, "ranks": setting.ranks}
+            try:
+                outcome["measured"] = measured(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
+            except RuntimeError as error:
+                outcome["error"] = str(error)
             print(setting.name, rows[setting.name].get("error", "measured"), file=sys.stderr, flush=True)
             kept = [rows[one.name] | {"planned": planned(one, shape)} for one in settings() if one.name in rows]
             write_result("host_memory", facts, kept)

@@ -29,7 +29,7 @@ from small_job import small_model, train_command, trained
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats
-from toolkit.record.measurements import read_rows
+from toolkit.record.measurements import last_step
 
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "kill_ranks"
 PRESETS = ("ddp", "zero2", "fsdp2")
@@ -60,10 +60,6 @@ def undisturbed(preset: str, work: Path) -> list[list[list[Any]]]:
     return json.loads(kept.read_text())  # type: ignore[no-any-return]
 
 
-def steps_of(folder: RunFolder, rank: int) -> int:
-    return max((row.step for row in read_rows(folder.rank_rows(rank))), default=0)
-
-
 def row_files(folder: RunFolder) -> dict[int, int]:
     """Return the inode of each rank's file of rows; a new attempt replaces the files."""
     return {rank: path.stat().st_ino for rank in (0, 1) if (path := folder.rank_rows(rank)).exists()}
@@ -91,7 +87,7 @@ def kill_once(
 
     def has_trained() -> bool:
         files = row_files(folder)
-        return rank in files and files[rank] != rows.get(rank) and steps_of(folder, rank) >= resumed + steps
+        return rank in files and files[rank] != rows.get(rank) and last_step(folder.rank_rows(rank)) >= resumed + steps
 
     wait_for(lambda: len(read_heartbeats(ranks)) == 2, process)
     wait_for(lambda: not steps or has_trained(), process)
@@ -103,15 +99,11 @@ def kill_once(
     restart = restarts_of(folder)[-1]
     reached = restart["lost_steps"] + restart["resumed_from_step"]
     newest = next((each.step for each in list_checkpoints(folder.path) if each.problem(deep=True) is None), 0)
+    resumed_at, lost = restart["resumed_from_step"], restart["lost_steps"]
     return {
-        "rank": rank,
-        "named_rank": restart["rank"],
-        "step_reached": reached,
-        "seconds_to_end": round(seconds, 2),
-        "newest_checkpoint_step": newest,
-        "save_cut_off": newest < reached // SAVE_STEPS * SAVE_STEPS,
-        "resumed_from_step": restart["resumed_from_step"],
-        "lost_steps": restart["lost_steps"],
+        **{"rank": rank, "named_rank": restart["rank"], "step_reached": reached, "seconds_to_end": round(seconds, 2)},
+        **{"newest_checkpoint_step": newest, "save_cut_off": newest < reached // SAVE_STEPS * SAVE_STEPS},
+        **{"resumed_from_step": resumed_at, "lost_steps": lost},
     }
 
 

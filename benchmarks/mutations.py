@@ -24,9 +24,9 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_result, write_table
 
@@ -34,7 +34,7 @@ sys.path.append(str(ROOT / "tests"))
 
 from file_mutations.attempts import Case, Outcome, attempt
 from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, newest, run_format
-from file_mutations.formats import Format, light_formats
+from file_mutations.formats import Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from small_job import small_model, train
 
@@ -49,8 +49,7 @@ MEMORY_BYTES = 16 * 2**30
 HEADER = ["kind of file", "tried", "accepted", "refused", "failed", "slowest (CPU s)"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Mutations of one format that one process tries."""
 
     format: str
@@ -85,10 +84,9 @@ def chunks(kinds: list[Format], mutations: int) -> list[Chunk]:
     shares = sum(kind.share for kind in kinds)
     found = []
     for kind in kinds:
-        left, number = -(-mutations * kind.share // shares), 0
-        while left > 0:
-            found.append(Chunk(format=kind.name, number=number, mutations=min(CHUNK, left)))
-            left, number = left - CHUNK, number + 1
+        wanted = -(-mutations * kind.share // shares)
+        starts = range(0, wanted, CHUNK)
+        found += [Chunk(kind.name, number, min(CHUNK, wanted - start)) for number, start in enumerate(starts)]
     return sorted(found, key=lambda chunk: chunk.number)
 
 
@@ -109,7 +107,7 @@ def run_chunk(kind: Format, chunk: Chunk, first_seed: int, work: Path) -> dict[s
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(kind.cases())
+    @given(mutated_cases(kind))
     def try_each(case: Case) -> None:
         faulthandler.dump_traceback_later(120, exit=True)  # where no signal handler of Python's would run
         outcomes.append((case, attempt(case, folder / str(len(outcomes)))))
@@ -158,8 +156,8 @@ def slug(text: str) -> str:
 
 def run_in_process(chunk: Chunk, options: argparse.Namespace) -> dict[str, Any]:
     """Run a chunk in a process of its own; one that dies is a failure of the attempt that it left behind."""
-    named = json.dumps([chunk.format, chunk.number, chunk.mutations])
-    command = [sys.executable, __file__, "--work", str(options.work), "--seed", str(options.seed), "--chunk", named]
+    command = [sys.executable, __file__, "--work", str(options.work), "--seed", str(options.seed)]
+    command += ["--chunk", json.dumps(chunk)]
     # With one thread, CPU time is at most wall time.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
@@ -213,9 +211,8 @@ def main() -> None:
     kinds = [kind for kind in formats(options.work) if not options.format or kind.name in options.format]
     if options.chunk is not None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        name, number, mutations = options.chunk
-        chunk = Chunk(format=name, number=number, mutations=mutations)
-        kind = next(kind for kind in kinds if kind.name == name)
+        chunk = Chunk(*options.chunk)
+        kind = next(kind for kind in kinds if kind.name == chunk.format)
         print(json.dumps(run_chunk(kind, chunk, options.seed, options.work)))
         return
     ledger = options.work / "chunks.jsonl"

@@ -57,29 +57,31 @@ def waiting(wanted: Iterator[tuple[int, str, str]], done: Sequence[Record]) -> l
     return [run for run in wanted if run not in finished and run[1:] not in failed]
 
 
+def run_program(program: str, job: Job, folder: Path, *, environments_folder: Path, timeout: float) -> measurement.Run:
+    """Run a program once in an empty folder. Raises NotOffered where it cannot run the job."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    python = environments.python_of(program, environments_folder)
+    launch = PROGRAMS[program](job, str(python), folder)
+    for name, text in launch.files.items():
+        (folder / name).write_text(text)
+    extensions = environments.extensions_of(program, environments_folder)
+    variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
+    where = {"environment": variables, "folder": folder, "cwd": launch.cwd or folder}
+    run = measurement.run(launch.argv, timeout_seconds=timeout, **where)
+    if run.error is None and any(len(rank) != job.setting.steps for rank in run.ranks):
+        raise SystemExit(f"{folder}: {[len(rank) for rank in run.ranks]} steps were recorded, of {job.setting.steps}")
+    return run
+
+
 def measure(program: str, job: Job, given: argparse.Namespace) -> Record:
     """Run a program once; what it wrote is deleted, unless it failed."""
     folder: Path = given.work / "runs" / f"{job.name}-{program}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    python = environments.python_of(program, given.environments)
+    limits = {"environments_folder": given.environments, "timeout": given.timeout_seconds}
     try:
-        launch = PROGRAMS[program](job, str(python), folder)
+        run = run_program(program, job, folder, **limits)
     except NotOffered as reason:
         return {"exit_code": None, "error": str(reason)}
-    for name, text in launch.files.items():
-        (folder / name).write_text(text)
-    extensions = environments.extensions_of(program, given.environments)
-    variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
-    run = measurement.run(
-        launch.argv,
-        environment=variables,
-        folder=folder,
-        timeout_seconds=given.timeout_seconds,
-        cwd=launch.cwd or folder,
-    )
-    if run.error is None and any(len(rank) != job.setting.steps for rank in run.ranks):
-        raise SystemExit(f"{folder}: {[len(rank) for rank in run.ranks]} steps were recorded, of {job.setting.steps}")
     if run.error is None:
         shutil.rmtree(folder)
     return asdict(run)

@@ -88,17 +88,14 @@ def hollow_checkpoint(folder: Path) -> Path:
 
 
 def seconds(answer: Callable[[], Any]) -> float:
-    """Return the seconds of one round in this process."""
+    """Return the seconds of one round."""
     started = time.perf_counter()
     answer()
     return time.perf_counter() - started
 
 
-def process_seconds(command: list[str]) -> float:
-    """Return the seconds of one command, from start to exit."""
-    started = time.perf_counter()
+def run(command: list[str]) -> None:
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    return time.perf_counter() - started
 
 
 def plan_command() -> list[str]:
@@ -119,7 +116,7 @@ def measure(folder: Path, way: str, rounds: int) -> Iterator[dict[str, Any]]:
     estimate_all(folder, way)  # warms up imports and the file's pages
     inside = pairs(rounds, lambda: seconds(lambda: plan_all(MODEL)), lambda: seconds(lambda: estimate_all(folder, way)))
     ours, theirs = plan_command(), estimate_command(folder, way)
-    typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
+    typed = pairs(rounds, lambda: seconds(lambda: run(ours)), lambda: seconds(lambda: run(theirs)))
     for timed, measured in (("in one process", inside), ("command", typed)):
         sides = {name: spread([pair[side] for pair in measured]) for side, name in enumerate(("plan", "estimator"))}
         ratios = {"ratio": spread([estimator / plan for plan, estimator in measured])}

@@ -26,21 +26,17 @@ SIZES = {"hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "v
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
 NAMED = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "dtype": "float32"}
 LLAMA = {**SIZES, **HEADS, **NAMED, "model_type": "llama"}
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64, "vocab_size": 517}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama_tied": {**LLAMA, "tie_word_embeddings": True},
-    "llama_untied": {**LLAMA, "tie_word_embeddings": False},
-    "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
-    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
-    "mistral": {**LLAMA, "model_type": "mistral", "head_dim": 10, "tie_word_embeddings": False},
-    "mixtral": {
-        **{**LLAMA, "model_type": "mixtral", "tie_word_embeddings": False},
-        **{"num_local_experts": 5, "num_experts_per_tok": 2},
-    },
-    "gpt2": {
-        **{"model_type": "gpt2", "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64, "vocab_size": 517},
-        **{"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"},
-    },
+    "llama_tied": LLAMA | TIED,
+    "llama_untied": LLAMA | UNTIED,
+    "qwen2": LLAMA | TIED | {"model_type": "qwen2"},
+    "qwen3": LLAMA | UNTIED | {"model_type": "qwen3", "head_dim": 16},
+    "gemma2": LLAMA | TIED | {"model_type": "gemma2", "head_dim": 16},
+    "mistral": LLAMA | UNTIED | {"model_type": "mistral", "head_dim": 10},
+    "mixtral": LLAMA | UNTIED | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "gpt2": GPT2 | TIED | {"bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"},
 }
 EVERY_SIZE, SOME_SIZES, EVEN_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 32, 64), (2, 3, 8, 64), (4, 6, 8, 64)
 WORLD_SIZES = {
@@ -100,24 +96,15 @@ def recorded_cases() -> Iterator[Case]:
 def found_by(case: Case, model: Path, work: Path) -> Case:
     """Run one case in a forked process; return its bytes, or its error."""
     folder = work / f"{case['preset']}-{case['world_size']}-{case['rank']}-{time.monotonic_ns()}"
-    rehearse(
-        preset=case["preset"],
-        world_size=case["world_size"],
-        rank=case["rank"],
-        words=["--model_name_or_path", str(model), *STEP, *case["arguments"]],
-        folder=folder,
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
+    words = ["--model_name_or_path", str(model), *STEP, *case["arguments"]]
+    place = {name: case[name] for name in ("preset", "world_size", "rank")}
+    rehearse(**place, words=words, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
     attested = folder / "attestation.json"
     if not attested.is_file():
         return case | {"status": "failed", "message": log_tail(folder)}
     attestation = json.loads(attested.read_text())
     own = attestation["ranks"][0]
-    return (
-        case
-        | {"status": attestation["verdict"], "dp_shard_size": own.get("dp_shard_size")}
-        | {name: own.get(name) for name in PARTS}
-    )
+    return case | {"status": attestation["verdict"], **{name: own.get(name) for name in ("dp_shard_size", *PARTS)}}
 
 
 def model_file(name: str, work: Path) -> Path:

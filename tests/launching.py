@@ -67,10 +67,14 @@ def accelerate_launch(
 ) -> CompletedProcess[str]:
     """Run two ranks on the CPU, from the repository root; `options` are accelerate's own.
 
+    `script` is a file of `scripts/`, or the name of a change in `changed_training.py`; the training script otherwise.
+
     Launcher and ranks are forked from `fork_server`, 8 s faster than started cold. Their parents' command lines then do
     not name the preset, so the environment does, as under `toolkit train`.
     """
     started = ["-m", module] if script is None else [str(SCRIPTS / script)]
+    if script is not None and not script.endswith(".py"):
+        started = [str(SCRIPTS / "changed_training.py"), script]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
     environment = cpu_environment() | (variables or {})
@@ -174,8 +178,12 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(each, f"{name}.{key}")
 
 
+def rank_rows(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of one rank, a step each."""
+    return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path, ranks: int = 2) -> list[float]:
     """Mean over ranks of each step's loss."""
-    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in range(ranks)]
-    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    rows = [rank_rows(folder, rank) for rank in range(ranks)]
     return [sum(row["loss"] for row in step) / ranks for step in zip(*rows, strict=True)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launching import LLAMA_8B_CONFIG
+from split_runs import MODELS, SIZES
 
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import llama_shape
@@ -91,22 +92,8 @@ def _shape(model_type: str, fields: dict[str, Any]) -> ModelShape:
     return shape
 
 
-# Models of 288 words, which tests of split layers, experts and sequences train on CPU ranks.
-SMALL = {
-    **{"vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
-}
-SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama_tied": ("llama", {"tie_word_embeddings": True}),
-    "llama_mha": ("llama", {"num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-}
-
-
 @cache
 def small_shape(name: str) -> ModelShape:
-    """Return the shape of one of `SMALL_MODELS`."""
-    model_type, fields = SMALL_MODELS[name]
-    return _shape(model_type, {**SMALL, **fields})
+    """Return the shape of one of the models that are split in `split_runs`."""
+    fields = {**SIZES, **MODELS[name]}
+    return _shape(fields.pop("model_type"), fields)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-from launching import ROOT, accelerate_launch
+from launching import ROOT, accelerate_launch, nightly
 
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import grad_norm, read_steps
@@ -67,8 +66,7 @@ class SplitRun:
 
     @property
     def num_ranks(self) -> int:
-        sizes = [size for name, size in self.layout.items() if name != "ep"]
-        return math.prod(sizes)
+        return math.prod(size for name, size in self.layout.items() if name != "ep")
 
     @property
     def data_parallel_size(self) -> int:
@@ -100,6 +98,10 @@ def _split(preset: str, model: str, *words: str, baseline: str = "", **layout: i
 def _resumed(run: SplitRun, name: str, step: int) -> SplitRun:
     """The run from a checkpoint of another one, which it must equal from there on."""
     return replace(run, baseline="", resumes=(name, step))
+
+
+def _without_fix(run: SplitRun, fix: str) -> SplitRun:
+    return replace(run, baseline="", without_fix=f"toolkit.parallel.{fix}")
 
 
 PIPELINE = "pipeline_1f1b"
@@ -143,41 +145,34 @@ RUNS = {
     "qwen3-bf16": _alone("qwen3", "--bf16", "true"),
     "llama-packed": _alone("llama", *PACKED),
     **SPLIT,
-    "tp-without-norm-fix": replace(
-        _split("tp", "qwen3", tp=2),
-        baseline="",
-        without_fix="toolkit.parallel.sharded_at_load:_reduce_replicated_gradients_once",
+    "tp-without-norm-fix": _without_fix(
+        _split("tp", "qwen3", tp=2), "sharded_at_load:_reduce_replicated_gradients_once"
     ),
-    "ulysses-without-token-weights": replace(
-        _split("ulysses", "llama", sp=2),
-        baseline="",
-        without_fix="toolkit.parallel.split_sequences:_weight_by_tokens",
+    "ulysses-without-token-weights": _without_fix(
+        _split("ulysses", "llama", sp=2), "split_sequences:_weight_by_tokens"
     ),
     # Resumed in the first epoch (step 1) or in the second (step 3), on the same mesh or on another one.
-    "fsdp2_tp-resumed": _resumed(replace(SPLIT["fsdp2_tp"], words=()), "fsdp2_tp", 1),
+    **{
+        f"{name}-resumed": _resumed(replace(SPLIT[name], words=()), name, 1)
+        for name in ("fsdp2_tp", "pipeline", "cp", "ulysses")
+    },
     "fsdp2_tp-resumed-on-tp": _resumed(_split("tp", "qwen3", tp=2), "fsdp2_tp", 1),
     "fsdp2_tp-lora-resumed-on-tp": _resumed(SPLIT["tp-lora"], "fsdp2_tp-lora", 1),
     "ep-resumed-on-two": _resumed(_split("ep", "qwen3_moe", dp_shard=2, ep=2), "ep", 1),
-    "pipeline-resumed": _resumed(replace(SPLIT["pipeline"], words=()), "pipeline", 1),
     "pipeline-tied-resumed": _resumed(SPLIT["pipeline-tied"], "pipeline-tied", 3),
     "pipeline-interleaved-resumed": _resumed(SPLIT["pipeline-interleaved"], "pipeline-interleaved", 1),
-    "cp-resumed": _resumed(replace(SPLIT["cp"], words=()), "cp", 1),
-    "ulysses-resumed": _resumed(replace(SPLIT["ulysses"], words=()), "ulysses", 1),
 }
 
 
 # One run per preset that divides a model or a sequence over two dimensions at most; `make test-nightly` has all.
-LAUNCHED_ALWAYS = {
-    *("tp", "fsdp2_tp", "ep", "cp", "ulysses", "pipeline", "fsdp2_tp-resumed-on-tp", "pipeline-resumed"),
-}
+LAUNCHED_ALWAYS = ("tp", "fsdp2_tp", "ep", "cp", "ulysses", "pipeline", "fsdp2_tp-resumed-on-tp", "pipeline-resumed")
 
 
 def split_runs(*, resumed: bool = False) -> list[Any]:
     """Return the names of the runs that equal one process, or of those that resume, as parameters of a test."""
     chosen = [name for name, run in RUNS.items() if (run.resumes is not None) is resumed and (resumed or run.baseline)]
-    return [
-        pytest.param(name, marks=[] if name in LAUNCHED_ALWAYS else pytest.mark.nightly, id=name) for name in chosen
-    ]
+    always = [name for name in chosen if name in LAUNCHED_ALWAYS]
+    return [*always, *nightly(*(name for name in chosen if name not in always))]
 
 
 def build_models(folder: Path) -> None:
@@ -224,15 +219,15 @@ def _row(draw: random.Random) -> str:
 def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint: Path | None = None) -> None:
     """Train, and stop the test with the end of the log where a rank failed."""
     words = ["--model_name_or_path", str(models / run.model), "--dataset", str(rows), "--max_seq_length", "64"]
-    words += ["--eval_dataset", str(rows.with_name("eval_rows.jsonl"))]
-    words += ["--gradient_accumulation_steps", "2", "--learning_rate", "5e-3"]
-    words += ["--weight_decay", "0.1", "--save_strategy", "no", *run.arguments(), "--output_dir", str(folder)]
+    words += ["--eval_dataset", str(rows.with_name("eval_rows.jsonl")), "--gradient_accumulation_steps", "2"]
+    words += ["--learning_rate", "5e-3", "--weight_decay", "0.1", "--save_strategy", "no", *run.arguments()]
+    words += ["--output_dir", str(folder)]
     if checkpoint is not None:
         words += ["--resume_from_checkpoint", str(checkpoint)]
     config = ROOT / "accelerate_configs" / f"{run.preset}.yaml"
     options: dict[str, Any] = {"num_processes": run.num_ranks}
     if run.without_fix:
-        options |= {"script": "without_fix.py", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
+        options |= {"script": "without_fix", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
     ended = accelerate_launch(config, *words, **options)
     assert ended.returncode == 0, f"{run}:\n{ended.stdout[-3000:]}\n{ended.stderr[:5000]}"
 
@@ -240,6 +235,5 @@ def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint:
 def losses_and_norms(folder: Path) -> tuple[list[float], list[float | None]]:
     """Return the loss, the mean over ranks, and the gradient norm of each step."""
     steps = read_steps(RunFolder(folder))
-    return [sum(float(row.loss or 0.0) for row in step) / len(step) for step in steps], [
-        grad_norm(step) for step in steps
-    ]
+    losses = [sum(float(row.loss or 0.0) for row in step) / len(step) for step in steps]
+    return losses, [grad_norm(step) for step in steps]

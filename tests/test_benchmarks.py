@@ -97,11 +97,13 @@ def test_the_structure_of_a_small_tree_is_counted(tmp_path: Path) -> None:
     files = {
         **dict.fromkeys(("toolkit/__init__.py", "toolkit/train/__init__.py"), ""),
         "toolkit/train/script.py": "from toolkit.job import read\n\n\ndef main():\n    read({})\n",
-        **{"toolkit/job.py": job, "toolkit/unused.py": "max_seq_length = 1\n", "docs/start.md": "three short words\n"},
+        **{"toolkit/job.py": job, "toolkit/unused.py": "max_seq_length = 1\n"},
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "start.md").write_text("three short words\n")
     found = __import__("structure").measure(tmp_path)
     assert (found.toolkit_files, found.toolkit_lines, found.docs_words, found.functions) == (5, 12, 3, 3)
     assert (found.private_functions, found.private_functions_referenced_once, found.argument_reads) == (1, 1, 1)

@@ -15,7 +15,7 @@ import pytest
 from file_mutations import attempts
 from file_mutations.attempts import Case, attempt, call, command
 from file_mutations.checkpoint_formats import CHECKPOINT_FILES, checkpoint_format, exported_formats, newest, run_format
-from file_mutations.formats import LIGHT_SHARE, Format, light_formats
+from file_mutations.formats import LIGHT_SHARE, Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, settings
 
 from toolkit.errors import ToolkitError
@@ -38,7 +38,7 @@ def try_mutations(kind: Format, folder: Path, examples: int) -> None:
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
-    @given(kind.cases())
+    @given(mutated_cases(kind))
     def is_accepted_or_refused(case: Case) -> None:
         outcome = attempt(case, folder / str(next(numbers)))
         assert outcome.kind != "failed", f"{case.command}: {outcome.family}\n{outcome.report}"

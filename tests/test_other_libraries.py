@@ -82,7 +82,7 @@ def trl_runs(build_once: Callable[..., Path], tiny_model: Path) -> dict[str, Pat
 
 
 @pytest.mark.launch
-def test_trls_own_script_trains_the_same_under_each_preset(trl_runs: dict[str, Path]) -> None:
+def test_trls_own_script_trains_the_same_under_each_preset_and_is_sharded_as_it_says(trl_runs: dict[str, Path]) -> None:
     states = {preset: read(checkpoint / "trainer_state.json") for preset, checkpoint in trl_runs.items()}
     losses = {name: [row["loss"] for row in one["log_history"] if "loss" in row] for name, one in states.items()}
     assert len(losses["ddp"]) == 2
@@ -90,10 +90,7 @@ def test_trls_own_script_trains_the_same_under_each_preset(trl_runs: dict[str, P
         assert losses[preset] == pytest.approx(losses["ddp"], rel=1e-4), preset
         assert states[preset]["epoch"] == 1  # two steps of two ranks; one rank would be at half of its epoch
 
-
-@pytest.mark.launch
-def test_trls_own_script_is_sharded_as_the_preset_says(trl_runs: dict[str, Path]) -> None:
-    """DeepSpeed saves the optimizer states of each rank; at stage 3 the parameters, too."""
+    # DeepSpeed saves the optimizer states of each rank; at stage 3 the parameters, too.
     files = "global_step2/*zero_pp_rank_*_{}_states.pt"
     saved = {
         preset: [len(list(checkpoint.glob(files.format(kind)))) for kind in ("optim", "model")]

@@ -152,14 +152,11 @@ def test_a_resumed_benchmark_repeats_neither_finished_runs_nor_failures() -> Non
     assert left == [(0, "ddp-full", "trl"), (1, "ddp-full", "trl"), (1, "ddp-full", "bare")]
 
 
-def test_the_table_says_why_a_program_could_not_run() -> None:
+def test_the_table_says_why_a_program_could_not_run_and_shows_no_ratio_for_another_job() -> None:
     failed = {"job": "ddp-full", "program": "axolotl", "error": "ValueError: no GPU | none", "exit_code": 1}
     assert peers.cells_of(failed)[1:4] == ["axolotl", "exit 1", "n/a"]
     assert "ValueError: no GPU / none" in peers.cells_of(failed)
     assert "not run" in peers.cells_of(failed | {"exit_code": None})
-
-
-def test_the_table_shows_no_ratio_for_another_job() -> None:
     medians = {"tokens_per_second": 1000.0, "tokens_per_cpu_second": 500.0}
     medians |= {"peak_pss_bytes": 2**30, "first_step_seconds": 6.25}
     row = {"job": "ddp-full", "program": "trl", "repeats": 3, "medians": medians}

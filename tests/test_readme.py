@@ -66,25 +66,16 @@ def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def bash_blocks(page: Path) -> list[Block]:
+def bash_blocks(page: Path, kind: str | None = None) -> list[Block]:
+    """Return a page's blocks, or those of a kind: `launch` or `variables`."""
     found = re.findall(r"(?:<!-- test: ([^\n]*) -->\n)?```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL)
-    return [Block(comment, text) for comment, text in found]
-
-
-def blocks_of_kind(kind: str) -> list[Block]:
-    """Return the README's blocks of a kind: `launch` or `variables`."""
-    return [block for block in bash_blocks(README) if block.kind == kind]
+    return [block for block in (Block(*each) for each in found) if kind in (None, block.kind)]
 
 
 def toolkit_commands() -> list[list[str]]:
     """Return each `toolkit ...` command of any page, split into words."""
-    lines = [
-        line
-        for page in PAGES
-        for block in bash_blocks(page)
-        for line in block.text.replace("\\\n", " ").splitlines()
-        if line.startswith("toolkit ")
-    ]
+    texts = [block.text.replace("\\\n", " ") for page in PAGES for block in bash_blocks(page)]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("toolkit ")]
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -123,29 +114,26 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 # -- generated blocks
 
 
-GENERATED = {"fits": fits_table, "presets": preset_table, "optimizers": optimizer_table}
-GENERATED |= {"simulated throughput": throughput_table}
-PAGE_OF = {"fits": README, "presets": ROOT / "docs" / "reference" / "presets.md"}
-PAGE_OF |= {"optimizers": ROOT / "docs" / "how-to" / "optimizers.md"}
-PAGE_OF |= {"simulated throughput": ROOT / "docs" / "evidence" / "simulations.md"}
+GENERATED = {
+    "fits": (README, fits_table),
+    "presets": (ROOT / "docs" / "reference" / "presets.md", preset_table),
+    "optimizers": (ROOT / "docs" / "how-to" / "optimizers.md", optimizer_table),
+    "simulated throughput": (ROOT / "docs" / "evidence" / "simulations.md", throughput_table),
+}
 
 
-def generated(text: str, name: str) -> re.Match[str]:
-    found = re.search(rf"<!-- generated: {name} -->\n(.*?)\n?<!-- /generated -->", text, re.DOTALL)
-    assert found, f"{PAGE_OF[name].name} has no block `generated: {name}`"
-    return found
-
-
-def write_generated() -> None:
-    for name, render in GENERATED.items():
-        text = PAGE_OF[name].read_text()
-        block, written = generated(text, name), f"<!-- generated: {name} -->\n{render()}\n<!-- /generated -->"
-        PAGE_OF[name].write_text(text[: block.start()] + written + text[block.end() :])
+def with_generated(name: str) -> str:
+    """Return a page with its generated block as it should be."""
+    page, render = GENERATED[name]
+    block = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n?<!-- /generated -->)", re.DOTALL)
+    text, number = block.subn(lambda found: found[1] + render() + found[2], page.read_text())
+    assert number == 1, f"{page.name} has {number} blocks `generated: {name}`"
+    return text
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_blocks_are_up_to_date(name: str) -> None:
-    assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), UPDATE
+    assert with_generated(name) == GENERATED[name][0].read_text(), UPDATE
 
 
 def test_the_readme_is_short_and_names_every_preset() -> None:
@@ -158,7 +146,7 @@ def test_the_readme_is_short_and_names_every_preset() -> None:
 
 
 def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
-    (block,) = blocks_of_kind("variables")
+    (block,) = bash_blocks(README, "variables")
     shown = run_bash(block.text + 'echo "$model"; echo "$data"')
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
@@ -198,7 +186,7 @@ def test_every_python_example_of_a_page_runs(page: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("block", blocks_of_kind("launch"), ids=lambda block: block.text.split()[0])
+@pytest.mark.parametrize("block", bash_blocks(README, "launch"), ids=lambda block: block.text.split()[0])
 def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     block: Block, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
@@ -231,13 +219,8 @@ def keys_of(folder: Path) -> Iterator[str]:
 
 @functools.cache
 def listed_files() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     return listed.stdout.splitlines()
@@ -250,14 +233,11 @@ def tree_lines() -> list[str]:
     return [line.rstrip("/") for line in lines]
 
 
-def test_the_tree_lists_every_folder_and_every_package() -> None:
+def test_the_tree_lists_every_folder_and_every_package_and_nothing_else() -> None:
     parts = [path.split("/") for path in listed_files()]
     folders = {path[0] for path in parts if len(path) > 1 and not path[0].startswith(".")}
     modules = {"/".join(path[:2]) for path in parts if path[0] == "toolkit"} - WITHOUT_A_LINE
     assert folders | modules <= set(tree_lines())
-
-
-def test_everything_in_the_tree_exists() -> None:
     assert [line for line in tree_lines() if not (ROOT / line).exists()] == []
 
 
@@ -275,16 +255,14 @@ def heading_id(line: str) -> str:
     return re.sub(r"[^\w -]", "", line.lstrip("#").strip().lower()).replace(" ", "-")
 
 
-def test_the_readme_has_the_attribution_of_the_data() -> None:
+def test_the_readme_has_the_attribution_of_the_data_and_uses_the_example_configuration() -> None:
     from toolkit.demo.assets import DATA_ATTRIBUTION
 
     assert DATA_ATTRIBUTION in README.read_text()
-
-
-def test_the_example_configuration_has_known_keys_and_is_used_by_a_command() -> None:
     assert "lora_r" in read_config_file(ROOT / EXAMPLE)
     assert any(EXAMPLE in words for words in toolkit_commands())
 
 
 if __name__ == "__main__":
-    write_generated()
+    for generated, (path, _) in GENERATED.items():
+        path.write_text(with_generated(generated))

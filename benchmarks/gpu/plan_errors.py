@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,10 +79,9 @@ def _summarize(cases: Sequence[Case], errors: str, what: str) -> dict[str, Any]:
     values = sorted(abs(value) for value, _ in signed)
     worst, worst_case = max(signed, key=lambda pair: abs(pair[0]))
     return {
-        **{"what": what, "cases": len(values), "mean": statistics.mean(values)},
-        **{"p95": values[min(len(values) - 1, round(0.95 * len(values)))]},
+        **{"what": what, "cases": len(values), "mean": statistics.mean(values), "goal": GOALS.get(what)},
+        **{"p95": values[min(len(values) - 1, round(0.95 * len(values)))], "worst": worst, "worst_case": worst_case},
         "under": sum(value < 0 for value, _ in signed) / len(values),
-        **{"worst": worst, "worst_case": worst_case, "goal": GOALS.get(what)},
     }
 
 
@@ -118,25 +118,20 @@ def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.plan.memory import UNCERTAINTY, UNCERTAINTY_UNKNOWN, fit_verdict
 
-    counts: dict[str, int] = {}
-    wrong = []
+    counts, wrong = Counter[str](), []
     for case in cases:
         plan = case.get("planned")
         if not plan or case["measured"]["status"] != "completed" or not case["measured"]["peaks"]:
             continue
-        peak = plan["phases"][plan["peak_phase"]]
-        known = plan.get("activations_from") != "llama"
+        exact_bytes = sum(plan["phases"][plan["peak_phase"]][name] for name in STATES)
+        uncertainty = UNCERTAINTY_UNKNOWN if plan.get("activations_from") == "llama" else UNCERTAINTY
         for gpu in GPUS:
             memory = find_gpu(gpu).memory_bytes
-            word = fit_verdict(
-                planned_peak_bytes=plan["planned_peak_bytes"],
-                exact_bytes=sum(peak[name] for name in STATES),
-                memory_bytes=memory,
-                uncertainty=UNCERTAINTY if known else UNCERTAINTY_UNKNOWN,
-            )
+            sizes = {"planned_peak_bytes": plan["planned_peak_bytes"], "exact_bytes": exact_bytes}
+            word = fit_verdict(**sizes, memory_bytes=memory, uncertainty=uncertainty)
             fits = traced_peak(case) + plan["overhead_bytes"] <= memory
             key = f"{word}, {'would fit' if fits else 'would not fit'}"
-            counts[key] = counts.get(key, 0) + 1
+            counts[key] += 1
             if (word, fits) in (("fits", False), ("does_not_fit", True)):
                 wrong.append(f"{case['id']} on {gpu}: {key}")
     return {"cards": list(GPUS), "said": counts, "wrong": wrong}

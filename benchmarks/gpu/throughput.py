@@ -16,6 +16,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from grid import CALIBRATION
 from record import print_table, write_result
-
-Job = dict[str, Any]
+from small_job import words
 
 # Llama 3.1 8B's config.json.
 LLAMA_8B = CALIBRATION["llama-1b"] | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -32,23 +32,27 @@ LLAMA_8B |= {"tie_word_embeddings": False}
 TINY = CALIBRATION["llama-1b"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
 ARCHITECTURES = {"llama-1b": CALIBRATION["llama-1b"], "qwen3-1.7b": CALIBRATION["qwen3-1.7b"], "llama-8b": LLAMA_8B}
-FULL = {
-    "eager": "",
-    "liger": "--use_liger_kernel true",
-    "compiled": "--torch_compile true",
-    "compiled_liger": "--torch_compile true --use_liger_kernel true",
-}
+LIGER, COMPILED = "--use_liger_kernel true", "--torch_compile true"
+FULL = {"eager": "", "liger": LIGER, "compiled": COMPILED, "compiled_liger": f"{COMPILED} {LIGER}"}
 LORA = {"lora": "--lora_r 16", "qlora": "--lora_r 16 --load_in_4bit true"}
-JOBS: dict[str, Job] = {
-    "full-2048": {"model": "llama-1b", "max_seq_length": 2048, "batch_size": 8, "variants": FULL},
-    "full-8192": {"model": "llama-1b", "max_seq_length": 8192, "batch_size": 2, "variants": FULL},
-    "full-qwen3-2048": {"model": "qwen3-1.7b", "max_seq_length": 2048, "batch_size": 8, "variants": FULL},
-    "adapters-8b": {"model": "llama-8b", "max_seq_length": 2048, "batch_size": 4, "variants": LORA},
+# Model, length and rows of a micro-batch, variants.
+JOBS: dict[str, tuple[str, int, int, dict[str, str]]] = {
+    "full-2048": ("llama-1b", 2048, 8, FULL),
+    "full-8192": ("llama-1b", 8192, 2, FULL),
+    "full-qwen3-2048": ("qwen3-1.7b", 2048, 8, FULL),
+    "adapters-8b": ("llama-8b", 2048, 4, LORA),
 }
 NUM_ROWS = 2_000
 WORDS_PER_ROW = (20, 1500)
 GOAL = 0.55
-FIGURES = ("status", "tokens_per_second_per_gpu", "mfu", "step_seconds_median", "peak_allocated_bytes")
+# Figure of a row, and how the table shows it.
+FIGURES: dict[str, Callable[[Any], str]] = {
+    "status": str,
+    "tokens_per_second_per_gpu": "{:,.0f}".format,
+    "mfu": "{:.3f}".format,
+    "step_seconds_median": "{:.3f}".format,
+    "peak_allocated_bytes": lambda size: f"{size / 2**30:.1f}",
+}
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -60,13 +64,11 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    settings = dict(config)
+    architecture = AutoConfig.for_model(**config)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        built = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch.bfloat16
-        )
+        built = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
     built.save_pretrained(folder)
-    words = ["<unk>", "<eos>", *map(word, range(config["vocab_size"] - 2))]
+    words = ["<unk>", "<eos>", *(f"w{index}" for index in range(config["vocab_size"] - 2))]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
@@ -74,66 +76,41 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def word(index: int) -> str:
-    return f"w{index}"
-
-
 def write_rows(path: Path, vocab_size: int) -> Path:
     """Write documents of random lengths, unless they are there."""
     if not path.is_file():
         chance = random.Random(0)
         lengths = [chance.randint(*WORDS_PER_ROW) for _ in range(NUM_ROWS)]
-        rows = [" ".join(word(chance.randrange(vocab_size - 2)) for _ in range(length)) for length in lengths]
+        rows = [" ".join(f"w{chance.randrange(vocab_size - 2)}" for _ in range(length)) for length in lengths]
         path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     return path
 
 
-def compare(name: str, job: Job, given: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Run one comparison, or what is left of it, and return its rows."""
-    architecture = TINY if given.tiny else ARCHITECTURES[job["model"]]
-    label = "tiny" if given.tiny else job["model"]
+    label, length, batch_size, variants = JOBS[name]
+    architecture = ARCHITECTURES[label]
+    if given.tiny:
+        label, length, architecture = "tiny", 64, TINY
     model = write_model(given.work / "models" / label, architecture)
     rows = write_rows(given.work / f"rows-{label}.jsonl", architecture["vocab_size"])
     folder = given.work / name
     argv = [sys.executable, "-m", "toolkit", "compare", "--num-processes", "1", "--output-dir", str(folder)]
-    for variant, arguments in job["variants"].items():
-        argv += ["--variant", f"{variant}=single {arguments}"]
+    argv += [word for variant, options in variants.items() for word in ("--variant", f"{variant}=single {options}")]
     argv += ["--repeats", str(given.repeats), *(["--resume"] if folder.exists() else [])]
-    length = 64 if given.tiny else job["max_seq_length"]
-    training = {
-        "model_name_or_path": model,
-        "dataset": rows,
-        "packing": "true",
-        "max_seq_length": length,
-        "per_device_train_batch_size": job["batch_size"],
-        "max_steps": given.steps,
-        "learning_rate": 1e-5,
-        "bf16": "true",
-    }
-    words = [word for key, value in training.items() for word in (f"--{key}", str(value))]
-    code = subprocess.run([*argv, "--", *words], check=False).returncode
+    training = {"model_name_or_path": model, "dataset": rows, "packing": "true", "max_seq_length": length}
+    training |= {"per_device_train_batch_size": batch_size, "max_steps": given.steps}
+    training |= {"learning_rate": 1e-5, "bf16": "true"}
+    code = subprocess.run([*argv, "--", *words(**training)], check=False).returncode
     if not (folder / "results.json").is_file():
         raise SystemExit(f"{name}: `toolkit compare` ended with {code} and no results.json")
     found = json.loads((folder / "results.json").read_text())["rows"]
     return [{"job": name, "variant": row["preset"], **{figure: row.get(figure) for figure in FIGURES}} for row in found]
 
 
-def table_rows(rows: list[dict[str, Any]]) -> list[list[object]]:
-    def shown(value: float | None, pattern: str) -> str:
-        return "n/a" if value is None else pattern.format(value)
-
-    return [
-        [
-            row["job"],
-            row["variant"],
-            row["status"],
-            shown(row["tokens_per_second_per_gpu"], "{:,.0f}"),
-            shown(row["mfu"], "{:.3f}"),
-            shown(row["step_seconds_median"], "{:.3f}"),
-            shown(row["peak_allocated_bytes"] and row["peak_allocated_bytes"] / 2**30, "{:.1f}"),
-        ]
-        for row in rows
-    ]
+def cells(row: dict[str, Any]) -> list[object]:
+    shown = ["n/a" if row[name] is None else show(row[name]) for name, show in FIGURES.items()]
+    return [row["job"], row["variant"], *shown]
 
 
 def main() -> None:
@@ -145,9 +122,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script on a CPU")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    rows = [row for name in given.job for row in compare(name, JOBS[name], given)]
+    rows = [row for name in given.job for row in compare(name, given)]
     header = ["job", "variant", "status", "tokens/s", f"MFU (goal {GOAL})", "median step (s)", "peak allocated (GiB)"]
-    print_table(header, table_rows(rows))
+    print_table(header, [cells(row) for row in rows])
     if not given.tiny:
         print(write_result("gpu_throughput", {"goal_mfu": GOAL, "jobs": {n: JOBS[n] for n in given.job}}, rows))
 

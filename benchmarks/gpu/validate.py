@@ -28,16 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
 from plan_errors import HEADER, out_of_memory_among_fits, recorded, summary, table_rows, verdicts_against_traces
-from record import (
-    EVIDENCE,
-    append_line,
-    circumstances,
-    print_table,
-    read_lines,
-    write_lines,
-    write_result,
-    write_table,
-)
+from record import EVIDENCE, append_line, circumstances, print_table, read_lines, write_lines, write_result, write_table
+from small_job import words
 
 DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "traced_grid"
 
@@ -49,13 +41,14 @@ MEASURED += ("peaks",)
 TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
 
 
+JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing")
+
+
 def words_of(case: Case, model: Path) -> list[str]:
     """Return the training arguments of a case."""
-    words = ["--model_name_or_path", str(model), "--max_steps", str(STEPS), "--untimed_steps", str(UNTIMED_STEPS)]
-    words += ["--max_seq_length", str(case["max_seq_length"])]
-    words += ["--per_device_train_batch_size", str(case["per_device_train_batch_size"])]
-    words += ["--activation_checkpointing", str(case["activation_checkpointing"]).lower()]
-    return [*words, "--lora_r", str(LORA_RANK)] if case["method"] == "lora" else words
+    job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
+    job |= {name: str(case[name]).lower() for name in JOB}
+    return words(**job, **({"lora_r": LORA_RANK} if case["method"] == "lora" else {}))
 
 
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
@@ -93,13 +86,8 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
         return read_model(str(path))
 
     def plan(case: Case) -> dict[str, Any] | None:
-        job = PlannedJob(
-            per_device_train_batch_size=case["per_device_train_batch_size"],
-            max_seq_length=case["max_seq_length"],
-            activation_checkpointing=case["activation_checkpointing"],
-            lora_r=LORA_RANK if case["method"] == "lora" else None,
-            lengths_differ=False,
-        )
+        lora_r = LORA_RANK if case["method"] == "lora" else None
+        job = PlannedJob(**{name: case[name] for name in JOB}, lora_r=lora_r, lengths_differ=False)
         shape = shape_of(case["architecture"])
         names = {"presets": [load_preset(case["preset"])], "world_sizes": [case["world_size"]]}
         try:
@@ -127,14 +115,13 @@ def print_summary(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     statuses = statistics.multimode(row["status"] for row in rows) if rows else []
     done = sum(row["status"] == "completed" for row in rows)
     print(f"{len(rows)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
-    shown = [
-        (
-            *(row["split"], row["what"], row["name"], row["cases"], f"{row['mean']:.1%}", f"{row['p95']:.1%}"),
-            *(f"{row['under']:.0%}", f"{row['worst']:+.1%} ({row['worst_case']})"),
-        )
-        for row in summary(rows)
-    ]
-    print_table(("half", "of", "", "cases", "mean error", "p95", "planned less", "worst"), shown)
+    head = ("half", "of", "", "cases", "mean error", "p95", "planned less", "worst")
+    shown = []
+    for row in summary(rows):
+        names = [row[name] for name in ("split", "what", "name", "cases")]
+        errors = [f"{row[name]:.1%}" for name in ("mean", "p95", "under")]
+        shown.append([*names, *errors, f"{row['worst']:+.1%} ({row['worst_case']})"])
+    print_table(head, shown)
     print(json.dumps(facts["verdicts_against_traces"]))
 
 

@@ -8,10 +8,9 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +38,6 @@ class Run:
     error: str | None = None
 
 
-@dataclass(kw_only=True)
-class Sampler:
-    """Reads memory and CPU time of a process and its descendants until it is stopped."""
-
-    process: psutil.Process
-    cpu_seconds: dict[int, float] = field(default_factory=dict)
-    peak_pss_bytes: int = 0
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> None:
-        while not self.stopped.wait(SAMPLE_SECONDS):
-            self.sample()
-
-    def sample(self) -> None:
-        total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in (self.process, *self.process.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-                    total += pss_bytes(process.pid)
-                    times = process.cpu_times()
-                    self.cpu_seconds[process.pid] = times.user + times.system
-        self.peak_pss_bytes = max(self.peak_pss_bytes, total)
-
-
 def pss_bytes(pid: int) -> int:
     """Return a process's proportional set size: pages that it shares with others count in part."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -73,27 +48,25 @@ def pss_bytes(pid: int) -> int:
 
 def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, timeout_seconds: float, cwd: Path) -> Run:
     """Run a command to its end, with its output in the folder's `log`, and read what the hook wrote."""
-    steps = folder / "steps"
+    steps, log = folder / "steps", folder / "log"
     steps.mkdir(parents=True, exist_ok=True)
-    log = folder / "log"
     started, clock = time.time(), time.perf_counter()
+    exit_code, cpu_seconds, peak_pss_bytes = None, dict[int, float](), 0
     with log.open("w") as output:
         process = subprocess.Popen(
             argv, env=dict(environment), cwd=cwd, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        sampler = Sampler(process=psutil.Process(process.pid))
-        thread = threading.Thread(target=sampler.run, daemon=True)
-        thread.start()
         try:
-            exit_code = process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            exit_code = 124
+            while exit_code is None:
+                peak_pss_bytes = max(peak_pss_bytes, sample(process.pid, cpu_seconds))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    exit_code = process.wait(SAMPLE_SECONDS)
+                if exit_code is None and time.perf_counter() - clock > timeout_seconds:
+                    exit_code = 124
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            sampler.stopped.set()
-            thread.join()
     wall_seconds = time.perf_counter() - clock
     ranks = [json.loads(path.read_text()) for path in sorted(steps.glob("rank*.json"))]
     error = None
@@ -105,11 +78,24 @@ def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, ti
         exit_code=exit_code,
         wall_seconds=wall_seconds,
         started=started,
-        cpu_seconds=sum(sampler.cpu_seconds.values()),
-        peak_pss_bytes=sampler.peak_pss_bytes,
+        cpu_seconds=sum(cpu_seconds.values()),
+        peak_pss_bytes=peak_pss_bytes,
         ranks=ranks,
         error=error,
     )
+
+
+def sample(pid: int, cpu_seconds: dict[int, float]) -> int:
+    """Note the CPU seconds of a process and its descendants; return the bytes of memory that they hold."""
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                total += pss_bytes(process.pid)
+                times = process.cpu_times()
+                cpu_seconds[process.pid] = times.user + times.system
+    return total
 
 
 def error_line(text: str) -> str:

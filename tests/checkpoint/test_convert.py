@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from launching import LORA, SAVED, SAVED_STEPS, losses, read, toolkit
 
 from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.engines import open_checkpoint
+from toolkit.checkpoint.hf_export import export, open_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify
@@ -20,23 +22,32 @@ from toolkit.presets import load_preset
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 
+FILE_SIZE = resource.RLIMIT_FSIZE
 # Allowed: 1e-4. Observed: 9e-8, since gradients are summed in another order.
 LOSS_TOLERANCE = 1e-5
 # Other engines that are read and written: test_sharded_at_load.py, tests/train/test_resume.py.
+SAME_ROWS = ["--per_device_train_batch_size", "4"]  # both ranks train on the same rows
 CONVERSIONS = [
-    ("zero2", "zero3", 4),
-    ("zero2-lora", "fsdp2", 2),
-    pytest.param("zero3", "ddp", 1, marks=pytest.mark.nightly),
+    ("zero2", "zero3", 4, ["--per_device_train_batch_size", "1"]),
+    ("zero2-lora", "fsdp2", 2, LORA),
+    ("zero3", "tp", 2, ["--tp", "2", *SAME_ROWS]),  # sharded at load
+    pytest.param("fsdp2", "cp", 2, ["--cp", "2", *SAME_ROWS], marks=pytest.mark.nightly),  # with other rows per rank
+    pytest.param("zero3", "ddp", 1, SAME_ROWS, marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("source", "preset", "ranks"), CONVERSIONS)
+@pytest.mark.parametrize(("source", "preset", "ranks", "words"), CONVERSIONS)
 def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
-    saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, ranks: int, tmp_path: Path
+    saved_runs: dict[str, Path],
+    saved_job: list[str],
+    source: str,
+    preset: str,
+    ranks: int,
+    words: list[str],
+    tmp_path: Path,
 ) -> None:
-    checkpoint, batch = saved_runs[source] / f"checkpoint-{SAVED[source]}", str(4 // ranks)
-    words = [*saved_job, *(LORA if source.endswith("lora") else []), "--per_device_train_batch_size", batch]
-    words += ["--save_strategy", "no", "--save_model", "false"]
+    checkpoint = saved_runs[source] / f"checkpoint-{SAVED[source]}"
+    words = [*saved_job, *words, "--save_strategy", "no", "--save_model", "false"]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(checkpoint)]
     ended = toolkit("train", "--preset", preset, "--num-processes", str(ranks), "--cpu", "--", *words)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
@@ -49,18 +60,20 @@ def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks", "message"),
+    ("preset", "ranks", "degrees", "message"),
     [
-        ("zero3_nvme_offload", 2, "swaps to NVMe"),
-        ("fsdp2_hybrid", 3, "needs at least 4"),
-        ("single", 2, "in one process"),
+        ("zero3_nvme_offload", 2, {}, "swaps to NVMe"),
+        ("fsdp2_hybrid", 3, {}, "needs at least 4"),
+        ("single", 2, {}, "in one process"),
+        ("ep", 4, {"ep": 3}, "--ep 3 does not divide the 4 processes"),
+        ("ddp", 2, {"tp": 2}, "--tp 2 does not work under preset 'ddp': it has no tensor parallelism"),
     ],
 )
 def test_an_impossible_conversion_is_refused_before_anything_is_written(
-    checkpoint: Path, tmp_path: Path, preset: str, ranks: int, message: str
+    checkpoint: Path, tmp_path: Path, preset: str, ranks: int, degrees: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ToolkitError, match=message):
-        convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks)
+        convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks, degrees=degrees)
     assert not (tmp_path / "out").exists()
 
 
@@ -86,15 +99,6 @@ def test_a_converted_checkpoint_holds_the_same_weights_and_moments(
     assert manifest["converted_from"]["preset"] == source.partition("-")[0]
 
 
-def test_a_checkpoint_that_only_deepspeed_reads_is_not_called_damaged(
-    saved_runs: dict[str, Path], tmp_path: Path
-) -> None:
-    convert(saved_runs["ddp"] / "checkpoint-6", tmp_path / "converted", load_preset("zero3"), num_processes=4)
-    with pytest.raises(ToolkitError, match="was converted for a DeepSpeed preset") as refused:
-        verify(tmp_path / "converted")
-    assert "the checkpoint that it was converted from" in str(refused.value.hint)
-
-
 @pytest.mark.parametrize(("source", "preset", "groups"), [("zero2-lora", "fsdp2", 2), ("fsdp2-lora", "zero2", 1)])
 def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have_groups(
     saved_runs: dict[str, Path], source: str, preset: str, groups: int, tmp_path: Path
@@ -107,13 +111,20 @@ def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have
     for name in ("base_lrs", "_last_lr", "lr_lambdas"):
         assert after[name] == before[name][:1] * groups
     assert after["last_epoch"] == before["last_epoch"] == 6
+    if preset == "zero2":  # which only DeepSpeed reads: it is not called damaged
+        with pytest.raises(ToolkitError, match="was converted for a DeepSpeed preset") as refused:
+            verify(tmp_path / "converted")
+        assert "the checkpoint that it was converted from" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
-@pytest.mark.usefixtures("small_disk")
-def test_a_full_disk_during_a_conversion_is_reported_and_nothing_is_left(
-    saved_runs: dict[str, Path], preset: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ToolkitError, match=r"out cannot be written: .*; everything written so far was removed"):
-        convert(saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", load_preset(preset), num_processes=4)
-    assert list(tmp_path.iterdir()) == []
+def test_a_full_disk_is_reported_and_nothing_is_left(saved_runs: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, out, before = saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", resource.getrlimit(FILE_SIZE)
+    writes = [partial(convert, preset=load_preset(name), num_processes=4) for name in ("ddp", "zero3", "fsdp2")]
+    resource.setrlimit(FILE_SIZE, (4_000_000, before[1]))  # beyond which writes fail as on a full disk
+    try:
+        for write in (*writes, export):
+            with pytest.raises(ToolkitError, match=r"out cannot be written: .*; everything written so far was removed"):
+                write(checkpoint, out)
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        resource.setrlimit(FILE_SIZE, before)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.jobs import ClusterJobs
 from cluster.machines import Machines
-from cluster.slurm import CONTROLLER, Slurm, missing_programs
+from cluster.slurm import CONTROLLER, ClusterJobs, Slurm, missing_programs
 
 NODES = ("node1", "node2", "node3")
 

@@ -1,22 +1,22 @@
-"""SLURM on machines made of namespaces: munge and the controller on `ctl`, a daemon on every node.
-
-with Machines(folder, ["ctl", "node1", "node2"]) as machines:
-    slurm = Slurm(machines)
-    slurm.start()
-    job = slurm.submit(script, log=log)
-    slurm.wait_for_end(job)
-"""
+"""SLURM on machines made of namespaces (munge and the controller on `ctl`, a daemon on every node), and jobs on it."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.machines import Machines, wait_until
-from launching import ROOT
+from launching import ROOT, accelerate_launch, read, toolkit
 
+SAVE_SECONDS = 20
+"""SLURM's warning then comes 100 s before the limit: early enough that the test need not wait for it."""
+LAUNCH_SECONDS = 150.0
+"""For a job to train its first step on a busy host: two launchers and two ranks import their libraries."""
 CONTROLLER = "ctl"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -61,8 +61,18 @@ class Slurm:
 
     def start(self) -> None:
         """Write the configuration, start all daemons, and wait until every node is idle."""
-        self._write_configuration()
+        for name in ("munge", "slurmctld", *(f"{node}/slurmd" for node in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
         munge = self.folder / "munge"
+        munge.chmod(0o711)
+        (munge / "key").write_bytes(secrets.token_bytes(1024))
+        (munge / "key").chmod(0o400)
+        address = self.machines.address
+        text = CONFIGURATION.format(controller=CONTROLLER, address=address(CONTROLLER), folder=self.folder)
+        nodes = [f"NodeName={name} NodeAddr={address(name)} CPUs=2 RealMemory=4000\n" for name in self.nodes]
+        (self.folder / "slurm.conf").write_text(text.lstrip() + "".join(nodes))
+        version = 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
+        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\nCgroupAutomount=no\n")
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
         self.machines.run(CONTROLLER, "munged", *files, f"--socket={munge / 'socket'}")
         self._ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
@@ -88,16 +98,6 @@ class Slurm:
 
     def wait_for_end(self, job: str, seconds: float = 240) -> None:
         wait_until(lambda: self.job(job)["JobState"] in ENDED, f"job {job} ends", seconds)
-
-    def wait_for_restart(self, job: str, number: int, seconds: float) -> None:
-        """Wait until a job runs again, after SLURM has put it back into its queue."""
-
-        def runs_again() -> bool:
-            found = self.job(job)
-            assert found["JobState"] not in ENDED, f"job {job} is {found['JobState']}"
-            return found["JobState"] == "RUNNING" and int(found["Restarts"]) >= number
-
-        wait_until(runs_again, f"job {job} runs for the {number + 1}. time", seconds, lambda: self.state(job))
 
     def state(self, job: str) -> str:
         """Return what the controller knows of a job and of every node."""
@@ -128,16 +128,82 @@ class Slurm:
     def _ctl(self, *words: str) -> str:
         return self.machines.run(CONTROLLER, *words, env=self.environment).stdout
 
-    def _write_configuration(self) -> None:
-        for name in ("munge", "slurmctld", *(f"{node}/slurmd" for node in self.nodes)):
-            (self.folder / name).mkdir(parents=True)
-        (self.folder / "munge").chmod(0o711)
-        key = self.folder / "munge" / "key"
-        key.write_bytes(secrets.token_bytes(1024))
-        key.chmod(0o400)
-        address = self.machines.address
-        text = CONFIGURATION.format(controller=CONTROLLER, address=address(CONTROLLER), folder=self.folder)
-        nodes = [f"NodeName={name} NodeAddr={address(name)} CPUs=2 RealMemory=4000\n" for name in self.nodes]
-        (self.folder / "slurm.conf").write_text(text.lstrip() + "".join(nodes))
-        version = 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
-        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\nCgroupAutomount=no\n")
+
+class ClusterJobs:
+    """Jobs of the tiny model on two nodes, one CPU rank on each."""
+
+    def __init__(self, slurm: Slurm, *, model: Path, dataset: Path, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        self.words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", "64"]
+        self.words += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-3"]
+        self.submitted = list[str]()
+
+    def submit(self, options: Sequence[str], out: Path, *training: str) -> str:
+        """Write the job file as a user does, submit it, and return the job's number."""
+        path = self.folder / f"{out.name}.sbatch"
+        nodes = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10", "--output", str(path)]
+        words = [*options, *nodes, "--", *self.words, *training, "--output_dir", str(out)]
+        ended = toolkit("cluster", "slurm", *words)
+        assert ended.returncode == 0, ended.stderr
+        self.submitted.append(self.slurm.submit(path, log=self.folder / f"{out.name}.log"))
+        return self.submitted[-1]
+
+    def logs(self) -> str:
+        """Return what the jobs of the test and their nodes have printed."""
+        found = sorted([*self.folder.glob("**/*.log"), *self.folder.glob("**/*.err")])
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found)
+
+    def until(self, job: str, condition: Callable[[], bool]) -> None:
+        """Wait until a condition of a job in progress is true."""
+
+        def reached() -> bool:
+            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
+            return condition()
+
+        wait_until(reached, f"job {job} makes progress", LAUNCH_SECONDS, lambda: self.slurm.state(job))
+
+    def until_restart(self, job: str, number: int) -> None:
+        """Wait until a job runs again, after SLURM has put it back into its queue."""
+
+        def runs_again() -> bool:
+            found = self.slurm.job(job)
+            return found["JobState"] == "RUNNING" and int(found["Restarts"]) >= number
+
+        self.until(job, runs_again)
+
+    def until_step(self, job: str, out: Path, step: int) -> None:
+        """Wait until both ranks have trained a step in the job's current attempt."""
+        self.until(job, lambda: min(steps(out)) >= step)
+
+    def on_one_node(self, preset: str, out: Path, *words: str) -> Path:
+        """Train the same with two ranks on one node."""
+        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+        ended = accelerate_launch(config, *self.words, "--save_model", "false", "--output_dir", str(out), *words)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return out
+
+    def end(self) -> None:
+        for job in self.submitted:
+            self.slurm.cancel(job)
+        for node in self.slurm.nodes:
+            if node not in self.slurm.machines.on:
+                self.slurm.machines.power_on(node)
+        wait_until(lambda: set(self.slurm.node_states().values()) == {"idle"}, "all nodes are idle again", 60)
+
+
+def steps(out: Path) -> list[int]:
+    """Return the steps that each rank has written."""
+    files = [out / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
+    return [len(file.read_text().splitlines()) if file.exists() else 0 for file in files]
+
+
+def hosts(out: Path) -> list[str]:
+    """Return the node of each rank."""
+    return [str(read(out / "ranks" / f"rank{rank}.heartbeat")["host"]) for rank in (0, 1)]
+
+
+def rows(out: Path, rank: int) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step."""
+    lines = (out / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()
+    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [(row["loss"], row["grad_norm"]) for row in found]

@@ -159,14 +159,13 @@ def test_a_recovered_job_finds_its_checkpoints_in_the_mounted_bucket(task: Writt
     assert "--resume_from_checkpoint latest" in found["run"]
 
 
-def test_a_secret_has_a_name_and_no_value(task: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_folder_and_install_lines_are_skypilots_own_keys_and_a_secret_has_no_value(
+    task: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
-    found = task("--env", "HF_TOKEN")
-    assert found["secrets"] == {"HF_TOKEN": None}
-    assert "a-secret-value" not in json.dumps(found)
-
-
-def test_image_folder_and_install_lines_are_skypilots_own_keys(task: Written) -> None:
-    found = task("--container", "my/image:1", "--workdir", ".", "--install", "pip install .", "--infra", "aws")
+    options = ["--container", "my/image:1", "--workdir", ".", "--install", "pip install .", "--infra", "aws"]
+    found = task(*options, "--env", "HF_TOKEN")
     assert found["resources"]["image_id"] == "docker:my/image:1"
     assert (found["workdir"], found["setup"], found["resources"]["infra"]) == (".", "pip install .\n", "aws")
+    assert found["secrets"] == {"HF_TOKEN": None}
+    assert "a-secret-value" not in json.dumps(found)

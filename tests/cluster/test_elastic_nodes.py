@@ -11,7 +11,7 @@ import pytest
 from cluster.machines import Machines
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
 
-pytestmark = [pytest.mark.cluster, pytest.mark.launch]
+pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.nightly]
 
 LOSS_TOLERANCE = 1e-6
 

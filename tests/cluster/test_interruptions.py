@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster.jobs import LAUNCH_SECONDS, SAVE_SECONDS, ClusterJobs, hosts, rows, steps
 from cluster.machines import wait_until
+from cluster.slurm import LAUNCH_SECONDS, SAVE_SECONDS, ClusterJobs, hosts, rows, steps
 from launching import attested, read
 
 from toolkit.record.checkpoints import list_checkpoints
@@ -25,7 +25,7 @@ def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and
     jobs.until_step(job, out, 2)
     verified = attested(out)
     slurm.end_soon(job)  # SLURM itself sends SIGTERM, as --signal asks
-    slurm.wait_for_restart(job, 1, seconds=120)
+    jobs.until_restart(job, 1)
     stopped = read(out / "run.json")
     assert (stopped["status"], read(out / "failure.json")["kind"]) == ("interrupted", "interrupted"), jobs.logs()
     step = list_checkpoints(out)[0].step
@@ -42,7 +42,7 @@ def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and
     compared = saved + 6
     words = [*JOB[:2], "--save_strategy", "no", "--max_steps", str(compared)]
     whole = jobs.on_one_node("zero2", tmp_path / "whole", *words)  # while SLURM waits for the lost node
-    slurm.wait_for_restart(job, 2, seconds=120)
+    jobs.until_restart(job, 2)
 
     jobs.until(job, lambda: (read(out / "run.json").get("resumed_from") or {"step": 0})["step"] >= saved)
     jobs.until_step(job, out, saved + 2)

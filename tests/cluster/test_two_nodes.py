@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster.jobs import LAUNCH_SECONDS, ClusterJobs, hosts, rows, steps
+from cluster.slurm import LAUNCH_SECONDS, ClusterJobs, hosts, rows, steps
 from launching import attested, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.nightly]

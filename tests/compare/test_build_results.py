@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from comparison_records import aggregate_rows, comparison, failure, node, row, trial
 
-from toolkit.compare.build_results import row_cost, side_run_columns, with_efficiency
+from toolkit.compare.build_results import side_run_columns, with_efficiency
 from toolkit.compare.ledger import SideRunRecord, TrialRecord
 from toolkit.compare.rows import FlopsPerToken, Row, RowKey
 from toolkit.models.read_model import read_model
@@ -122,11 +122,6 @@ def test_there_is_no_mfu_without_a_shape_a_speed_or_a_peak(
 ) -> None:
     found = efficiency(tiny_model, row, **changes)
     assert (found.mfu, found.flops_per_token is not None) == (None, counted)
-
-
-def test_the_cost_of_a_row_leaves_padding_out_and_a_cpu_costs_nothing() -> None:
-    assert row_cost(ROW, on_cpu=False, price_per_gpu_hour=3.0) == pytest.approx(3.0 * 2 / 3600 / 800 * 1e6)
-    assert row_cost(ROW, on_cpu=True, price_per_gpu_hour=3.0) is None
 
 
 def test_a_row_has_only_the_columns_of_its_own_completed_side_runs() -> None:

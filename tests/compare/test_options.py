@@ -11,15 +11,16 @@ from toolkit.compare.options import CompareOptions
 from toolkit.errors import ToolkitError
 
 
-def options(*num_processes: str) -> CompareOptions:
-    return CompareOptions(preset=("ddp",), num_processes=num_processes, output_dir=Path("out"))
+def options(**given: Any) -> CompareOptions:
+    return CompareOptions(**{"preset": ("ddp",), "num_processes": ("2",), "output_dir": Path("out")} | given)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [(["2"], (2,)), (["1,2,4"], (1, 2, 4)), (["1", "2"], (1, 2)), (["2, 2", "1"], (2, 1))]
-)
+WORLD_SIZES = [(["2"], (2,)), (["1,2,4"], (1, 2, 4)), (["1", "2"], (1, 2)), (["2, 2", "1"], (2, 1))]
+
+
+@pytest.mark.parametrize(("given", "expected"), WORLD_SIZES)
 def test_world_sizes_are_separate_or_with_commas(given: list[str], expected: tuple[int, ...]) -> None:
-    assert options(*given).world_sizes == expected
+    assert options(num_processes=tuple(given)).world_sizes == expected
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_world_sizes_are_separate_or_with_commas(given: list[str], expected: tup
 )
 def test_a_value_that_makes_no_comparison_is_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ToolkitError) as caught:
-        CompareOptions(preset=("ddp",), output_dir=Path("out"), **{name: value})
+        options(**{name: value})
     assert caught.value.message == message
 
 
@@ -46,7 +47,4 @@ WARM_STARTS = [(True, None, True), (False, None, False), (True, False, False), (
 def test_runs_start_warm_by_default_on_a_cpu_where_that_is_measured(
     cpu: bool, warm_start: bool | None, expected: bool
 ) -> None:
-    given = CompareOptions(
-        preset=("ddp",), num_processes=("2",), output_dir=Path("out"), cpu=cpu, warm_start=warm_start
-    )
-    assert given.starts_warm is expected
+    assert options(cpu=cpu, warm_start=warm_start).starts_warm is expected

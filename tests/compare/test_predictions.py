@@ -33,17 +33,15 @@ def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model:
     assert planned_memory(on_gpus, ZERO2, shape=None) == (None, None)
 
 
-def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("target_interval", "fewest"), [(0.01, 17), (None, 30)])
+def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(
+    tiny_model: Path, target_interval: float | None, fewest: int
+) -> None:
     """Two untimed steps and ten timed ones: decided after step 15, stopped after step 17."""
-    low, high = planned_step_seconds(tiny_model)
-    shape = read_model(str(tiny_model))
-    early = comparison_on_gpus(tiny_model, target_interval=0.01)
-    assert expected_duration(ZERO2, {}, early, shape=shape, gpu=H100) == ExpectedDuration(
-        pytest.approx(17 * low), pytest.approx(30 * high), "planner"
-    )
-    all_steps = comparison_on_gpus(tiny_model)
-    assert expected_duration(ZERO2, {}, all_steps, shape=shape, gpu=H100) == ExpectedDuration(
-        pytest.approx(30 * low), pytest.approx(30 * high), "planner"
+    (low, high), shape = planned_step_seconds(tiny_model), read_model(str(tiny_model))
+    spec = comparison_on_gpus(tiny_model, target_interval=target_interval)
+    assert expected_duration(ZERO2, {}, spec, shape=shape, gpu=H100) == ExpectedDuration(
+        pytest.approx(fewest * low), pytest.approx(30 * high), "planner"
     )
 
 
@@ -70,13 +68,20 @@ def options(folder: Path, **changes: Any) -> CompareOptions:
     return CompareOptions(**{"output_dir": folder, "num_processes": ("2",), "cpu": True, "dry_run": True} | changes)
 
 
-def test_a_dry_run_estimates_the_cost_from_the_ledger(tmp_path: Path) -> None:
-    """Two trials of 90 s are in the ledger; the other of each row takes as long on two GPUs at 4 per hour."""
+def test_a_dry_run_reads_the_ledger_says_why_a_trial_will_not_run_and_estimates_the_cost(tmp_path: Path) -> None:
+    """Trials of 90 s are in the ledger; the only one left takes as long, on two GPUs at 4 per hour."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    for preset in ("ddp", "zero2"):
-        ledger.append(trial(preset, 0, wall_seconds=90.0))
-    text = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), comparison("ddp", "zero2", repeats=2), {})
-    assert text.splitlines()[-1] == "2 of 4 trials to run, in 3 min 00 s, at 0.40; nothing was started"
+    for record in (trial("ddp", 0, wall_seconds=90.0), trial("zero2", 0, status="failed", wall_seconds=90.0)):
+        ledger.append(record)
+    spec = comparison("ddp", "zero2", "zeropp", repeats=2)
+    lines = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), spec, {"zeropp-n2": "no kernels"}).splitlines()
+    assert lines[-1] == "1 of 6 trials to run, in 90.00 s, at 0.20; nothing was started"
+    outlooks = dict(line.partition("] ")[2].split(": ", 1) for line in lines if line.startswith("["))
+    assert outlooks["ddp-n2-r0"] == "completed, already in the ledger"
+    assert outlooks["zero2-n2-r1"] == "not run, since zero2-n2-r0 ended as failed"
+    assert outlooks["zeropp-n2-r0"] == "not supported here: no kernels"
+    assert any("--num_processes 2 -m toolkit.train" in line for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
 
 
 def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:

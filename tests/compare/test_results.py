@@ -27,6 +27,7 @@ def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
     [
         ("rows.0.wall_seconds", -1.0, "rows[0].wall_seconds is -1.0, expected at least 0"),
         ("rows.0", None, "rows[0] is None, expected keys and values"),
+        ("rows.0.padding_fraction", "x", "rows[0].padding_fraction is 'x', expected a valid number"),
         ("schema_version", "x" * 500_000, "schema_version is 'xxx"),
         ("job.untimed_steps", "2", "job.untimed_steps is '2', expected a valid integer"),
     ],
@@ -34,9 +35,8 @@ def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
 def test_a_damaged_value_is_refused_in_two_lines_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, value: Any, message: str
 ) -> None:
-    recorded = json.loads((FIXTURES / "results_small.json").read_text("utf-8"))
+    recorded = around = json.loads((FIXTURES / "results_small.json").read_text("utf-8"))
     *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
-    around = recorded
     for part in parents:
         around = around[part]
     around[last] = value

@@ -38,17 +38,11 @@ def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_doe
     assert "Largest micro-batch" not in html_text(made_up) + markdown_text(made_up)
     failure: Any = {"kind": "out_of_memory", "phase": "backward", "step": 0, "rank": 0}
     failure |= {"predicted_bytes": 84 * GIB, "measured_bytes": 78 * GIB}
-    for row, sizes in zip(made_up["rows"][1:3], ({4: 0, 6: 1, 8: 1}, {4: 0, 8: 0}), strict=True):
-        row["per_device_train_batch_size"] = max(size for size, failed in sizes.items() if not failed)
-        row["probes"] = [
-            {
-                "per_device_train_batch_size": size,
-                "status": "out_of_memory" if failed else "completed",
-                "message": "no room" if failed else None,
-                "failure": failure if failed else None,
-            }
-            for size, failed in sizes.items()
-        ]
+    ran = {"status": "completed", "message": None, "failure": None}
+    ended = {"status": "out_of_memory", "message": "no room", "failure": failure}
+    for row, sizes in zip(made_up["rows"][1:3], ({4: ran, 6: ended, 8: ended}, {4: ran, 8: ran}), strict=True):
+        row["per_device_train_batch_size"] = max(size for size, outcome in sizes.items() if outcome is ran)
+        row["probes"] = [{"per_device_train_batch_size": size, **outcome} for size, outcome in sizes.items()]
     lines = markdown_text(made_up).splitlines()
     assert "| zero2 n2 | 4 | 4, 6, 8 | 6 | out_of_memory | backward | 84.00 | 78.00 |" in lines
     assert "| zero3 n2 | 8 | 4, 8 | none |  |  |  |  |" in lines

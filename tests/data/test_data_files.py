@@ -46,11 +46,6 @@ def write(tmp_path: Path) -> Write:
     return write_file
 
 
-def faq(name: str) -> Path:
-    package = pytest.importorskip("zaragoza_construction_faq")
-    return Path(package.__file__).parent / "data" / name
-
-
 # -- sources
 
 
@@ -220,11 +215,9 @@ def test_a_data_set_card_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
 # -- checking
 
 
-@pytest.mark.parametrize(
-    ("name", "data_format"), [("faq-en-alpaca.jsonl", "alpaca"), ("faq-en-sharegpt.jsonl", "sharegpt")]
-)
-def test_the_real_files_are_valid(name: str, data_format: str) -> None:
-    check = check_file(faq(name))
+@pytest.mark.parametrize("data_format", ["alpaca", "sharegpt"])
+def test_the_real_files_are_valid(data_format: str, request: pytest.FixtureRequest) -> None:
+    check = check_file(request.getfixturevalue(f"faq_{data_format}"))
     assert (check.format, check.rows, check.complete) == (data_format, 503, True)
 
 

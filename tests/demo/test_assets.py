@@ -156,7 +156,10 @@ def test_a_missing_data_package_is_reported_with_the_pip_command(monkeypatch: py
 # --- the door
 
 
-def test_stdout_holds_only_the_answer(real_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_imports_no_torch_and_stdout_holds_only_the_answer(
+    real_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not loaded_after("import toolkit.demo.__main__") & HEAVY
     assert main(["--prepare"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(real_model), str(assets.default_data_file())]
 
@@ -166,10 +169,6 @@ def test_num_processes_is_two_without_gpus(monkeypatch: pytest.MonkeyPatch, caps
         monkeypatch.setattr("toolkit.demo.__main__.count_gpus", lambda gpus=gpus: gpus)
         assert main(["--num-processes"]) == 0
         assert capsys.readouterr().out.strip() == expected
-
-
-def test_the_command_imports_no_torch() -> None:
-    assert not loaded_after("import toolkit.demo.__main__") & HEAVY
 
 
 @pytest.mark.usefixtures("empty_cache")

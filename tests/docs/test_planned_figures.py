@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,6 @@ def plans(options: str) -> list[dict[str, Any]]:
     return found
 
 
-def one_plan(options: str) -> dict[str, Any]:
-    (plan,) = plans(options)
-    return plan
-
-
 def gib(number: float) -> str:
     return f"{number / GIB:.1f}"
 
@@ -83,17 +78,20 @@ CHEAPEST_FIRST: Steps = {
 }
 
 
-def verdicts(options: str) -> list[str]:
-    """Return the verdicts of a plan on each of the three GPUs."""
-    return [NAMES[one_plan(f"{options} --gpu {gpu}")["verdict"]] for gpu in THREE_GPUS.values()]
-
-
-def peak_bytes(options: str) -> int:
-    return int(one_plan(f"{options} --gpu h100")["planned_peak_bytes"])
+def on_gpu(options: str, gpu: str = "h100") -> dict[str, Any]:
+    (plan,) = plans(f"{options} --gpu {gpu}")
+    return plan
 
 
 def steps_table(steps: Steps) -> str:
-    rows = [[label, gib(peak_bytes(options)), *verdicts(options)] for label, options in steps.items()]
+    rows = [
+        [
+            label,
+            gib(on_gpu(options)["planned_peak_bytes"]),
+            *(NAMES[on_gpu(options, gpu)["verdict"]] for gpu in THREE_GPUS.values()),
+        ]
+        for label, options in steps.items()
+    ]
     return table(["job", "planned peak, GiB", *THREE_GPUS], rows, right=len(THREE_GPUS) + 1)
 
 
@@ -122,28 +120,22 @@ def one_gpu() -> str:
 
 def eight_gpus() -> str:
     head = ["preset", "verdict", "planned peak, GiB", "left, GiB", "largest micro-batch", "host memory, GiB"]
-    rows = [
-        [
-            f"`{plan['preset']}`",
-            NAMES[plan["verdict"]],
-            gib(plan["planned_peak_bytes"]),
-            gib(plan["headroom_bytes"]),
-            str(plan["largest_micro_batch"] or "none"),
-            gib(plan["host_bytes"]),
-        ]
-        for plan in plans(EIGHT_GPUS)
-    ]
+    rows = []
+    for plan in plans(EIGHT_GPUS):
+        sizes = [gib(plan[f"{name}_bytes"]) for name in ("planned_peak", "headroom", "host")]
+        sizes.insert(2, str(plan["largest_micro_batch"] or "none"))
+        rows.append([f"`{plan['preset']}`", NAMES[plan["verdict"]], *sizes])
     return f"{table(head, rows, right=4)}\n\nPlanned with `toolkit plan {MODEL} {EIGHT_GPUS}`."
 
 
 # -- docs/how-to/choose-a-preset.md
 
 HARDWARE: Steps = {
-    "1 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 1",
-    "2 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 2",
-    "4 x L40S 48 GB": "--gpu l40s --num-processes 4",
-    "8 x A100 40 GB": "--gpu a100-40gb --num-processes 8",
-    "8 x H100 80 GB": "--gpu h100 --num-processes 8",
+    f"{number} x {name}": f"--gpu {gpu} --num-processes {number}"
+    for number, name, gpu in (
+        *((1, "RTX 4090 24 GB", "rtx-4090"), (2, "RTX 4090 24 GB", "rtx-4090"), (4, "L40S 48 GB", "l40s")),
+        *((8, "A100 40 GB", "a100-40gb"), (8, "H100 80 GB", "h100")),
+    )
 }
 METHODS = {"all weights": "", "LoRA, rank 16": "--lora-r 16", "QLoRA, rank 16": "--lora-r 16 --load-in-4bit"}
 
@@ -237,31 +229,34 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "communication": ("concepts/ddp-zero-fsdp2.md", traffic),
     "collectives": ("concepts/ddp-zero-fsdp2.md", counted_collectives),
 }
-BLOCK = re.compile(
-    r"<!-- (?P<kind>planned|counted): (?P<name>[\w ]+) -->\n(?P<text>.*?)\n<!-- /(?P=name) -->", re.DOTALL
-)
 
 
-def blocks() -> Iterator[tuple[Path, re.Match[str]]]:
-    """Yield each block of a page in docs/."""
-    for page in sorted(DOCS.rglob("*.md")):
-        for block in BLOCK.finditer(page.read_text()):
-            yield page, block
+def with_figures(text: str, names: Iterable[str]) -> str:
+    """Return a page with its blocks as they should be."""
+    for name in names:
+        block = re.compile(rf"(<!-- \w+: {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        text, number = block.subn(lambda found, name=name: found[1] + BLOCKS[name][1]() + found[2], text)
+        assert number == 1, f"{number} blocks {name!r}"
+    return text
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_pages_figures_are_those_of_today(name: str) -> None:
-    page, render = BLOCKS[name]
-    found = [block["text"] for path, block in blocks() if path == DOCS / page and block["name"] == name]
-    assert found == [render()], "run: python tests/docs/test_planned_figures.py"
+    text = (DOCS / BLOCKS[name][0]).read_text()
+    assert with_figures(text, [name]) == text, "run: python tests/docs/test_planned_figures.py"
 
 
 def test_every_block_of_figures_is_checked() -> None:
-    assert sorted(block["name"] for _, block in blocks()) == sorted(BLOCKS)
+    named = [
+        name
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"<!-- (?:planned|counted): (.+) -->", page.read_text())
+    ]
+    assert sorted(named) == sorted(BLOCKS)
 
 
 def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_the_one_before() -> None:
-    peaks = [peak_bytes(options) for options in list(CHEAPEST_FIRST.values())[:6]]
+    peaks = [on_gpu(options)["planned_peak_bytes"] for options in list(CHEAPEST_FIRST.values())[:6]]
     assert peaks == sorted(set(peaks), reverse=True)
 
 
@@ -281,14 +276,7 @@ def body(text: str) -> dict[str, list[str]]:
     return {cells[0].strip("`"): cells[1:] for cells in lines[2:]}
 
 
-def write_blocks() -> None:
-    for name, (page, render) in BLOCKS.items():
-        path = DOCS / page
-        text = path.read_text()
-        found = re.search(rf"(<!-- \w+: {name} -->\n).*?(<!-- /{name} -->)", text, re.DOTALL)
-        assert found, f"{page} has no block {name!r}"
-        path.write_text(f"{text[: found.start()]}{found[1]}{render()}\n{found[2]}{text[found.end() :]}")
-
-
 if __name__ == "__main__":
-    write_blocks()
+    for written in {DOCS / page for page, _ in BLOCKS.values()}:
+        own = [name for name, (page, _) in BLOCKS.items() if DOCS / page == written]
+        written.write_text(with_figures(written.read_text(), own))

@@ -24,8 +24,6 @@ from toolkit.doctor.options import DoctorOptions
 
 QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
 TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
-FINDING = {"check", "level", "what", "value", "expected", "fix"}
-CHECK = {"check", "status", "seconds", "measured", "skipped"}
 
 
 def run_doctor(*words: str, **variables: str) -> tuple[int, str, str]:
@@ -62,10 +60,10 @@ def test_this_node_is_measured_by_every_check() -> None:
     assert [row["check"] for row in here["checks"]] == [check.name for check in all_checks()]
     assert {type(value) for value in here["node_facts"].values()} <= {str, int, float, type(None)}
     for row in here["findings"]:
-        assert set(row) == FINDING
+        assert set(row) == {"check", "level", "what", "value", "expected", "fix"}
         assert all(isinstance(text, str) and text for text in row.values())
     for row in here["checks"]:
-        assert set(row) == CHECK
+        assert set(row) == {"check", "status", "seconds", "measured", "skipped"}
         assert bool(row["skipped"]) == (row["status"] == "skipped"), row
     memory = measured(here, "host-memory")
     assert memory["installed_bytes"] == here["node_facts"]["host_memory_bytes"]

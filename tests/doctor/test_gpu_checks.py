@@ -22,19 +22,11 @@ from toolkit.doctor.options import DoctorOptions
 NVML_CHECKS = [name for name in CHECKS if name.startswith("gpu-") and name not in ("gpu-xid", "gpu-count")]
 NO_REAL_GPU = pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
 SOUND: dict[str, Any] = {
-    "Name": "NVIDIA H100 80GB HBM3",
-    "VbiosVersion": "96.00.89.00.01",
-    "PersistenceMode": 1,
-    "EccMode": [1, 1],
-    "TotalEccErrors": 0,
-    "MemoryErrorCounter": 0,
-    "RemappedRows": (0, 0, 0, 0),
+    **{"Name": "NVIDIA H100 80GB HBM3", "VbiosVersion": "96.00.89.00.01", "PersistenceMode": 1, "EccMode": [1, 1]},
+    **{"TotalEccErrors": 0, "MemoryErrorCounter": 0, "RemappedRows": (0, 0, 0, 0)},
     "CurrentClocksThrottleReasons": 0x1,  # idle
-    "Temperature": 41,
-    "PowerManagementLimit": 700_000,
-    "PowerManagementDefaultLimit": 700_000,
-    "MaxClockInfo": 1980,
-    "ComputeRunningProcesses": [],
+    **{"Temperature": 41, "MaxClockInfo": 1980, "ComputeRunningProcesses": []},
+    **{"PowerManagementLimit": 700_000, "PowerManagementDefaultLimit": 700_000},
     **{"CurrPcieLinkWidth": 16, "MaxPcieLinkWidth": 16, "MaxPcieLinkGeneration": 5, "GpuMaxPcieLinkGeneration": 5},
     **{"NvLinkState": 1, "NvLinkErrorCounter": 0, "P2PStatus": 0},
     "recovery": 0,

@@ -14,14 +14,13 @@ from launching import ROOT
 from toolkit.doctor import node_packages
 from toolkit.doctor.node_packages import GPU_PACKAGES, left_out, main
 
-WithGpus = Callable[[int], None]
 NO_REAL_GPU = pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
 
 
 @pytest.fixture
-def with_gpus(program: Callable[[str, str], None]) -> WithGpus:
-    """An nvidia-smi that lists so many GPUs."""
-    return lambda count: program("nvidia-smi", "".join(f"echo 'GPU {index}: NVIDIA H100'\n" for index in range(count)))
+def eight_gpus(program: Callable[[str, str], None]) -> None:
+    """An nvidia-smi that lists eight GPUs."""
+    program("nvidia-smi", "for index in 0 1 2 3 4 5 6 7; do echo GPU $index: NVIDIA H100; done")
 
 
 @pytest.fixture
@@ -43,28 +42,23 @@ def test_a_node_without_a_gpu_is_told_how_to_add_the_gpu_packages(capsys: pytest
 
 
 @NO_REAL_GPU
-@pytest.mark.usefixtures("without_packages")
+@pytest.mark.usefixtures("without_packages", "eight_gpus")
 def test_a_node_with_a_gpu_needs_the_gpu_packages(
-    with_gpus: WithGpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_gpus(8)
     monkeypatch.setattr(node_packages, "find_nvcc", lambda: None)
     monkeypatch.setattr(node_packages, "torch_cuda_version", lambda: None)
     assert main(["--extras"]) == 0
     assert capsys.readouterr().out == "gpu\n"
-    reasons = [part.reason for part in left_out()]
-    assert reasons[0] == "they are not installed"
-    assert reasons[1].endswith("is a CPU build, so no GPU would be used")
-    assert reasons[2:] == ["there is no nvcc"]
-    assert all(part.add for part in left_out())
+    packages, cuda, kernels = left_out()
+    assert packages.reason == "they are not installed"
+    assert cuda.reason.endswith("is a CPU build, so no GPU would be used")
+    assert kernels.reason == "there is no nvcc"
 
 
 @NO_REAL_GPU
-@pytest.mark.parametrize("gpus", [0, 8])
-def test_make_setup_installs_the_gpu_packages_on_a_node_with_gpus(
-    gpus: int, with_gpus: WithGpus, tmp_path: Path
-) -> None:
-    with_gpus(gpus)
+@pytest.mark.usefixtures("eight_gpus")
+def test_make_setup_installs_the_gpu_packages_on_a_node_with_gpus(tmp_path: Path) -> None:
     log, python = tmp_path / "calls.txt", tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     # pip and the compiler are only recorded; everything else is the real program.
@@ -72,18 +66,14 @@ def test_make_setup_installs_the_gpu_packages_on_a_node_with_gpus(
     python.write_text(f"#!/bin/sh\n{recorded}\n")
     python.chmod(0o755)
     (tmp_path / "venv" / ".set-up").touch()
-    (tmp_path / "site" / "sitecustomize.py").parent.mkdir()
     hidden = "import sys\nsys.modules.update(dict.fromkeys(['bitsandbytes', 'liger_kernel', 'pynvml']))\n"
-    (tmp_path / "site" / "sitecustomize.py").write_text(hidden)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = ["make", f"VENV={tmp_path / 'venv'}", "setup"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    calls = log.read_text().splitlines()
-    installs = [call for call in calls if "pip" in call]
-    assert len(installs) == (1 if gpus else 0)
-    assert all("-c constraints.txt --no-build-isolation -e .[gpu]" in call for call in installs)
-    assert calls[-1] == "-m toolkit.doctor.ops --async-io"
-    assert ("set-up: packages for this node's GPUs" in ended.stderr) == bool(gpus)
+    install, compile_ops = log.read_text().splitlines()
+    assert "-c constraints.txt --no-build-isolation -e .[gpu]" in install
+    assert compile_ops == "-m toolkit.doctor.ops --async-io"
+    assert "set-up: packages for this node's GPUs" in ended.stderr
     assert "left out: GPU packages: bitsandbytes" in ended.stderr
-    assert ("there is no NVIDIA GPU here" in ended.stderr) == (not gpus)

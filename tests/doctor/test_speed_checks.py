@@ -64,11 +64,6 @@ def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: py
     monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 0)
     outcome = CHECKS["all-reduce"].run(NodeReadings(DoctorOptions()))
     assert outcome.findings == []
-    assert outcome.measured.pop("bus_bytes_per_second") > 0
-    assert outcome.measured == {
-        "measured_by": "torch, gloo",
-        "ranks": 2,
-        "payload_bytes": 256 * 2**20,
-        "planned_at_least_bytes_per_second": None,
-        "remark": "two processes on the CPU: says nothing about a GPU",
-    }
+    assert outcome.measured["bus_bytes_per_second"] > 0
+    assert (outcome.measured["measured_by"], outcome.measured["ranks"]) == ("torch, gloo", 2)
+    assert outcome.measured["remark"] == "two processes on the CPU: says nothing about a GPU"

@@ -20,37 +20,26 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
+_BOMB = ", ".join(f"&{new} [{f'*{old},' * 9}]" for old, new in zip("abcdefg", "bcdefgh", strict=True))
+_RAW_TEXTS = (
+    *("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "[" * 45 + "]" * 45, "[" * 500),
+    *("9" * 5_000, "1e999", "-1E+400"),
+)
+_RAW_YAML = (
+    *(
+        f"[&a [{'x,' * 9}], {_BOMB}]",
+        "&r [*r, 1]",
+        "&m {a: *m}",
+        "*nothing",
+        "{<<: [1, 2]}",
+        "{? [a] : 1, ? {c: d} : 2}",
+    ),
+    *("!!python/object/apply:os.mkdir [executed]", "!!python/name:os.system", "!!binary R0lGODlh", "!!set {a, b}"),
+    *("!!pairs [a: 1, a: 2]", "!!int ''", "2026-02-30", "2001-12-14t21:59:43.10-05:00", "190:20:30", "0o17", "\tx"),
+)
 # Stand-in in a document -> the text that replaces it where the document is written.
-_TEXT_OF = {
-    "RAW_DEEP_LIST": "[" * 100_000 + "]" * 100_000,
-    "RAW_DEEP_OBJECT": '{"a":' * 100_000 + "1" + "}" * 100_000,
-    "RAW_FORTY_DEEP": "[" * 45 + "]" * 45,
-    "RAW_UNCLOSED": "[" * 500,
-    "RAW_LONG_INTEGER": "9" * 5_000,
-    "RAW_BIG_EXPONENT": "1e999",
-    "RAW_NEGATIVE_EXPONENT": "-1E+400",
-}
-_YAML_TEXT_OF = {
-    "RAW_BOMB": f"[&a [{'x,' * 9}], "
-    + ", ".join(f"&{new} [{f'*{old},' * 9}]" for old, new in zip("abcdefg", "bcdefgh", strict=True))
-    + "]",
-    "RAW_RECURSION": "&r [*r, 1]",
-    "RAW_RECURSIVE_MAPPING": "&m {a: *m}",
-    "RAW_PYTHON_CALL": "!!python/object/apply:os.mkdir [executed]",
-    "RAW_PYTHON_NAME": "!!python/name:os.system",
-    "RAW_BINARY": "!!binary R0lGODlh",
-    "RAW_SET": "!!set {a, b}",
-    "RAW_PAIRS": "!!pairs [a: 1, a: 2]",
-    "RAW_DATE": "2026-02-30",
-    "RAW_TIMESTAMP": "2001-12-14t21:59:43.10-05:00",
-    "RAW_SEXAGESIMAL": "190:20:30",
-    "RAW_UNDEFINED_ALIAS": "*nothing",
-    "RAW_EMPTY_INTEGER": "!!int ''",
-    "RAW_MERGE": "{<<: [1, 2]}",
-    "RAW_COMPLEX_KEY": "{? [a, b] : 1, ? {c: d} : 2}",
-    "RAW_OCTAL": "0o17",
-    "RAW_TAB": "\tx",
-}
+_TEXT_OF = {f"RAW_JSON_{number}_": text for number, text in enumerate(_RAW_TEXTS)}
+_YAML_TEXT_OF = _TEXT_OF | {f"RAW_YAML_{number}_": text for number, text in enumerate(_RAW_YAML)}
 NUMBERS = (0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"))
 TEXTS = (
     *("", " ", "0", "-1", "nan", "1e999", "true", "auto", "none", "nvme", "bfloat16", "ddp", "\0", "\x1b[31m", "\n"),
@@ -78,7 +67,7 @@ def json_text(document: Any, *, indent: int | None = 1) -> str:
 def yaml_text(document: Any) -> str:
     """Write a document as YAML in block style."""
     text = yaml.safe_dump(json.loads(json.dumps(document, default=str)), sort_keys=False)
-    return _with_raw_texts(text, _TEXT_OF | _YAML_TEXT_OF)
+    return _with_raw_texts(text, _YAML_TEXT_OF)
 
 
 def _with_raw_texts(text: str, texts: dict[str, str]) -> str:

@@ -65,13 +65,10 @@ class Format:
             for each in self.commands
         ]
 
-    def cases(self) -> st.SearchStrategy[Case]:
-        """Return a strategy of seeds with one file mutated, and a command."""
-        return _cases(self)
-
 
 @st.composite
-def _cases(draw: st.DrawFn, kind: Format) -> Case:
+def mutated_cases(draw: st.DrawFn, kind: Format) -> Case:
+    """Return a seed with one file mutated, and a command."""
     files = dict(draw(st.sampled_from(kind.seeds)))
     names = sorted(name for name in files if any(Path(name).match(pattern) for pattern in kind.mutated))
     name = draw(st.sampled_from(names))
@@ -140,8 +137,8 @@ JOB_FILES: Files = {
 # -- Presets
 
 
-def preset_seeds() -> list[Files]:
-    """Return every preset as `mine.yaml` with its `mine.json`, beside a model and data."""
+def preset_formats() -> list[Format]:
+    """Return accelerate's YAML of every preset, and DeepSpeed's JSON that it names, beside a model and data."""
     from toolkit.presets import read_preset
 
     seeds = []
@@ -151,27 +148,19 @@ def preset_seeds() -> list[Files]:
             files["mine.json"] = config.read_bytes()
             text = text.replace(f"ds_configs/{config.name}", "mine.json")
         seeds.append({**files, "mine.yaml": text.encode()})
-    return seeds
-
-
-def preset_formats() -> list[Format]:
-    """Return accelerate's YAML, and DeepSpeed's JSON that it names."""
-    split = ("train", "--dry-run", "--cpu", "--preset", "mine.yaml", "--num-processes", "4", "--", *JOB)
+    dry_run = ("train", "--dry-run", "--preset", "mine.yaml", "--num-processes")
+    split = (*dry_run, "4", "--cpu", "--", *JOB)
     commands = [
-        command("preset", "show", "mine.yaml"),
-        command("preset", "show", "mine.yaml", "--as", "trainer"),
+        *(command("preset", "show", "mine.yaml", *options) for options in ((), ("--as", "trainer"))),
+        *(command("lint", *options, "mine.yaml") for options in ((), ("--json",), ("--fix",))),
         command("preset", "export", "out", "mine.yaml"),
-        command("lint", "mine.yaml"),
-        command("lint", "--json", "mine.yaml"),
-        command("lint", "--fix", "mine.yaml"),
         command("plan", "model", "--gpu", "h100", "--num-processes", "8", "--preset", "mine.yaml"),
-        command("train", "--dry-run", "--cpu", "--preset", "mine.yaml", "--num-processes", "2", "--", *JOB),
-        command("train", "--dry-run", "--gpu", "h100", "--preset", "mine.yaml", "--num-processes", "4", "--", *JOB),
+        command(*dry_run, "2", "--cpu", "--", *JOB),
+        command(*dry_run, "4", "--gpu", "h100", "--", *JOB),
     ]
     for_yaml = [command(*split, "--tp", "2"), command(*split, "--cp", "2")]
-    for_json = [command("lint", "mine.json"), command("preset", "show", "mine.yaml", "--as", "deepspeed")]
-    for_json.append(command(*split, "--sp", "2"))
-    seeds = preset_seeds()
+    for_json = [command("preset", "show", "mine.yaml", "--as", "deepspeed"), command(*split, "--sp", "2")]
+    for_json.append(command("lint", "mine.json"))
     with_json = [files for files in seeds if "mine.json" in files]
     return [
         Format(name="accelerate YAML", seeds=seeds, mutated=["mine.yaml"], commands=[*commands, *for_yaml]),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from launching import LLAMA_8B_CONFIG
 
+from toolkit.cli.rehearse import RehearseOptions
 from toolkit.launch.options import TrainOptions
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.planner import plan_request
 from toolkit.plan.recommend import recommend_request
 from toolkit.presets import load_preset
-from toolkit.rehearse.options import RehearseOptions
 
 
 @pytest.fixture

@@ -15,10 +15,14 @@ from toolkit.lint.document import read_text
 from toolkit.lint.job_script import read_script
 
 
-def test_a_call_has_the_options_of_its_continued_lines() -> None:
+def test_a_call_has_the_options_of_its_continued_lines_and_the_most_nodes_of_a_range_count() -> None:
     (call,) = read_script('a=1\nsrun torchrun \\\n  --nnodes=2 --rdzv_id "$ID" \\\n  train.py --bf16\n').launches
     assert (call.tool, call.line) == ("torchrun", 2)
     assert call.options == {"nnodes": "2", "rdzv-id": "$ID", "bf16": None}
+    assert [read_script(f"#SBATCH {words}\n").nodes for words in ("-N 4", "--nodes=1-3", "--time=5")] == [4, 3, None]
+
+
+ENDS_IN_THE_MIDDLE = ("", "#", "'", '"', "<<", "<<'", "<<A", "<<A\n", "\\", "a\\\n", "$(", "#SBATCH", "#SBATCH --")
 
 
 @pytest.mark.parametrize(
@@ -29,14 +33,11 @@ def test_a_call_has_the_options_of_its_continued_lines() -> None:
         ("deepspeed --hostfile hosts x.py\n", ["deepspeed"]),
         ("# torchrun x.py\npip install deepspeed\nls deepspeed/\n", []),
         ("srun bash -c '\n  # torchrun a.py\n  torchrun b.py'\n", ["torchrun"]),
+        *((text, []) for text in ENDS_IN_THE_MIDDLE),
     ],
 )
 def test_launchers_are_found_outside_of_comments(text: str, tools: list[str]) -> None:
     assert [call.tool for call in read_script(text).launches] == tools
-
-
-def test_the_most_nodes_of_a_range_count() -> None:
-    assert [read_script(f"#SBATCH {words}\n").nodes for words in ("-N 4", "--nodes=1-3", "--time=5")] == [4, 3, None]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,6 @@ def test_what_the_shell_expands_is_what_bash_expands(text: str, expands: bool) -
 def test_lines_of_a_skypilot_task_are_those_of_the_file() -> None:
     assert read_text(TASK, "task.yaml").script.launches[0].line == 5
     assert read_text("num_nodes: 1\nrun: torchrun train.py\n", "task.yaml").script.launches[0].line == 2
-
-
-@pytest.mark.parametrize(
-    "text", ["", "#", "'", '"', "<<", "<<'", "<<A", "<<A\n", "\\", "a\\\n", "$(", "#SBATCH", "#SBATCH --"]
-)
-def test_a_script_that_ends_in_the_middle_is_read(text: str) -> None:
-    assert read_script(text).launches == ()
 
 
 def test_a_script_that_trains_nothing_is_no_configuration(tmp_path: Path) -> None:

@@ -194,4 +194,3 @@ def test_the_terms_of_llama_by_hand(tmp_path: Path) -> None:
     shape = read_model(str(config_file(tmp_path, "llama", WIDE)))
     # 16·128 + 4·(128 + 32) + 8·352 + 4·8 + 8
     assert Activations(shape=shape).saved("none").largest_layer.token_bytes(LENGTH) == 5544
-    assert Activations(shape=shape, autocast=True).checkpoint_bytes_per_token == 4 * 128

@@ -67,6 +67,7 @@ def test_a_model_says_why_it_does_not_run_a_function(
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_decoders_that_pass_document_lengths_run_without_a_mask(model_type: str) -> None:
     assert known(model_type).working == ("sdpa_varlen", "sdpa", "eager")
+    assert known("gpt_oss").working == ("eager",)
 
 
 def test_an_architecture_that_transformers_does_not_have_is_not_judged() -> None:

@@ -17,9 +17,6 @@ from toolkit.models.decoders import shape_from_config
 from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layer, outer_lora
 from toolkit.models.read_model import CHECKED, MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS, QUANTIZED
 from toolkit.models.shape import ModelShape
-from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import job_weights, model_states
-from toolkit.presets import load_preset
 
 RANK = 4
 ROOT = Path(__file__).parents[2]
@@ -125,18 +122,3 @@ def test_a_model_that_peft_refuses_is_refused_with_its_reason(tmp_path: Path) ->
 def test_quantized_bytes_were_measured_for_every_architecture_that_the_table_says() -> None:
     """`tests/plan/test_model_states.py` compares each of these rows with the plan."""
     assert {row["config"]["model_type"] for row in MEASURED_IN_4BIT} == set(QUANTIZED)
-
-
-def test_all_trained_parameters_of_a_traced_run_are_planned(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LoRA on DeepSeek-V3's fused experts: 6.4 of 39.2 million trained parameters were once planned.
-
-    Rank 0 of 8 under `fsdp2`, LoRA of rank 16, as traced on fake tensors (torch 2.13.0, transformers 5.23.0).
-    """
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
-    fields = dict(__import__("grid").ARCHITECTURES["deepseek-v3-2b"])
-    shape = planned(config_file(folders / "deepseek-v3-2b", fields.pop("model_type"), fields))
-    weights = job_weights(shape, 16)
-    assert weights.num_trained == 39_161_344
-    states = model_states(engine_settings(load_preset("fsdp2"), world_size=8, hidden_size=shape.hidden_size), weights)
-    held = (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes)
-    assert held == (442_061_952, 19_580_672, 39_161_344)

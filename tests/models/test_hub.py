@@ -11,20 +11,21 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.models.read_model import download_config
 
-# owner -> status and the header in which the hub names the reason
+# owner -> status and the header in which the hub names the reason; message and hint
 ANSWERS = {
-    "gated-owner": (401, "GatedRepo"),
-    "forbidden-owner": (403, "GatedRepo"),
-    "missing-owner": (401, "RepoNotFound"),  # the answer to those who are not logged in
-    "private-owner": (401, ""),
-    "other-revision": (404, "RevisionNotFound"),
-    "no-config": (404, "EntryNotFound"),
+    "gated-owner": (401, "GatedRepo", "is gated", "hf auth login"),
+    "forbidden-owner": (403, "GatedRepo", "is gated", "Qwen/Qwen3-8B"),
+    # the answer to those who are not logged in
+    "missing-owner": (401, "RepoNotFound", "is not on the hub, or it is private", "HF_TOKEN"),
+    "private-owner": (401, "", "is not on the hub, or it is private", "HF_TOKEN"),
+    "other-revision": (404, "RevisionNotFound", "has no revision 'v9'", "see http"),
+    "no-config": (404, "EntryNotFound", "has no config.json", "see http"),
 }
 
 
 class Hub(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
-        status, reason = ANSWERS[self.path.split("/")[1]]
+        status, reason, _, _ = ANSWERS[self.path.split("/")[1]]
         self.send_response(status)
         self.send_header("X-Error-Code", reason)
         self.send_header("Content-Length", "0")
@@ -46,26 +47,15 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("owner", "message", "hint"),
-    [
-        ("gated-owner", "is gated", "hf auth login"),
-        ("forbidden-owner", "is gated", "Qwen/Qwen3-8B"),
-        ("missing-owner", "is not on the hub, or it is private", "HF_TOKEN"),
-        ("private-owner", "is not on the hub, or it is private", "HF_TOKEN"),
-        ("other-revision", "has no revision 'v9'", "see http"),
-        ("no-config", "has no config.json", "see http"),
-    ],
-)
-def test_a_refused_model_says_what_to_do(
-    owner: str, message: str, hint: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("owner", ANSWERS)
+def test_a_refused_model_says_what_to_do(owner: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)  # read when the client was imported
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    _, _, message, hint = ANSWERS[owner]
     with pytest.raises(ToolkitError, match=message) as refused:
         download_config(f"{owner}/model", revision="v9")
     assert hint in str(refused.value.hint)

@@ -12,18 +12,12 @@ from toolkit.models.split import part_of_rank
 from toolkit.parallel.layout import ParallelLayout
 
 
-def shape_of(model_type: str, **fields: object) -> ModelShape:
-    found = llama_shape(model_type, ConfigFields({**TINY, **fields}, "config.json"))
-    assert found is not None
-    return found
-
-
 def shapes(part: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
     return {tensor.name.removesuffix(".weight"): tensor.shape for tensor in (*part.layers[layer], *part.outer)}
 
 
-LLAMA = shape_of("llama", attention_bias=True)
-MIXTURE = shape_of("qwen3_moe", **EXPERTS)
+LLAMA = llama_shape("llama", ConfigFields(TINY | {"attention_bias": True}, "config.json"))
+MIXTURE = llama_shape("qwen3_moe", ConfigFields(TINY | EXPERTS, "config.json"))
 
 
 def test_projections_are_split_by_rows_or_columns_the_vocabulary_is_split_and_norms_are_whole() -> None:
@@ -48,8 +42,7 @@ def test_tensor_parallelism_splits_each_expert_and_expert_parallelism_deals_whol
 
 def test_experts_of_both_are_dealt_and_attention_is_split() -> None:
     part = part_of_rank(MIXTURE, ParallelLayout(dp_shard=2, tp=2, ep=2))
-    assert shapes(part)["mlp.experts.gate_up_proj"] == (3, 16, 32)
-    assert shapes(part)["self_attn.q_proj"] == (16, 32)
+    assert (shapes(part)["mlp.experts.gate_up_proj"], shapes(part)["self_attn.q_proj"]) == ((3, 16, 32), (16, 32))
     assert (part.num_attention_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 8)
 
 

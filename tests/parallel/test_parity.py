@@ -1,4 +1,4 @@
-"""Every layout trains the problem of one process: losses, gradient norms, and what its ranks read back."""
+"""Every layout trains the problem of one process, resumed runs too, and saves a model that loads in one process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import pytest
 from launching import read
 from split_runs import RUNS, losses_and_norms, split_runs
 
-pytestmark = pytest.mark.launch
+from toolkit.checkpoint.convert import convert
+from toolkit.checkpoint.verify import verify
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
 
 SPLIT = split_runs()
 
 
-@pytest.mark.parametrize("name", [run for run in SPLIT if "bf16" not in run.id])
+@pytest.mark.parametrize("name", [run for run in SPLIT if "bf16" not in str(run)])
 def test_losses_and_gradient_norms_are_those_of_one_process(name: str, run_folder: Callable[[str], Path]) -> None:
     losses, norms = losses_and_norms(run_folder(name))
     expected_losses, expected_norms = losses_and_norms(run_folder(RUNS[name].baseline))
@@ -38,6 +46,50 @@ def test_every_rank_reads_its_layout_back_and_holds_a_part_of_the_model_states(
             assert 0 < rank[f"{part}_bytes"] <= most
             shares = run.preset in ("cp", "ulysses") or run.words[:1] == ("--lora_r",)
             assert most < rank["whole_bytes"][part] or shares
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_saved_model_has_the_live_models_logits_and_the_evaluation_that_of_one_process(
+    name: str, run_folder: Callable[[str], Path]
+) -> None:
+    folder = run_folder(name)
+    result = verify(folder)
+    assert result.problems == []
+    assert result.max_difference is not None
+    assert result.max_difference < (1e-1 if "bf16" in name else 1e-5)
+    assert (folder / "adapter_config.json").is_file() is ("lora" in name)
+    # The evaluation is that of one process over every token once.
+    (row,), (expected,) = (read(run_folder(run) / "run.json")["evaluations"] for run in (name, RUNS[name].baseline))
+    assert row["supervised_tokens"] == expected["supervised_tokens"]
+    assert row["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-3 if "bf16" in name else 1e-6)
+
+
+@pytest.mark.parametrize("name", split_runs(resumed=True))
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(name: str, run_folder: Callable[[str], Path]) -> None:
+    run = RUNS[name]
+    assert run.resumes is not None
+    source, step = run.resumes
+    losses, norms = losses_and_norms(run_folder(name))
+    expected_losses, expected_norms = losses_and_norms(run_folder(source))
+    assert len(losses) == run.steps - step
+    if run.layout == RUNS[source].layout:
+        assert (losses, norms) == (expected_losses[step:], expected_norms[step:])
+    assert losses == pytest.approx(expected_losses[step:], rel=1e-6)
+    assert norms == pytest.approx(expected_norms[step:], rel=1e-5)
+    assert read(run_folder(name) / "attestation.json")["verdict"] == "attested"
+
+
+def test_a_pipelines_checkpoint_is_a_model_folder_whose_states_are_not_converted(
+    run_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = run_folder("pipeline") / "checkpoint-1"
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert len(list(checkpoint.glob("model-*.safetensors"))) == 2
+    with pytest.raises(ToolkitError, match="optimizer states of a pipeline's stages") as refused:
+        convert(checkpoint, tmp_path / "out", load_preset("ddp"), num_processes=2)
+    assert str(refused.value.hint).endswith(f"start from its weights: `--model_name_or_path {checkpoint}`")
 
 
 @pytest.mark.nightly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,16 +28,14 @@ def job(split_models: Path, split_rows: Path, tmp_path: Path) -> list[str]:
 def test_sigterm_ends_all_stages_with_a_checkpoint_after_the_same_step(job: list[str], tmp_path: Path) -> None:
     words = [*job, "--max_steps", "40", "--save_strategy", "steps", "--save_steps", "2"]
     variables = {"TOOLKIT_SIGNAL": "SIGTERM:2:checksums:1"}
-    ended = accelerate_launch(CONFIG, *words, script="signal_while_writing.py", variables=variables)
+    ended = accelerate_launch(CONFIG, *words, script="signal_while_writing", variables=variables)
     failure = read(tmp_path / "out" / "failure.json")
     assert (ended.returncode, failure["kind"]) == (1, "interrupted"), ended.stderr[-3000:]
     found = list_checkpoints(tmp_path / "out")
     assert found[0].step == failure["step"]
     assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
-    assert {path.name for path in found[0].path.glob("optimizer_stage*")} == {
-        "optimizer_stage0.pt",
-        "optimizer_stage1.pt",
-    }
+    states = [path.name for path in found[0].path.glob("optimizer_stage*")]
+    assert sorted(states) == ["optimizer_stage0.pt", "optimizer_stage1.pt"]
 
 
 @pytest.mark.launch
@@ -49,7 +46,7 @@ def test_memory_that_runs_out_in_a_stage_is_reported_as_that(
     schedule: str, step: int, job: list[str], split_models: Path, tmp_path: Path
 ) -> None:
     words = [*job, "--pipeline_schedule", schedule, "--model_name_or_path", str(split_models / "llama_deep")]
-    ended = accelerate_launch(CONFIG, *words, script="stage_out_of_memory.py")
+    ended = accelerate_launch(CONFIG, *words, script="stage_out_of_memory")
     failure = read(tmp_path / "out" / "failure.json")
     assert (failure["kind"], failure["rank"]) == ("host_out_of_memory", 1), ended.stderr[-3000:]
     assert failure["phase"] == "forward"
@@ -67,14 +64,9 @@ def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
     words += ["--greater_is_better", "true"]  # so that the first is the best
     ended = accelerate_launch(CONFIG, *words)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    out = tmp_path / "out"
-    logits = {
-        checkpoint.step: json.loads((checkpoint.path / "manifest.json").read_text())["fingerprint"]["logits"]
-        for checkpoint in list_checkpoints(out)
-    }
-    loaded = read(out / "fingerprint.json")["logits"]
-    assert logits[2] != logits[6]
-    assert loaded == logits[2]
+    kept = {each.step: read(each.path / "manifest.json")["fingerprint"] for each in list_checkpoints(tmp_path / "out")}
+    assert kept[2]["logits"] != kept[6]["logits"]
+    assert read(tmp_path / "out" / "fingerprint.json")["logits"] == kept[2]["logits"]
 
 
 @pytest.mark.launch

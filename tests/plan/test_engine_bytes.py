@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -87,34 +86,27 @@ def cases_of(folder: Path, rows: Iterable[tuple[str, int, int, list[str], int | 
     return cases
 
 
-def held(cases: list[Case]) -> list[dict[str, int]]:
-    """What the engines hold, in one child process, which a test forks from the session's server."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(cases, file)
-        file.flush()
-        command = [sys.executable, str(SCRIPTS / "engine_bytes.py"), file.name]
-        done = run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # DeepSpeed logs to stdout
-
-
 def planned(case: Case) -> dict[str, int]:
-    shape = read_model(case["config"])
-    engine = engine_settings(
-        load_preset(case["preset"]), world_size=case["world_size"], hidden_size=shape.hidden_size, rank=case["rank"]
-    )
+    shape, preset = read_model(case["config"]), load_preset(case["preset"])
+    engine = engine_settings(preset, world_size=case["world_size"], hidden_size=shape.hidden_size, rank=case["rank"])
     states = model_states(engine, job_weights(shape, case["lora_r"], False), case["optim"])
     return {part: getattr(states, f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")}
 
 
-def differing(cases: list[Case]) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
-    return [(case, real, planned(case)) for case, real in zip(cases, held(cases), strict=True) if real != planned(case)]
+def differing(cases: list[Case], folder: Path) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
+    """Cases in which the engines, in one child process forked from the session's server, hold other bytes."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(SCRIPTS / "engine_bytes.py"), str(folder / "cases.json")]
+    done = run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    held = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # DeepSpeed logs to stdout
+    return [(case, real, planned(case)) for case, real in zip(cases, held, strict=True) if real != planned(case)]
 
 
 def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
     optimized = [(name, 2, 0, presets, None, optim) for name, presets, optim in OPTIMIZED]
     cases = cases_of(tmp_path, [*((*row, DEFAULT_OPTIMIZER) for row in SPARSE), *optimized])
-    assert differing(cases) == []
+    assert differing(cases, tmp_path) == []
     assert {case["preset"] for case in cases} >= {*PRESETS, "ddp"}
     libraries = {OPTIMIZERS[optim].class_name for _, _, optim in [*OPTIMIZED, *QUANTIZED_BY_TORCHAO]}
     assert libraries >= {spec.class_name for spec in OPTIMIZERS.values()} - {OPTIMIZERS[DEFAULT_OPTIMIZER].class_name}
@@ -124,4 +116,4 @@ def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
 @pytest.mark.skipif(not is_importable("torchao"), reason="torchao is not installed: pip install torchao")
 def test_planned_states_are_those_that_torchao_holds(tmp_path: Path) -> None:
     rows = [(name, 2, 0, presets, None, optim) for name, presets, optim in QUANTIZED_BY_TORCHAO]
-    assert differing(cases_of(tmp_path, rows)) == []
+    assert differing(cases_of(tmp_path, rows), tmp_path) == []

@@ -60,23 +60,6 @@ def test_the_command_plans_a_layout_and_its_traffic_by_dimension(capsys: pytest.
     assert sum(each["sent_bytes"] for each in row["communication"]) == row["communication_bytes_per_step"]
 
 
-@pytest.mark.parametrize(
-    ("preset", "job", "message"),
-    [
-        ("fsdp2_tp", {}, "preset 'fsdp2_tp' needs --tp"),
-        ("fsdp2", {"tp": 2}, "does not work under preset 'fsdp2': it has no tensor parallelism"),
-        ("fsdp2_tp", {"tp": 16}, "--tp 16 does not work for this model: 16 does not divide its 8 key-value heads"),
-        ("fsdp2_tp", {"tp": 8}, "needs a multiple of 8 processes, 16 or more"),
-        ("ep", {"ep": 2}, "--ep 2 does not work for this model: llama has no experts"),
-        ("cp", {"cp": 4, "loss": "fused"}, "--use-liger-kernel does not work under preset 'cp'"),
-    ],
-)
-def test_a_layout_that_cannot_run_is_refused_by_name(preset: str, job: dict[str, Any], message: str) -> None:
-    with pytest.raises(ToolkitError) as refused:
-        make_plans(request(preset, world_size=32 if job.get("tp") == 16 else 8, **job))
-    assert message in refused.value.message
-
-
 def test_a_degree_is_given_to_the_presets_that_have_its_dimension() -> None:
     layouts = {plan.preset: plan.layout for plan in make_plans(request("fsdp2", "tp", "cp", tp=4, cp=2))}
     tp, cp = ParallelLayout(dp_replicate=2, tp=4), ParallelLayout(dp_shard=4, cp=2)

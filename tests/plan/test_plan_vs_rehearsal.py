@@ -20,29 +20,16 @@ PLAN = {
 
 def test_model_states_are_compared_to_the_byte() -> None:
     rows = compare_parts(PLAN, {"parameter_bytes": 100, "gradient_bytes": 100, "optimizer_bytes": 160})
-    assert [(row.part, row.planned_bytes, row.rehearsed_bytes) for row in rows] == [
-        ("parameter", 80, 100),
-        ("gradient", 100, 100),
-        ("optimizer", 200, 160),
-    ]
+    assert [row.part for row in rows] == ["parameter", "gradient", "optimizer"]
     assert [row.relative for row in rows] == pytest.approx([-0.2, 0.0, 0.25])
 
 
 def test_parts_of_a_trace_on_fake_tensors_are_summed_up_to_parts_of_the_plan() -> None:
     parts = {"parameter": 80, "optimizer": 200, "forward": 250, "backward": 50, "gathered": 30, "reduction": 10}
     peaks = {"backward": {"total_bytes": 700, "parts": parts | {"logits": 80}}}
-    rows = {row.part: row for row in compare_parts(PLAN, {"peaks": peaks})}
-    assert set(rows) == {
-        *(f"backward: {part}" for part in ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")),
-        "backward: allocated",
-    }
-    assert rows["backward: activation"].relative == 0
-    assert rows["backward: buffer"].rehearsed_bytes == 40
-    assert rows["backward: gradient"].relative == 0  # nothing planned, nothing found
-    assert rows["backward: allocated"].as_row() == {
-        **{"part": "backward: allocated", "planned_bytes": 670, "rehearsed_bytes": 700},
-        "difference": pytest.approx(-30 / 700),
-    }
+    rows = {row.part: row.rehearsed_bytes for row in compare_parts(PLAN, {"peaks": peaks})}
+    traced = {"parameter": 80, "gradient": 0, "optimizer": 200, "activation": 300, "logits": 80, "buffer": 40}
+    assert rows == {f"backward: {part}": size for part, size in (traced | {"allocated": 700}).items()}
 
 
 def test_the_peaks_of_a_gpu_are_compared_without_parts() -> None:

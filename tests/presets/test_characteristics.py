@@ -66,28 +66,25 @@ def test_every_preset_holds_sixteen_bytes_per_parameter_over_all_devices() -> No
 def test_the_names_in_fsdp1() -> None:
     names = {name: characteristics(load_preset(name)).fsdp1_name for name in preset_names()}
     assert (names["ddp"], names["zero1"], names["zero2"]) == ("NO_SHARD", None, "SHARD_GRAD_OP")
-    assert {names[name] for name in ("cp", "ep", "ep_tp", "fsdp2_tp", "hsdp_tp", "tp", "ulysses")} == {None}
+    assert {names[preset.name] for preset in list_presets() if preset.degrees} == {None}
     assert (names["fsdp2"], names["zero3"], names["fsdp2_hybrid"]) == ("FULL_SHARD", "FULL_SHARD", "HYBRID_SHARD")
 
 
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        ("ddp", {"1+ processes"}),
-        ("zeropp", {"8+, by 8 processes", "deepspeed", "a GPU and nvcc, for DeepSpeed's CUDA quantiser"}),
-        ("fsdp2_hybrid", {"4+, by 2 processes", "the launcher's `--parallelism_config_dp_shard_size` S = N/2"}),
-        ("ulysses", {"2+ processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed"}),
-        (
-            "hsdp_tp",
-            {
-                *("8+ processes", "`--tp`, the number of GPUs that split each layer"),
-                *("`--dp_replicate`, if it is not 2: S = N/replicas", "a model that transformers has a plan for (tp)"),
-            },
-        ),
-    ],
-)
-def test_what_a_preset_needs(name: str, needs: set[str]) -> None:
-    assert set(characteristics(load_preset(name)).needs) == needs
+NEEDS = {
+    "ddp": {"1+ processes"},
+    "zeropp": {"8+, by 8 processes", "deepspeed", "a GPU and nvcc, for DeepSpeed's CUDA quantiser"},
+    "fsdp2_hybrid": {"4+, by 2 processes", "the launcher's `--parallelism_config_dp_shard_size` S = N/2"},
+    "ulysses": {"2+ processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed"},
+    "hsdp_tp": {
+        *("8+ processes", "`--tp`, the number of GPUs that split each layer"),
+        *("`--dp_replicate`, if it is not 2: S = N/replicas", "a model that transformers has a plan for (tp)"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_a_preset_needs(name: str) -> None:
+    assert set(characteristics(load_preset(name)).needs) == NEEDS[name]
 
 
 def test_what_does_not_work_is_listed() -> None:
@@ -134,24 +131,20 @@ def test_the_largest_shard_includes_the_engines_padding(
 # Ten fp32 elements on two ranks, 40 bytes unsharded. Highest of a DeepSpeed shard: (5 + 8 of padding) x 4 = 52, and
 # 5 % of 40 = 2 for what ZeRO-3 keeps gathered of parameters. Highest of an FSDP2 shard: 3 rows x 2 x 4 = 24.
 @pytest.mark.parametrize(
-    ("name", "parameter", "gradient", "optimizer"),
+    ("name", "ranks", "parameter", "gradient", "optimizer"),
     [
-        ("ddp", (40, 40), (40, 40), (40, 40)),
-        ("zero1", (40, 40), (40, 40), (0, 52)),
-        ("zero2", (40, 40), (0, 52), (0, 52)),
-        ("zero3_cpu_offload", (0, 54), (0, 52), (0, 52)),
-        ("fsdp2", (0, 24), (0, 24), (0, 24)),
-        ("fsdp2_grad_op", (0, 24), (0, 24), (0, 24)),  # gathered parameters are shards again between steps
+        ("ddp", 2, (40, 40), (40, 40), (40, 40)),
+        ("zero1", 2, (40, 40), (40, 40), (0, 52)),
+        ("zero2", 2, (40, 40), (0, 52), (0, 52)),
+        ("zero3_cpu_offload", 2, (0, 54), (0, 52), (0, 52)),
+        ("fsdp2", 2, (0, 24), (0, 24), (0, 24)),
+        ("fsdp2_grad_op", 2, (0, 24), (0, 24), (0, 24)),  # gathered parameters are shards again between steps
+        ("zero2", 1, (40, 40), (40, 56), (40, 56)),  # 10 + 4 elements at most
+        ("fsdp2", 1, (40, 40), (40, 40), (40, 40)),
     ],
 )
-def test_the_limits_of_ten_elements_on_two_ranks(
-    name: str, parameter: tuple[int, int], gradient: tuple[int, int], optimizer: tuple[int, int]
+def test_the_limits_of_ten_elements(
+    name: str, ranks: int, parameter: tuple[int, int], gradient: tuple[int, int], optimizer: tuple[int, int]
 ) -> None:
-    limits = {"parameter": parameter, "gradient": gradient, "optimizer": optimizer}
-    assert {part: shard_byte_limits(load_preset(name), part, [(5, 2)], 4, ranks=2) for part in limits} == limits
-
-
-def test_a_single_rank_holds_everything_under_every_sharding() -> None:
-    padded = shard_byte_limits(load_preset("zero2"), "optimizer", [(5, 2)], 4, ranks=1)
-    assert padded == (40, 56)  # 10 + 4 elements at most
-    assert shard_byte_limits(load_preset("fsdp2"), "parameter", [(5, 2)], 4, ranks=1) == (40, 40)
+    limits = [shard_byte_limits(load_preset(name), part, [(5, 2)], 4, ranks=ranks) for part in PARTS]
+    assert limits == [parameter, gradient, optimizer]

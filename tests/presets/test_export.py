@@ -75,32 +75,23 @@ def test_transformers_itself_takes_the_trainers_form(name: str, tmp_path: Path) 
         assert plugin.get("cpu_offload", False) is (name == "fsdp2_cpu_offload")
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        (
-            "fsdp2_hybrid",
-            [
-                "#   export FSDP_CPU_RAM_EFFICIENT_LOADING=true",
-                "#   export PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2",
-                "#   export PARALLELISM_CONFIG_DP_SHARD_SIZE=...  (processes / 2)",
-            ],
-        ),
-        (
-            "ep_tp",
-            [
-                "# These arguments alone divide nothing by tp, ep. In a script of your own:",
-                '#   preset = load_preset("ep_tp")',
-                '#   args = preset.training_arguments(output_dir="out", tp=2, ep=2, save_strategy="no")',
-                "#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())",
-            ],
-        ),
-        ("cp", ['#   args = preset.training_arguments(output_dir="out", cp=2)', "#   export FSDP_VERSION=2"]),
+LINES = {
+    "fsdp2_hybrid": [
+        "#   export FSDP_CPU_RAM_EFFICIENT_LOADING=true",
+        "#   export PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2",
+        "#   export PARALLELISM_CONFIG_DP_SHARD_SIZE=...  (processes / 2)",
     ],
-)
-def test_what_only_the_environment_or_python_carries_is_told_in_comments(name: str, lines: list[str]) -> None:
-    told = comments(preset_text(load_preset(name), "trainer"))
-    assert [line for line in lines if line not in told] == []
+    "ep_tp": [
+        '#   args = preset.training_arguments(output_dir="out", tp=2, ep=2, save_strategy="no")',
+        "#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())",
+    ],
+    "cp": ['#   args = preset.training_arguments(output_dir="out", cp=2)', "#   export FSDP_VERSION=2"],
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_what_only_the_environment_or_python_carries_is_told_in_comments(name: str) -> None:
+    assert set(LINES[name]) <= set(comments(preset_text(load_preset(name), "trainer")))
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -123,9 +114,8 @@ def test_keys_that_the_environment_carries_are_not_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["enable_cpu_affinity: true", "dynamo_config: {dynamo_backend: INDUCTOR}"])
 def test_a_key_that_only_the_launcher_reads_is_refused(line: str, tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match=f"cannot carry '{line.split(':')[0]}'") as caught:
+    with pytest.raises(ToolkitError, match=f"training arguments cannot carry '{line.split(':')[0]}'"):
         trainer_arguments(read_preset(write(tmp_path / "mine.yaml", f"{FSDP}{line}\n")), precision="no")
-    assert caught.value.hint == "start the script with `accelerate launch --config_file`, or remove the key"
 
 
 # -- export

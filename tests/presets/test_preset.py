@@ -44,14 +44,14 @@ SPECIFIED: dict[str, tuple[str, str, str | None, str | None, str, tuple[str, ...
 }
 # Dimensions from the outermost to the innermost; the others divide their ranks for data parallelism alone.
 PARALLEL = {
-    "cp": ["dp_shard", "cp"],
-    "ep": ["dp_shard", "ep"],
-    "ep_tp": ["dp_shard", "tp", "ep"],
-    "fsdp2_tp": ["dp_shard", "tp"],
-    "hsdp_tp": ["dp_replicate", "dp_shard", "tp"],
+    **{
+        "cp": ["dp_shard", "cp"],
+        "ep": ["dp_shard", "ep"],
+        "ep_tp": ["dp_shard", "tp", "ep"],
+        "tp": ["dp_replicate", "tp"],
+    },
+    **{"fsdp2_tp": ["dp_shard", "tp"], "hsdp_tp": ["dp_replicate", "dp_shard", "tp"], "ulysses": ["dp_shard", "sp"]},
     "pipeline_1f1b": ["dp_replicate", "pp"],
-    "tp": ["dp_replicate", "tp"],
-    "ulysses": ["dp_shard", "sp"],
 }
 # accelerate starts the ranks only; transformers shards the model while it loads it.
 SHARDED_AT_LOAD = {"ep", "ep_tp", "fsdp2_tp", "hsdp_tp", "tp"}
@@ -62,14 +62,9 @@ MACHINE_FACTS = {
 }
 # DeepSpeed's name of what `TrainingArguments` owns too; `zero_optimization` sizes follow the model and are its own.
 OWNED_BY_TRAINING_ARGUMENTS = {
-    "train_batch_size": "per_device_train_batch_size",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "optimizer": "optim",
-    "scheduler": "lr_scheduler_type",
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "per_device_train_batch_size"),
+    **{"gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm"},
+    **{"bf16": "bf16", "fp16": "fp16", "optimizer": "optim", "scheduler": "lr_scheduler_type"},
 }
 ROW_KEYS = (
     "name engine sharding parallel offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
@@ -108,20 +103,20 @@ def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypa
     assert [Path(path).name for path in preset.texts()] == [yaml_path.name, json_path.name][: 1 + has_json]
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-def test_a_preset_holds_no_node_specific_values(path: Path) -> None:
-    config = yaml.safe_load(path.read_text())
-    keys = set(config) | {key for block in config.values() if isinstance(block, dict) for key in block}
-    assert not keys & MACHINE_FACTS
+def test_a_preset_holds_no_node_specific_values() -> None:
+    for path in YAMLS:
+        config = yaml.safe_load(path.read_text())
+        keys = set(config) | {key for block in config.values() if isinstance(block, dict) for key in block}
+        assert not keys & MACHINE_FACTS, path.name
 
 
-@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
-def test_fields_that_training_arguments_own_are_auto(path: Path) -> None:
-    config = json.loads(path.read_text())
+def test_fields_that_training_arguments_own_are_auto() -> None:
     assert set(OWNED_BY_TRAINING_ARGUMENTS.values()) <= trainer_argument_names()
-    owned = {key: config[key] for key in OWNED_BY_TRAINING_ARGUMENTS if key in config}
-    assert {"train_batch_size", "gradient_clipping", "bf16"} <= set(owned)
-    assert {value["enabled"] if isinstance(value, dict) else value for value in owned.values()} == {"auto"}
+    for path in JSONS:
+        config = json.loads(path.read_text())
+        owned = {key: config[key] for key in OWNED_BY_TRAINING_ARGUMENTS if key in config}
+        assert {"train_batch_size", "gradient_clipping", "bf16"} <= set(owned), path.name
+        assert {value["enabled"] if isinstance(value, dict) else value for value in owned.values()} == {"auto"}
 
 
 CPU = {"device": "cpu"}
@@ -161,31 +156,15 @@ def test_an_fsdp2_variant_differs_only_in_what_its_name_says(name: str, changed:
     assert variant == {**plain, **{block: {**plain.get(block, {}), **keys} for block, keys in changed.items()}}
 
 
-@pytest.mark.parametrize("name", SPECIFIED)
-def test_accelerate_itself_reads_the_yaml(name: str) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
-    kinds = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "pipeline": "MULTI_GPU"}
-    assert config.distributed_type == ("MULTI_GPU" if name in SHARDED_AT_LOAD else kinds[SPECIFIED[name][0]])
-    # -1 is accelerate's word for: `--num_processes` must be given
-    assert config.num_processes == (1 if name == "single" else -1)
-
-
 # -- a user's own files
 
 
 def test_a_users_yaml_is_loaded_by_its_path(tmp_path: Path) -> None:
-    text = "distributed_type: FSDP\nmixed_precision: fp16\nparallelism_config: {}\n"
-    block = "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_offload_params: true}\n"
-    preset = load_preset(str(write(tmp_path / "mine.yaml", text + block)))
-    assert (preset.name, preset.engine, preset.sharding, preset.mixed_precision, preset.summary) == (
-        "mine", "fsdp2", "shard_grad_op", "fp16", "",
-    )  # fmt: skip
-    assert (preset.offload_optimizer, preset.offload_param) == ("cpu", "cpu")
-    mesh = "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
-    hybrid = write(tmp_path / "hybrid.yaml", f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{mesh}")
-    preset = load_preset(str(hybrid))
+    block = ", fsdp_reshard_after_forward: false, fsdp_offload_params: true}\nmixed_precision: fp16\n"
+    preset = load_preset(str(write(tmp_path / "mine.yaml", FSDP2 + block)))
+    assert (preset.name, preset.engine, preset.sharding) == ("mine", "fsdp2", "shard_grad_op")
+    assert (preset.mixed_precision, preset.offload_optimizer, preset.offload_param) == ("fp16", "cpu", "cpu")
+    preset = load_preset(str(write(tmp_path / "hybrid.yaml", f"{FSDP2}}}\n{MESH}2}}\n")))
     assert (preset.sharding, preset.min_world_size, preset.replicas) == ("hybrid_shard", 4, 2)
 
 
@@ -197,42 +176,35 @@ def test_a_json_beside_the_yaml_is_found(tmp_path: Path) -> None:
     assert preset.deepspeed_config_path == (tmp_path / "mine.json").resolve()
 
 
-FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2"
+DDP, FSDP, DEEPSPEED = (f"distributed_type: {name}\n" for name in ("MULTI_GPU", "FSDP", "DEEPSPEED"))
+FSDP2 = FSDP + "fsdp_config: {fsdp_version: 2"
+MESH = "parallelism_config: {parallelism_config_dp_replicate_size: "
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}",
-            "this is FSDP1, which presets do",
-        ),
-        (f"{FSDP}, fsdp_reshard_after_forward: SHARD_GRAD_OP}}", "'SHARD_GRAD_OP', expected true or false"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}", "names no deepspeed_config_file"),
-        (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}",
-            "deepspeed_config_file 'gone.json' does not exist",
-        ),
+        (f"{FSDP}fsdp_config: {{fsdp_sharding_strategy: FULL_SHARD}}", "this is FSDP1, which presets do"),
+        (f"{FSDP2}, fsdp_reshard_after_forward: SHARD_GRAD_OP}}", "'SHARD_GRAD_OP', expected true or false"),
+        (f"{DEEPSPEED}deepspeed_config: {{zero_stage: 3}}", "names no deepspeed_config_file"),
+        (f"{DEEPSPEED}deepspeed_config: {{deepspeed_config_file: gone.json}}", "file 'gone.json' does not exist"),
         ("distributed_type: MEGATRON_LM", "expected one of NO, MULTI_GPU"),
         ("- a list", "holds list, expected keys and values"),
         ("a: [", "is not YAML: while parsing"),
-        ("distributed_type: FSDP\nfsdp_config: true", "fsdp_config is True, expected keys and values"),
+        (f"{FSDP}fsdp_config: true", "fsdp_config is True, expected keys and values"),
         ("1: 2", "has the key 1, expected a name"),
+        (f"{FSDP2}}}\n{MESH}0}}", "dp_replicate_size is 0, expected a whole number of 1 or more"),
         (
-            f"{FSDP}}}\nparallelism_config: {{parallelism_config_dp_replicate_size: 0}}",
-            "parallelism_config_dp_replicate_size is 0, expected a whole number of 1 or more",
+            f"{FSDP2}, parallel: [cp, dp_shard]}}",
+            "['cp', 'dp_shard'], expected names in this order: dp_replicate, dp_s",
         ),
+        (f"{DDP}fsdp_config: {{parallel: [tp, tp]}}", "expected names in this order"),
         (
-            f"{FSDP}, parallel: [cp, dp_shard]}}",
-            "fsdp_config.parallel is ['cp', 'dp_shard'], expected names in this order: dp_replicate, dp_shard, pp, cp",
+            f"{DDP}fsdp_config: {{parallel: [dp_shard, cp]}}",
+            "of the engine: ddp (dp_replicate, dp_shard, ep, tp) or pipe",
         ),
-        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [tp, tp]}", "expected names in this order"),
-        (
-            "distributed_type: MULTI_GPU\nfsdp_config: {parallel: [dp_shard, cp]}",
-            "expected dimensions of the engine: ddp (dp_replicate, dp_shard, ep, tp) or pipeline (dp_replicate, pp)",
-        ),
-        (f"{FSDP}, parallel: [tp]}}", "dimensions of the engine"),
-        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [xp]}", "expected a list of dp_replicate, dp_shard, pp"),
+        (f"{FSDP2}, parallel: [tp]}}", "dimensions of the engine"),
+        (f"{DDP}fsdp_config: {{parallel: [xp]}}", "expected a list of dp_replicate, dp_shard, pp"),
     ],
 )
 def test_an_invalid_yaml_is_refused_with_the_reason(text: str, why: str, tmp_path: Path) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import toolkit
 from small_llama import LLAMA, NUM_PARAMS
-
-from toolkit.errors import ToolkitError
-from toolkit.presets import load_preset
-from toolkit.rehearse.rehearsal import plan_rehearsal
 
 # The first of four ranks holds 253 of 1009 rows of the embedding and the head, and a quarter of the rest.
 HELD = NUM_PARAMS // 4 + 2 * (253 * 4 - 1009) * 64 // 4
@@ -58,21 +53,3 @@ def test_fake_tensors_count_what_waits_between_accumulation_steps(traces: dict[s
     waiting = {name: peak["forward"]["total_bytes"] for name, peak in peaks.items()}
     assert waiting["whole"] - waiting["sharded"] == 2 * NUM_PARAMS - 4 * HELD
     assert [peak["step"]["parts"]["gradient"] for peak in peaks.values()] == [4 * HELD] * 2
-
-
-@pytest.mark.parametrize(
-    ("preset", "words", "message"),
-    [
-        ("zero3", [], "--fake-tensors does not work with preset 'zero3': DeepSpeed reads the values"),
-        ("fsdp2_cpu_offload", [], "--fake-tensors does not work with preset 'fsdp2_cpu_offload': offloaded and"),
-        ("fsdp2_tp", ["--tp", "2"], "preset 'fsdp2_tp': fake tensors were never run where layers or sequences are"),
-        ("fsdp2", ["--dataset", "rows.jsonl"], "--dataset is not traced"),
-        ("ddp", ["--packing"], "--packing is not traced"),
-    ],
-)
-def test_a_job_that_cannot_be_traced_is_refused(tmp_path: Path, preset: str, words: list[str], message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    argv = ["--model_name_or_path", str(tmp_path), *(str(tmp_path / w) if w.endswith(".jsonl") else w for w in words)]
-    with pytest.raises(ToolkitError, match=message):
-        plan_rehearsal(load_preset(preset), world_size=4, rank=0, training_argv=argv, cpu=True, fake_tensors=True)

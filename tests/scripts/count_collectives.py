@@ -17,25 +17,16 @@ import toolkit.train.__main__ as door
 
 # The dispatcher's operator → the collective, and which of its arguments holds the whole tensor.
 OPERATORS = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "reduce_": ("reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), ("all_reduce", 0)),
+    **{"reduce_": ("reduce", 0), "broadcast_": ("broadcast", 0)},
+    **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"), ("all_gather", 0)),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "alltoall_": ("all_to_all", 1),
+    **dict.fromkeys(("reduce_scatter_", "reduce_scatter_tensor_coalesced_"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("alltoall_base_", "alltoall_"), ("all_to_all", 1)),
 }
 FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "broadcast": "broadcast",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
+    **{"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "broadcast": "broadcast"},
+    **{"reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"},
 }
 
 

@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.training_args import OptimizerNames
 
 from toolkit.models.optimizers import MUON
-from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
-from toolkit.observe.attest.read_fsdp2 import read_fsdp2
+from toolkit.observe.attest import read_deepspeed
 from toolkit.observe.attest.read_rank import read_torch
 from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.rank_process import prepare_environment
@@ -74,8 +73,10 @@ def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
 
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear", task_type="CAUSAL_LM"))
         cast_weights(model, torch.bfloat16)
-    run = run_deepspeed if preset.engine == "deepspeed" else run_fsdp2 if preset.engine == "fsdp2" else run_plain
-    return run(preset, model.train(), hidden_size, case.get("optim", "adamw_torch_fused"))
+    model, optim = model.train(), case.get("optim", "adamw_torch_fused")
+    if preset.engine == "deepspeed":
+        return run_deepspeed(preset, model, hidden_size, optim)
+    return run_fsdp2(preset, model, optim) if preset.engine == "fsdp2" else stepped(model, optim)
 
 
 def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
@@ -90,16 +91,10 @@ def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
     args = SimpleNamespace(optim=OptimizerNames(optim), optim_args=None, **rates)
     if "bitsandbytes" in sys.modules:  # it keeps its overrides for embeddings by position, for the whole process
         sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
-    made: torch.optim.Optimizer = Trainer.create_optimizer(
-        SimpleNamespace(
-            model=model,
-            args=args,
-            optimizer=None,
-            optimizer_cls_and_kwargs=None,
-            get_decay_parameter_names=lambda model: Trainer.get_decay_parameter_names(None, model),
-            get_optimizer_cls_and_kwargs=Trainer.get_optimizer_cls_and_kwargs,
-        )
-    )
+    trainer = SimpleNamespace(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=None)
+    trainer.get_decay_parameter_names = lambda model: Trainer.get_decay_parameter_names(None, model)
+    trainer.get_optimizer_cls_and_kwargs = Trainer.get_optimizer_cls_and_kwargs
+    made: torch.optim.Optimizer = Trainer.create_optimizer(trainer)
     return made
 
 
@@ -118,20 +113,16 @@ def backward(model: Any, engine: Any = None) -> None:
     engine.backward(loss) if engine is not None else loss.backward()
 
 
-def run_plain(_: Preset, model: Any, __: int, optim: str) -> dict[str, int]:
-    return stepped(model, read_torch, optim)
-
-
-def stepped(model: Any, read: Any, optim: str) -> dict[str, int]:
+def stepped(model: Any, optim: str) -> dict[str, int]:
     """One step; gradients are read before it."""
     optimizer = optimizer_of(model, optim)
     backward(model)
     gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    return of(read(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+    return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
 
 
-def run_fsdp2(preset: Preset, model: Any, _: int, optim: str) -> dict[str, int]:
+def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
     """Wrapped by accelerate's own function, under the policy that accelerate makes of the preset."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -150,21 +141,16 @@ def run_fsdp2(preset: Preset, model: Any, _: int, optim: str) -> dict[str, int]:
     plugin.set_mixed_precision("bf16")
     if preset.offload_param:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    state: Any = type("State", (), {"fsdp_plugin": plugin})()
     names = list(mesh.mesh_dim_names)
-    accelerator: Any = type(
-        "Accelerator",
-        (),
-        {
-            "state": state,
-            "torch_device_mesh": {tuple(names): mesh},
-            "parallelism_config": type("P", (), {"fsdp_dim_names": names})(),
-            "mixed_precision": "bf16",
-            "is_main_process": True,
-            "device": torch.device("cpu"),
-        },
-    )()
-    return stepped(fsdp2_prepare_model(accelerator, model), read_fsdp2, optim)
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={tuple(names): mesh},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=names),
+        mixed_precision="bf16",
+        is_main_process=True,
+        device=torch.device("cpu"),
+    )
+    return stepped(fsdp2_prepare_model(accelerator, model), optim)
 
 
 def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> dict[str, int]:
@@ -196,20 +182,19 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
     original = getattr(engine.optimizer, watched)
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        seen.setdefault("gradients", local_bytes(deepspeed_gradients(engine)))
+        seen.setdefault("gradients", local_bytes(read_deepspeed.gradients(engine)))
         return original(*args, **kwargs)
 
     setattr(engine.optimizer, watched, look)
     backward(model, engine)
     engine.step()
-    return of(read_deepspeed(engine, list(engine.module.parameters())), seen["gradients"])
+    return of(read_deepspeed.read(engine, list(engine.module.parameters())), seen["gradients"])
 
 
 def plain_trainer(optimizer: Any) -> Any:
     """What the readings look at."""
-    accelerator = type("A", (), {"mixed_precision": "bf16"})()
-    args = type("T", (), {"max_grad_norm": 1.0})()
-    return type("Trainer", (), {"optimizer": optimizer, "accelerator": accelerator, "args": args})()
+    accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
+    return SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
 
 
 def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:

@@ -83,29 +83,3 @@ def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest
     assert page.count('aria-label="stage 3"><path d="M') == page.count("<details") == len(rows)
     assert page.count("<details open>") == 1
     assert "://" not in page
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--stages", "0"], "--stages is 0, expected 1 to 4,096"),
-        (["--schedule", "1f2b"], "unknown schedule '1f2b'; available: gpipe, 1f1b"),
-        (["--chunks", "3", "--schedule", "zb_v"], "--chunks is 3, but zb_v has 2 chunks per stage"),
-        (["--forward-ms", "-3", "--backward-ms", "3"], "--forward-ms is -3.0, expected more than 0, at most 10,0"),
-        (["--forward-ms", "nan", "--backward-ms", "3"], "--forward-ms is nan"),
-        (["--forward-ms", "3"], "--backward-ms is missing"),
-        ([*TIMES, "--transfer-ms", "inf"], "--transfer-ms is inf"),
-        (["--forward-ms", "1", "--backward-ms", "1", "--schedule", "zb_v"], "zb_v splits the backward"),
-        (["--num-layers", "3"], "3 layers are too few for 4 stages"),
-        (["--num-layers", "0"], "--num-layers is 0"),
-        (["--num-layers", "12", "--schedule", "interleaved_1f1b"], "12 layers are not divisible by 4 stages of 2"),
-        (["--gpu", "h100"], "--gpu has no effect without --model"),
-        ([*MODEL, "--forward-ms", "3"], "--forward-ms has no effect with --model"),
-        ([*MODEL, "--tp", "3"], "--tp 3 does not work for this model: 3 does not divide its 32 attention heads"),
-    ],
-)
-def test_invalid_input_is_refused_by_name(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run([*SIZES, *words], capsys)
-    assert (code, out) == (2, "")
-    assert named in err
-    assert err.startswith("error: ")

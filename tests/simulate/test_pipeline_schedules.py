@@ -80,13 +80,6 @@ def test_a_zero_bubble_schedule_delays_weight_gradients_by_the_stage(schedule: s
         assert sum(letter == "I" for letter, _, _ in before_first_weight) == 1 + scale * stage
 
 
-def test_zb_h1_without_weight_gradients_is_1f1b() -> None:
-    plain, split = (operation_order(schedule, size_of(schedule, 5, 11)) for schedule in ("1f1b", "zb_h1"))
-    for stage in range(5):
-        whole = [each for each in own_operations(split, stage) if each[0] != "W"]
-        assert [("B" if letter == "I" else letter, *rest) for letter, *rest in whole] == own_operations(plain, stage)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: str) -> None:
     size = size_of(schedule, 4, 12)
@@ -95,20 +88,3 @@ def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: s
     every = sorted((chunk, micro_batch) for chunk in range(size.num_chunks) for micro_batch in range(12))
     for letters in ("F", "IB", "WB"):
         assert sorted((chunk, number) for letter, chunk, number in done if letter in letters) == every
-
-
-@pytest.mark.parametrize(
-    ("schedule", "size", "named"),
-    [
-        ("1f1b", {"micro_batches": 10**9}, "--micro-batches is 1,000,000,000"),
-        ("gpipe", {"stages": 4096, "micro_batches": 2**20}, "operations are too many"),
-        ("1f1b", {"micro_batches": 3}, "--micro-batches is 3, but 1f1b on 4 stages needs 4"),
-        ("zb_h2", {"micro_batches": 6}, "needs 7 or more"),
-        ("dualpipe_v", {"micro_batches": 7, "chunks": 2}, "needs 8 or more"),
-        ("interleaved_1f1b", {"chunks": 1}, "--chunks is 1"),
-        ("interleaved_1f1b", {"chunks": 2, "micro_batches": 9}, "runs them in 2 equal rounds"),
-    ],
-)
-def test_an_impossible_schedule_is_refused_by_name(schedule: str, size: dict[str, int], named: str) -> None:
-    with pytest.raises(ToolkitError, match=named):
-        operation_order(schedule, PipelineSize(**{"stages": 4, "micro_batches": 8, **size}))

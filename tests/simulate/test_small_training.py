@@ -10,13 +10,12 @@ from toolkit.simulate.stragglers import drawn_seconds
 from toolkit.simulate.synchronization import Policy, PolicyRun, simulate
 
 PROBLEM = SmallProblem(seed=0)
-SYNCHRONOUS = Policy(name="synchronous")
 WORKERS = 8
 
 
-def timeline_of(policy: Policy, *, steps: int = 60, spread: float = 0.5) -> PolicyRun:
-    seconds = drawn_seconds("lognormal", mean=1.0, spread=spread, shape=(WORKERS, 2 * steps), seed=0)
-    return simulate(policy, seconds, steps=steps)
+def synchronous(steps: int) -> PolicyRun:
+    seconds = drawn_seconds("lognormal", mean=1.0, spread=0.5, shape=(WORKERS, 2 * steps), seed=0)
+    return simulate(Policy(name="synchronous"), seconds, steps=steps)
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
@@ -34,7 +33,7 @@ def test_synchronous_training_is_sgd_over_the_rows_in_order() -> None:
     for step in range(5):
         found = gradients(weights, *PROBLEM.batches(range(step * WORKERS, (step + 1) * WORKERS)))
         weights = tuple(weight - numpy.float32(0.1) * gradient for weight, gradient in zip(weights, found, strict=True))
-    curve = train(timeline_of(SYNCHRONOUS, steps=5), PROBLEM, learning_rate=0.1)
+    curve = train(synchronous(5), PROBLEM, learning_rate=0.1)
     assert curve[-1][1] == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
     assert len(curve) == 6
 
@@ -51,7 +50,7 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
 
 
 def test_training_that_diverges_ends_with_its_last_finite_loss() -> None:
-    timeline = timeline_of(SYNCHRONOUS)
+    timeline = synchronous(60)
     curve = train(timeline, PROBLEM, learning_rate=1e5)
     assert curve[-1][0] < timeline.seconds
     assert all(numpy.isfinite(value) for _, value in curve)

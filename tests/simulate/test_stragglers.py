@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -70,30 +68,6 @@ def test_one_parameter_server_takes_as_many_times_longer_as_there_are_workers() 
     ring_seconds = 2 * 63 / 64 * 8 / 50
     assert push_pull_seconds(nodes, 8 * GIGA, servers=1)[0] == pytest.approx(2 * 64 * 8 / 50, rel=0.001)
     assert push_pull_seconds(nodes, 8 * GIGA)[0] == pytest.approx(ring_seconds * 64 / 63, rel=0.002)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"workers": 1}, "--workers is 1, expected 2 to"),
-        ({"staleness": -1}, "--staleness is -1"),
-        ({"policy": ("async",)}, "unknown policy 'async'"),
-        ({"distribution": "gauss"}, "unknown distribution 'gauss'"),
-        ({"step_seconds": -1.0}, "--step-seconds is -1"),
-        ({"spread": math.nan}, "--spread is nan"),
-        ({"distribution": "exponential", "spread": 1.5}, "--spread is 1.5, expected 0 to 1"),
-        ({"slow_workers": 5}, "--slow-workers is 5"),
-        ({"workers": 1000, "steps": 1001}, "more than 1,000,000 batches"),
-        ({"run_folder": Path("run"), "spread": 0.1}, "--run-folder and --spread both"),
-        ({"run_folder": Path("no-such-run")}, "no-such-run has no timed step"),
-        ({"gpu": "h100"}, "--gpu has no effect"),
-        ({"model": LLAMA_8B, "gpu": "h100", "gpus_per_node": 3}, "4 GPUs do not fill nodes of 3"),
-    ],
-    ids=str,
-)
-def test_invalid_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ToolkitError, match=message):
-        study(replace(SMALL, **given))
 
 
 def test_a_diverged_policy_is_named_and_has_no_loss() -> None:

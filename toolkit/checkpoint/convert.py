@@ -10,6 +10,7 @@ stays: with another number dropout draws differ.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.engines import WRITERS, open_checkpoint
-from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete, check_output, copy_file, temporary_beside
+from toolkit.checkpoint import hf_export
+from toolkit.checkpoint.dcp_checkpoint import write_at_load, write_dcp
+from toolkit.checkpoint.deepspeed_checkpoint import write_universal
+from toolkit.checkpoint.hf_checkpoint import write_plain
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
@@ -32,6 +35,8 @@ from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
+# By engine of the preset that resumes: write weights and optimizer states, given the names in each parameter group.
+WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
 # Entries of torch's schedules with one value per parameter group.
 RATES = ("base_lrs", "_last_lr", "lr_lambdas")
 
@@ -50,18 +55,18 @@ def convert(
     given = dict(degrees or {})
     check_degrees_given(preset, given, purpose="convert")
     check_supported(preset, Job().with_values(**given), world_size=num_processes, purpose="convert")
-    check_output(out, source=path)
-    check_complete(path)
+    hf_export.check_output(out, source=path)
+    hf_export.check_complete(path)
     _check_source(path)
     files = ModelFiles(path, base_model)
     model = MetaModel(files)
-    reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
-    try:
+    with contextlib.closing(hf_export.open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
         groups = model.groups(_optimized_names(reader, model))
-        needed = BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES
+        needed = BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + hf_export.SIDE_FILE_BYTES
         check_free_space(out, needed, user=str(out))
-        with temporary_beside(out) as temporary:
-            WRITERS["at_load" if preset.sharded_at_load else preset.engine](temporary, reader, model, groups)
+        with hf_export.temporary_beside(out) as temporary:
+            write = write_at_load if preset.sharded_at_load else WRITERS[preset.engine]
+            write(temporary, reader, model, groups)
             _copy_side_files(files, temporary, same_ranks=reader.layout.world_size == num_processes)
             _convert_schedule(temporary / "scheduler.pt", groups, preset)
             layout = preset.layout(num_processes, given)
@@ -69,8 +74,6 @@ def convert(
             entries = file_entries(temporary, checkpoint_files(temporary))
             commit_checkpoint(temporary, out.absolute(), manifest | {"files": entries})
         return manifest
-    finally:
-        reader.close()
 
 
 def _check_source(path: Path) -> None:
@@ -99,45 +102,41 @@ def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
         raise ToolkitError(f"{reader.layout.path} has optimizer states of {unknown[0][:80]}, which the model lacks")
     first = reader.moment(names[0], "exp_avg")
     quantized = hasattr(first, "__tensor_flatten__")  # torchao's, which say that they are fp32
-    if quantized or str(first.dtype) != "torch.float32":
-        held = type(first).__name__ if quantized else str(first.dtype)
+    held = type(first).__name__ if quantized else str(first.dtype)
+    if held != "torch.float32":
         raise ToolkitError(f"the moments in {reader.layout.path} are {held}; only fp32 ones are converted")
     return names
 
 
 def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> None:
     """Copy what does not depend on the engine: schedule, Trainer state, tokenizer, configuration, random states."""
-    names = ("scheduler.pt", "trainer_state.json", "training_args.bin")
-    copied: list[Path | None] = [files.path / name for name in names if (files.path / name).exists()]
+    names = ("scheduler.pt", "trainer_state.json", "training_args.bin", "stream_rank*.json")
+    patterns = [*names, "rng_state*.pth"] if same_ranks else names
+    copied: list[Path | None] = [file for pattern in patterns for file in sorted(files.path.glob(pattern))]
     copied += [*files.tokenizer_files(), files.find("config.json", base=not files.adapter)]
     copied += [files.adapter_config if files.adapter else None]
-    copied += sorted(files.path.glob("rng_state*.pth")) if same_ranks else []
-    copied += sorted(files.path.glob("stream_rank*.json"))  # states of lanes, which do not depend on the ranks
-    for file in copied:
-        if file is not None:
-            copy_file(file, folder / file.name)
+    for file in filter(None, copied):
+        hf_export.copy_file(file, folder / file.name)
 
 
 def _convert_schedule(path: Path, groups: list[list[str]], preset: PresetSpec) -> None:
     """Give the schedule a rate for each group of the new optimizer.
 
-    DeepSpeed, and a model that is sharded at load, have no groups without parameters. LoRA makes such a group, because
-    adapters have no parameters without weight decay. A model that is sharded at load may have had more groups, one per
-    mesh.
+    DeepSpeed, and a model that is sharded at load, have no groups without parameters, such as LoRA's without weight
+    decay. A model that is sharded at load may have had more groups, one per mesh.
     """
     if not path.exists():
         return
     state = torch_load(path)
     if not isinstance(state, dict):
         raise ToolkitError(f"scheduler.pt is {type(state).__name__}, expected keys and values")
-    with_parameters = [position for position, names in enumerate(groups) if names]
-    drops_empty = preset.engine == "deepspeed" or preset.sharded_at_load
-    wanted = with_parameters if drops_empty else list(range(len(groups)))
+    every, with_parameters = list(range(len(groups))), [position for position, names in enumerate(groups) if names]
+    wanted = with_parameters if preset.engine == "deepspeed" or preset.sharded_at_load else every
     for name in RATES:
         values = state.get(name)
         if not isinstance(values, list):
             continue
-        saved = with_parameters if len(values) == len(with_parameters) else list(range(len(groups)))
+        saved = with_parameters if len(values) == len(with_parameters) else every
         if len(values) != len(saved) and any(value != values[0] for value in values):
             raise ToolkitError(
                 f"scheduler.pt has {len(values)} parameter groups with different learning rates, expected {len(saved)}",

@@ -7,8 +7,9 @@ so that any mesh reads it (transformers 5.23, `save_optimizer_distributed`).
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,27 @@ Readers = Mapping[str, Callable[[], torch.Tensor]]
 """What returns the tensor of a key, when it is written."""
 
 
-class DcpReader:
+class _DcpStates:
+    """Reads Adam's states by the name of the parameter; no file stays open."""
+
+    optimizer: DcpFolder
+
+    def optimized(self) -> list[str]:
+        ending = f".{MOMENTS[0]}"
+        states = [key.removeprefix(_STATE) for key in self.optimizer.keys if key.startswith(_STATE)]
+        return [key.removesuffix(ending) for key in states if key.endswith(ending)]
+
+    def moment(self, name: str, state: str) -> Any:
+        return self.optimizer.read(f"{_STATE}{name}.{state}")
+
+    def optimizer_step(self) -> float:
+        return float(self.optimizer.read(f"{_STATE}{self.optimized()[0]}.step"))
+
+    def close(self) -> None:
+        pass
+
+
+class DcpReader(_DcpStates):
     """Reads `pytorch_model_fsdp_0/` and `optimizer_0/`."""
 
     def __init__(self, layout: Layout, _model: MetaModel, *, trust_pickle: bool = False) -> None:
@@ -39,7 +60,8 @@ class DcpReader:
         self.model = DcpFolder(layout.path / FSDP_MODEL, trust_pickle=trust_pickle)
         self.optimizer = DcpFolder(layout.path / FSDP_OPTIMIZER, trust_pickle=trust_pickle)
         groups: dict[int, dict[str, Any]] = {}
-        for key, path in self.optimizer.paths.items():
+        paths = {} if self.optimizer.metadata is None else self.optimizer.metadata.planner_data or {}
+        for key, path in paths.items():
             if path[:2] == ("optimizer", "param_groups") and path[3] != "params":
                 groups.setdefault(int(path[2]), {})[str(path[3])] = self.optimizer.read(key)
         self.hyperparameters = [groups[number] for number in sorted(groups)]
@@ -52,26 +74,13 @@ class DcpReader:
         return {optimized.get(name, name): key for name, key in saved.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self.model.shape(key) for name, key in self.keys.items()}
-
-    def optimized(self) -> list[str]:
-        paths = self.optimizer.paths.values()
-        return [str(path[2]) for path in paths if path[:2] == ("optimizer", "state") and path[3] == MOMENTS[0]]
+        return {name: tuple(self.model.keys[key].size) for name, key in self.keys.items()}
 
     def weight(self, name: str) -> torch.Tensor:
         return self.model.read(self.keys[name])
 
-    def moment(self, name: str, state: str) -> torch.Tensor:
-        return self.optimizer.read(f"{_STATE}{name}.{state}")
 
-    def optimizer_step(self) -> float:
-        return float(self.optimizer.read(f"{_STATE}{self.optimized()[0]}.step"))
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
-
-class AtLoadReader(SafetensorsReader):
+class AtLoadReader(_DcpStates, SafetensorsReader):
     """Reads `optimizer_dcp/` beside a Hugging Face folder's weights."""
 
     def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
@@ -84,21 +93,6 @@ class AtLoadReader(SafetensorsReader):
             for prefix in prefixes
         ]
 
-    def optimized(self) -> list[str]:
-        ending = f".{MOMENTS[0]}"
-        states = [key.removeprefix(_STATE) for key in self.optimizer.keys if key.startswith(_STATE)]
-        return [key.removesuffix(ending) for key in states if key.endswith(ending)]
-
-    def moment(self, name: str, state: str) -> torch.Tensor:
-        moment: torch.Tensor = self.optimizer.read(f"{_STATE}{name}.{state}")
-        return moment
-
-    def optimizer_step(self) -> float:
-        return float(self.optimizer.read(f"{_STATE}{self.optimized()[0]}.step"))
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
 
 class DcpFolder:
     """One distributed checkpoint, whose metadata is read once."""
@@ -106,43 +100,31 @@ class DcpFolder:
     def __init__(self, path: Path, *, trust_pickle: bool) -> None:
         self.path, self.trust_pickle = path, trust_pickle
         self.metadata = read_dcp_metadata(path / DCP_METADATA, trust_pickle=trust_pickle) if path.is_dir() else None
-
-    @property
-    def keys(self) -> list[str]:
-        return [] if self.metadata is None else list(self.metadata.state_dict_metadata)
-
-    @property
-    def paths(self) -> dict[str, Any]:
-        return {} if self.metadata is None else dict(self.metadata.planner_data or {})
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        assert self.metadata is not None
-        return tuple(self.metadata.state_dict_metadata[key].size)
+        self.keys: dict[str, Any] = {} if self.metadata is None else self.metadata.state_dict_metadata
+        """What is recorded of each key."""
 
     def read(self, key: str) -> Any:
         assert self.metadata is not None
-        entry = self.metadata.state_dict_metadata[key]
+        entry = self.keys[key]
         if isinstance(entry, BytesStorageMetadata):
             return read_dcp_value(self.path, self.metadata, key, trust_pickle=self.trust_pickle)
         state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is no process group
-            try:
-                dcp.load(state, storage_reader=_CachedMetadataReader(self.path, self.metadata), no_dist=True)
-            except CheckpointException as error:
-                raise _cause(error) from None
+        reader = dcp.FileSystemReader(self.path)
+        reader.read_metadata = lambda *_, **__: self.metadata  # it would be read again for every tensor
+        with _in_one_process():
+            dcp.load(state, storage_reader=reader, no_dist=True)
         return state[key]
 
 
-class _CachedMetadataReader(dcp.FileSystemReader):  # type: ignore[misc]
-    """torch's reader with known metadata, instead of reading it again for every tensor."""
-
-    def __init__(self, path: Any, metadata: Any) -> None:
-        super().__init__(path)
-        self.known = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
-        return self.known
+@contextlib.contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Hide the warning about no process group, and raise what was raised on the one rank that there is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except CheckpointException as error:  # it is no `Exception`
+            raise next((failure for failure, _ in error.failures.values()), error) from None
 
 
 def write_dcp(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
@@ -196,27 +178,9 @@ def _states(
 
 def _save_dcp(folder: Path, state: dict[str, Any], readers: Readers) -> None:
     """Write a distributed checkpoint in one process; tensors in `state` only have a shape, `readers` return them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there is no process group
-        try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=_LazyPlanner(readers), no_dist=True)
-        except CheckpointException as error:
-            raise _cause(error) from None
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """What was raised on the one rank that there is: a `CheckpointException` itself is no `Exception`."""
-    raised: BaseException = next((failure for failure, _ in error.failures.values()), error)
-    return raised
-
-
-class _LazyPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """torch's planner, which plans with shapes and reads each tensor when it is written."""
-
-    def __init__(self, readers: Readers) -> None:
-        super().__init__()
-        self.readers = readers
-
-    def lookup_object(self, index: Any) -> Any:
-        reader = self.readers.get(index.fqn)
-        return super().lookup_object(index) if reader is None else reader()
+    planner = dcp.DefaultSavePlanner()
+    look_up = planner.lookup_object
+    # torch plans with the shapes, and asks for each tensor when it is written
+    planner.lookup_object = lambda index: readers.get(index.fqn, partial(look_up, index))()
+    with _in_one_process():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)

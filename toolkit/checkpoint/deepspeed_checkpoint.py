@@ -72,16 +72,12 @@ class DeepSpeedReader:
         return fragments
 
     @cached_property
-    def frozen(self) -> dict[str, tuple[int, ...]]:
-        shapes = self.files[self.model[0]].get("frozen_param_shapes") or {}
-        return {name: tuple(shape) for name, shape in shapes.items()}
-
-    @cached_property
     def all_shapes(self) -> dict[str, tuple[int, ...]]:
         state = self.files[self.model[0]]
-        buffers = {name: state["module"][name] for name in state["buffer_names"] if name in state["module"]}
+        buffers = {name: state["module"][name].shape for name in state["buffer_names"] if name in state["module"]}
         trained = {name: shape for group in self.shapes_by_group for name, shape in group.items()}
-        return trained | self.frozen | {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        others = {**(state.get("frozen_param_shapes") or {}), **buffers}
+        return trained | {name: tuple(shape) for name, shape in others.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.all_shapes
@@ -94,7 +90,7 @@ class DeepSpeedReader:
             return self._gather(name, "fp32")
         self.files.release()
         shape = self.all_shapes[name]
-        if self.stage == 3 and name in self.frozen:
+        if self.stage == 3 and name in (self.files[self.model[0]].get("frozen_param_shapes") or {}):
             shards = [self.files[path]["frozen_param_fragments"][name].view(-1) for path in self.model]
             return self.files.copy(torch.cat(shards)[: math.prod(shape)].view(shape), shape)
         return self.files.copy(self.files[self.model[0]]["module"][name], shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.inspect import Layout
 from toolkit.checkpoint.model_definition import MetaModel
-from toolkit.checkpoint.reader import (
-    MOMENTS,
-    CheckpointReader,
-    MappedFiles,
-    group_hyperparameters,
-    without_parameters,
-)
+from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters, without_parameters
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import SavedTensor, damaged, read_weights, write_file
 
@@ -74,8 +68,8 @@ class _LiveWeights(WeightFiles):
 
     @cached_property
     def shapes_by_group(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        stored = super().shapes()
-        return {group: _shapes(self._made(group, lambda name: _empty(stored[name]))) for group in self.pieces}
+        made = {group: self._made(group, lambda name: _empty(self.tensors[name].shape)) for group in self.pieces}
+        return {group: {name: tuple(tensor.shape) for name, tensor in each.items()} for group, each in made.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for shapes in self.shapes_by_group.values() for name, shape in shapes.items()}
@@ -107,11 +101,22 @@ def stored_tensors(model: MetaModel, dtype: torch.dtype, read: Read) -> list[Sav
 
     `read` returns a weight of the live model. Tensors that are made of one weight follow each other: it is read once.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     if model.adapter:
         return [
             SavedTensor(name=model.saved_names[name], shape=shape, dtype=dtype, read=partial(read, name))
             for name, shape in model.shapes.items()
         ]
+
+    @lru_cache(maxsize=1)
+    def made_of(*live: str) -> Any:
+        return revert_weight_conversion(model.base_model, {name: read(name) for name in live})
+
+    def read_made(name: str, *live: str) -> torch.Tensor:
+        made: torch.Tensor = made_of(*live)[name]
+        return made
+
     reverse = [transform.reverse_transform() for transform in reversed(_transforms(model.base_model))]
     tensors: list[SavedTensor] = []
     for stored, pieces in _group(model.shapes, reverse, reverse=True).items():
@@ -119,33 +124,13 @@ def stored_tensors(model: MetaModel, dtype: torch.dtype, read: Read) -> list[Sav
         if pieces[0].converter is None:
             tensors.append(SavedTensor(name=stored, shape=model.shapes[first], dtype=dtype, read=partial(read, first)))
             continue
-        made = _MadeOf([piece.name for piece in pieces], model, read)
+        live = [piece.name for piece in pieces]
+        made = revert_weight_conversion(model.base_model, {name: _empty(model.shapes[name]) for name in live})
         tensors += [
-            SavedTensor(name=name, shape=shape, dtype=dtype, read=partial(made.read, name))
-            for name, shape in made.shapes.items()
+            SavedTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, read=partial(read_made, name, *live))
+            for name, tensor in made.items()
         ]
     return tensors
-
-
-class _MadeOf:
-    """Tensors of a file that are made of the same weights of the live model."""
-
-    def __init__(self, names: list[str], model: MetaModel, read: Read) -> None:
-        self.names, self.model, self.read_live = names, model, read
-        self.shapes = _shapes(self._reverted(lambda name: _empty(model.shapes[name])))
-        self.waiting: dict[str, torch.Tensor] = {}
-
-    def read(self, name: str) -> torch.Tensor:
-        if name not in self.waiting:
-            self.waiting = self._reverted(self.read_live)
-        return self.waiting.pop(name)
-
-    def _reverted(self, read: Read) -> dict[str, torch.Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        live = {name: read(name) for name in self.names}
-        reverted: dict[str, torch.Tensor] = revert_weight_conversion(self.model.base_model, live)
-        return reverted
 
 
 def _transforms(model: Any) -> list[Any]:
@@ -186,18 +171,16 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, device="meta")
 
 
-def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def write_model(folder: Path, tensors: Sequence[SavedTensor], *, max_shard_bytes: int, stem: str = "model") -> None:
-    """Write one file, or several with an index, in Hugging Face's layout."""
-    by_name = {tensor.name: tensor for tensor in tensors}
+def write_model(
+    folder: Path, tensors: Sequence[SavedTensor], *, adapter: bool, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> None:
+    """Write one file, or several with an index, in Hugging Face's layout; for an adapter one, which peft reads."""
+    stem, by_name = "adapter_model" if adapter else "model", {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda tensor: tensor.bytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=max_shard_bytes,
+        max_shard_size=sum(tensor.bytes for tensor in tensors) if adapter else max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
         write_file(folder / file, [by_name[name] for name in names])
@@ -260,10 +243,8 @@ class PlainReader(SafetensorsReader):
 
 
 def write_weights(folder: Path, reader: CheckpointReader, model: MetaModel) -> None:
-    """Write the weights in fp32, as Hugging Face's files; an adapter's in one file, which is what peft reads."""
-    tensors = stored_tensors(model, torch.float32, reader.weight)
-    limit = sum(tensor.bytes for tensor in tensors) if model.adapter else DEFAULT_SHARD_BYTES
-    write_model(folder, tensors, max_shard_bytes=limit, stem="adapter_model" if model.adapter else "model")
+    """Write the weights in fp32, as Hugging Face's files."""
+    write_model(folder, stored_tensors(model, torch.float32, reader.weight), adapter=model.adapter)
 
 
 def write_plain(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:

@@ -17,25 +17,31 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.engines import open_checkpoint
-from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, WeightFiles, stored_tensors, write_model
-from toolkit.checkpoint.inspect import detect
+from toolkit.checkpoint.dcp_checkpoint import AtLoadReader, DcpReader
+from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader
+from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, PlainReader, WeightFiles, stored_tensors, write_model
+from toolkit.checkpoint.inspect import check_readable, detect
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import TOKENIZER, read_json
 from toolkit.files.model_weights import SavedTensor
 from toolkit.files.reading import open_file
+from toolkit.files.safe_loading import check_checkpoint
 from toolkit.hardware.disks import check_free_space, existing_folder
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
-from toolkit.record.resource_exhaustion import is_disk_full
+from toolkit.record.status import is_disk_full
 from toolkit.units import MIB
 
 # A generous estimate of the tokenizer and configuration files beside the weights.
 SIDE_FILE_BYTES = 64 * MIB
 MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_READERS: dict[str, Callable[..., Any]] = {
+    **{"deepspeed": DeepSpeedReader, "fsdp2": DcpReader, "at_load": AtLoadReader},
+    **{"plain": PlainReader, "pipeline": PlainReader},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +76,7 @@ def export(
     if merge_lora and files.base_folder is None:
         raise ToolkitError(f"{path} does not record its base model", hint="`--base-model FOLDER`")
     model = MetaModel(files)
-    reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
-    try:
+    with contextlib.closing(open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
         if merge_lora:
             tensors = _merged_tensors(reader, model, files, DTYPES[dtype])
         else:
@@ -79,16 +84,34 @@ def export(
         size = sum(tensor.bytes for tensor in tensors)
         check_free_space(out, size + SIDE_FILE_BYTES, user=str(out))
         adapter = files.adapter and not merge_lora
-        shard_bytes, stem = (size, "adapter_model") if adapter else (max_shard_bytes, "model")  # peft reads one file
         with temporary_beside(out) as temporary:
-            write_model(temporary, tensors, max_shard_bytes=shard_bytes, stem=stem)
+            write_model(temporary, tensors, adapter=adapter, max_shard_bytes=max_shard_bytes)
             _write_side_files(files, temporary, adapter=adapter, dtype=dtype)
             if out.exists():
                 out.rmdir()  # it is empty
             temporary.rename(out)
-    finally:
-        reader.close()
     return ExportResult(folder=out, num_tensors=len(tensors), bytes=size, adapter=adapter)
+
+
+def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False) -> CheckpointReader:
+    """Return the reader of a checkpoint of any engine. `model` names the states that DDP numbers.
+
+    Raises ToolkitError for a pickle that would run something (unless it is trusted), for a converted DeepSpeed
+    checkpoint, for numbered states that cannot be named, and for a weight of the model that is missing or misshapen.
+    """
+    check_readable(path)
+    if not trust_pickle:
+        check_checkpoint(path)
+    layout = detect(path)
+    reader = CheckpointReader(layout, lambda: _READERS[layout.engine](layout, model, trust_pickle=trust_pickle))
+    saved = reader.shapes()
+    missing = [name for name in model.shapes if name not in saved]
+    if missing:
+        raise ToolkitError(f"{path} lacks {listed(missing)}")
+    for name, shape in model.shapes.items():
+        if saved[name] != shape:
+            raise ToolkitError(f"{name} in {path} has shape {saved[name]}, the model's is {shape}")
+    return reader
 
 
 def check_complete(path: Path) -> None:
@@ -163,37 +186,26 @@ def _merged_tensors(
     assert files.base_folder is not None
     base = WeightFiles(files.base_folder)
     layers = {name: module for name, module in model.base_model.named_modules() if hasattr(module, "lora_A")}
-    trained = set(model.trainable)
+    prefix, trained, shapes = "base_model.model.", set(model.trainable), base.shapes()
     frozen = [name for name, _ in model.training_model.named_parameters() if name not in trained]
-    in_training = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): name.removeprefix("base_model.model.")
-        for name in frozen
-    }
-    missing = [name for name in in_training if name not in base.tensors]
-    if missing:
+    in_training = {name.removeprefix(prefix).replace(".base_layer.", "."): name.removeprefix(prefix) for name in frozen}
+    if missing := [name for name in in_training if name not in shapes]:
         raise ToolkitError(f"the base model {files.base} lacks {listed(missing)}")
-    shapes = base.shapes()
 
-    def read(name: str) -> Callable[[], torch.Tensor]:
-        training_name = in_training[name]
-        layer = layers.get(training_name.rpartition(".base_layer.")[0])
-        if layer is None or not training_name.endswith("base_layer.weight"):
-            return partial(base.read, name)
-        return partial(_merged, layer, partial(base.read, name), reader, training_name.rpartition("base_layer.")[0])
+    def read(name: str) -> torch.Tensor:
+        """Return a weight of the base model; of an adapted layer, loaded from the meta device, merged and sent back."""
+        module, _, parameter = in_training[name].rpartition(".base_layer.")
+        layer = layers.get(module)
+        if layer is None or parameter != "weight":
+            return base.read(name)
+        layer.to_empty(device="cpu")
+        names, saved = {key: f"{prefix}{module}.{key}" for key in layer.state_dict()}, reader.shapes()
+        state = {key: reader.weight(own) for key, own in names.items() if own in saved}
+        layer.load_state_dict({"base_layer.weight": base.read(name).float(), **state}, strict=False)
+        layer.merge(adapter_names=[ADAPTER_NAME])
+        merged: torch.Tensor = layer.base_layer.weight.data.clone()
+        layer.merged_adapters.clear()
+        layer.to("meta")
+        return merged
 
-    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=read(name)) for name in in_training]
-
-
-def _merged(layer: Any, read_base: Callable[[], torch.Tensor], reader: CheckpointReader, name: str) -> torch.Tensor:
-    """Load one layer from the meta device, merge it, and send it back."""
-    layer.to_empty(device="cpu")
-    prefix = f"base_model.model.{name}"
-    state = {"base_layer.weight": read_base().float()}
-    saved = reader.shapes()
-    state |= {key: reader.weight(f"{prefix}{key}") for key in layer.state_dict() if f"{prefix}{key}" in saved}
-    layer.load_state_dict(state, strict=False)
-    layer.merge(adapter_names=[ADAPTER_NAME])
-    merged: torch.Tensor = layer.base_layer.weight.data.clone()
-    layer.merged_adapters.clear()
-    layer.to("meta")
-    return merged
+    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=partial(read, name)) for name in in_training]

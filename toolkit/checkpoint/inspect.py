@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -36,13 +37,8 @@ _UNSUPPORTED = {
     "pytorch_model.bin": "weights in pickle format instead of safetensors",
 }
 # Parts of file names. DeepSpeed's fp32 master weights are in the optimizer's files, and count as such.
-_OPTIMIZER_FILES = (
-    *(FSDP_OPTIMIZER, AT_LOAD_OPTIMIZER, "optimizer.pt", "optimizer_stage", "optim_states.pt", "exp_avg"),
-    "optimizer_state.pt",
-)
-_MODEL_FILES = (
-    *(FSDP_MODEL, "model.safetensors", "model-", "adapter_model", "pytorch_model", "model_states.pt", "fp32.pt"),
-)
+_OPTIMIZER_FILES = ("optimizer", "optim_states.pt", "exp_avg")
+_MODEL_FILES = ("model.safetensors", "model-", "adapter_model", "pytorch_model", "model_states.pt", "fp32.pt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +162,11 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
     """Inspect one checkpoint; with a manifest every byte is read. Raises ToolkitError if the folder holds none."""
     checkpoint = read_checkpoint(path)
     recorded = checkpoint.manifest or Manifest(step=0, files=())
-    layout, problem, state = None, None, "no manifest: completeness unknown"
+    layout, engine, problem, state = None, None, None, "no manifest: completeness unknown"
     try:
         layout = detect(path)
+        plain = "ddp" if (layout.world_size or 1) > 1 else "none"
+        engine = {"universal": "deepspeed", "at_load": "fsdp2", "plain": plain}.get(layout.engine, layout.engine)
     except ToolkitError as error:
         problem = error.message
         if not os.path.lexists(path / MANIFEST):
@@ -176,6 +174,10 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
     if os.path.lexists(path / MANIFEST):
         problem = checkpoint.problem(deep=True) or problem
         state = "damaged" if problem else "complete"
+    step = None if checkpoint.manifest is None else recorded.step
+    if checkpoint.manifest is None:
+        with contextlib.suppress(ToolkitError):
+            step = read_step(path / "trainer_state.json")  # the Trainer's own
     num_bytes = {"model": 0, "optimizer": 0, "other": 0}
     for file in path.rglob("*"):
         if file.is_file():
@@ -187,9 +189,9 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
         path=str(path),
         state=state,
         problem=problem,
-        step=recorded.step if checkpoint.manifest else _recorded_step(path),
+        step=step,
         preset=recorded.preset,
-        engine=recorded.engine or _engine(layout),
+        engine=recorded.engine or engine,
         sharding=recorded.sharding,
         world_size=recorded.world_size or (layout.world_size if layout else None),
         layout=recorded.layout,
@@ -200,19 +202,3 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
         converted_from=recorded.converted_from.model_dump() if recorded.converted_from else None,
         **{f"{role}_bytes": size for role, size in num_bytes.items()},
     )
-
-
-def _recorded_step(path: Path) -> int | None:
-    """The step in the Trainer's own state; None without one that can be read."""
-    try:
-        return read_step(path / "trainer_state.json")
-    except ToolkitError:
-        return None
-
-
-def _engine(layout: Layout | None) -> str | None:
-    if layout is None:
-        return None
-    if layout.engine == "plain":
-        return "ddp" if (layout.world_size or 1) > 1 else "none"
-    return {"universal": "deepspeed", "at_load": "fsdp2"}.get(layout.engine, layout.engine)

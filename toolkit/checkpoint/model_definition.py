@@ -35,10 +35,9 @@ def without_adapter_name(name: str) -> str:
     >>> without_adapter_name("q_proj.lora_A.default.weight")
     'q_proj.lora_A.weight'
     """
-    parts = [part for part in name.split(".") if part != ADAPTER_NAME]
-    saved = ".".join(parts)
+    saved = ".".join(part for part in name.split(".") if part != ADAPTER_NAME)
     # DoRA's magnitude is a module with a weight in the model, and the vector itself in the file.
-    return saved.removesuffix(".weight") if "lora_magnitude_vector" in parts else saved
+    return saved.removesuffix(".weight") if ".lora_magnitude_vector." in saved else saved
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,6 @@ class ModelFiles:
     @cached_property
     def manifest(self) -> Manifest | None:
         return read_checkpoint(self.path).manifest
-
-    @property
-    def folders(self) -> list[Path]:
-        """The checkpoint, and the run folder around it if there is one."""
-        return [self.path, *([self.path.parent] if (self.path.parent / "run.json").exists() else [])]
 
     @cached_property
     def base(self) -> str | None:
@@ -90,7 +84,8 @@ class ModelFiles:
 
     def find(self, name: str, *, base: bool = True) -> Path | None:
         """Return the nearest file of this name; None if there is none."""
-        near = next((folder / name for folder in self.folders if (folder / name).exists()), None)
+        folders = [self.path, *([self.path.parent] if (self.path.parent / "run.json").exists() else [])]
+        near = next((folder / name for folder in folders if (folder / name).exists()), None)
         if near is not None or not base or self.base_folder is None:
             return near
         return self.base_folder / name if (self.base_folder / name).exists() else None
@@ -160,15 +155,14 @@ class MetaModel:
         from transformers import AutoModelForCausalLM
 
         config, self.adapter = files.model_config(), files.adapter
+        peft_config = files.peft_config() if files.adapter else None
         with built_by_a_library(files.path), torch.device("meta"):
             self.base_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        self.training_model = self.base_model
-        if files.adapter:
-            from peft import get_peft_model
+            self.training_model = self.base_model
+            if peft_config is not None:
+                from peft import get_peft_model
 
-            peft_config = files.peft_config()
-            peft_config.inference_mode = False
-            with built_by_a_library(files.path), torch.device("meta"):
+                peft_config.inference_mode = False
                 self.training_model = get_peft_model(self.base_model, peft_config)
 
     @cached_property
@@ -204,12 +198,10 @@ class MetaModel:
         """Return the Trainer's parameter groups of the optimized names: with weight decay, and without it."""
         from transformers import Trainer
 
-        chosen = set(optimized)
         decayed = set(Trainer.get_decay_parameter_names(None, self.training_model))
-        return [
-            [name for name in self.trainable if name in chosen and (name in decayed) is with_decay]
-            for with_decay in (True, False)
-        ]
+        wanted = set(optimized)
+        chosen = [name for name in self.trainable if name in wanted]
+        return [[name for name in chosen if (name in decayed) is with_decay] for with_decay in (True, False)]
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:

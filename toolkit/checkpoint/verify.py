@@ -58,8 +58,7 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
         if not any(path.glob("*model*.safetensors")):
             raise ToolkitError(f"{path} holds neither a model nor a checkpoint", hint="name a folder `checkpoint-STEP`")
         return _verify_model(path, path, "model", base_model)
-    checkpoint = read_checkpoint(path)
-    problem = checkpoint.problem(deep=True) if os.path.lexists(path / MANIFEST) else None
+    problem = read_checkpoint(path).problem(deep=True) if os.path.lexists(path / MANIFEST) else None
     if problem is not None:
         return VerifyResult(path=str(path), kind="checkpoint", problems=[problem])
     check_readable(path)
@@ -74,11 +73,9 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
 
 def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) -> VerifyResult:
     files = ModelFiles(path, base_model)
-    definition = MetaModel(files)
+    definition, recorded = MetaModel(files), files.fingerprint()
     weights = live_weights(model, definition)
-    problems = _structure_problems(weights, definition)
-    recorded = files.fingerprint()
-    difference, tolerance = None, None
+    problems, difference, tolerance = _structure_problems(weights, definition), None, None
     if recorded is not None and not problems:
         dtype = "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
         tolerance = TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
@@ -90,9 +87,8 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
         live = torch.tensor(recorded.logits)
         difference = float((reloaded[: len(live)] - live).abs().max() / live.abs().max().clamp_min(1e-12))
         if not difference <= tolerance:
-            problems = [
-                f"logits differ from the live model's by {difference:.3g} of the largest, more than {tolerance:g}"
-            ]
+            far = f"by {difference:.3g} of the largest, more than {tolerance:g}"
+            problems = [f"logits differ from the live model's {far}"]
     return VerifyResult(
         path=str(path),
         kind=kind,
@@ -117,15 +113,12 @@ def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
             problems.append(f"{name} is empty")
         elif name in expected and shape != expected[name]:
             problems.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
-        elif (bad := _non_finite(weights.read(name))) is not None:
-            problems.append(f"{name} has {bad}")
+        else:
+            tensor = weights.read(name)
+            counts = {"NaN": int(tensor.isnan().sum()), "infinite": int(tensor.isinf().sum())}
+            if bad := [f"{count} {kind}" for kind, count in counts.items() if count]:
+                problems.append(f"{name} has {' and '.join(bad)} of {tensor.numel()} values")
     return problems
-
-
-def _non_finite(tensor: torch.Tensor) -> str | None:
-    nans, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-    counts = [f"{nans} NaN"] * bool(nans) + [f"{infinite} infinite"] * bool(infinite)
-    return f"{' and '.join(counts)} of {tensor.numel()} values" if counts else None
 
 
 def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:

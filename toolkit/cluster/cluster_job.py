@@ -97,7 +97,7 @@ class ClusterJob:
             found["OMP_NUM_THREADS"] = "1"
         if not self.options.elastic:
             # The ranks refuse a smaller allocation before they load a model.
-            found[WORLD_SIZE_VARIABLE] = str(world_sizes(self.options)[-1])
+            found[WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
         else:
             # Otherwise the head's store holds the old attempt's keys when a node joins.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -166,16 +166,10 @@ def check_no_secrets(argv: Sequence[str]) -> None:
             )
 
 
-def world_sizes(options: JobOptions) -> range:
-    """Return the numbers of ranks with which the job may run."""
-    per_node = options.gpus_per_node
-    return range(options.min_nodes * per_node, options.max_nodes * per_node + 1, per_node)
-
-
 def check_world_sizes(options: JobOptions, preset: PresetSpec, job: Job) -> None:
     """Raise ToolkitError for a number of ranks with which the preset cannot train."""
     device = CPU if options.cpu else Device()
-    for world_size in world_sizes(options):
+    for world_size in options.world_sizes:
         check_supported(preset, job, world_size=world_size, device=device, purpose="cluster")
 
 
@@ -184,11 +178,11 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
     if not options.elastic:
         return argv, job
     if job.global_batch_size is None:
-        largest = world_sizes(options)[-1]
+        largest = options.world_sizes[-1]
         batch = TrainingRun(preset=preset, job=job, num_processes=largest).global_batch_size
         argv = [*without_flags(argv, ["gradient_accumulation_steps"]), "--global_batch_size", str(batch)]
         job = Job.from_argv(argv)
-    for world_size in world_sizes(options):
+    for world_size in options.world_sizes:
         groups = TrainingRun(preset=preset, job=job, num_processes=world_size).data_parallel_size
         with_accumulation(job, data_parallel_size=groups, ranks_per_batch=world_size // groups)
     return argv, job
@@ -196,7 +190,7 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
 
 def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[str]) -> tuple[str, ...]:
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
-    largest = world_sizes(options)[-1]
+    largest = options.world_sizes[-1]
     if options.check_files:
         gpus = None if options.cpu else largest
         nodes = options.max_nodes

@@ -26,9 +26,9 @@ MAX_NODES = 10_000
 MAX_GPUS_PER_NODE = 1024
 # A job's name is part of host names, of which Kubernetes allows 63 characters with what it appends.
 MAX_NAME = 40
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DAY_SECONDS = 24 * 60 * 60
+Words = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +44,10 @@ class JobOptions:
         int | None, typer.Option(help="restarts by torchrun after a failed rank or node; default 0, elastic 3")
     ] = None
     env: Annotated[
-        tuple[str, ...],
+        Words,
         typer.Option(help="NAME=VALUE, or NAME: its value at submission, never written to the file; repeatable"),
     ] = ()
-    setup: Annotated[
-        tuple[str, ...], typer.Option(help="shell line to run on each node before training; repeatable")
-    ] = ()
+    setup: Annotated[Words, typer.Option(help="shell line to run on each node before training; repeatable")] = ()
     container: Annotated[str | None, typer.Option(help="container image to run in")] = None
     python: Annotated[
         str | None, typer.Option(help="Python on the nodes; default: this one, or `python` elsewhere and in containers")
@@ -94,11 +92,9 @@ class JobOptions:
             if equals and is_secret_name(name):
                 message = f"--env {name}=... would write a secret into the job file"
                 raise ToolkitError(message, hint=f"`--env {name}`")
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise ToolkitError(
-                f"--name is {self.name[:80]!r}, expected at most 40 lower-case letters, digits and dashes",
-                hint="`--name my-run`",
-            )
+        if self.name is not None:
+            expected = "at most 40 lower-case letters, digits and dashes"
+            check_pattern("--name", self.name, "[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", expected, hint="`--name my-run`")
         check_printable({"--setup": self.setup, "--container": (self.container or "",)})
 
     @property
@@ -112,6 +108,12 @@ class JobOptions:
     @property
     def elastic(self) -> bool:
         return self.min_nodes != self.max_nodes
+
+    @property
+    def world_sizes(self) -> range:
+        """The numbers of ranks with which the job may run."""
+        per_node = self.gpus_per_node
+        return range(self.min_nodes * per_node, self.max_nodes * per_node + 1, per_node)
 
     @property
     def restarts(self) -> int:
@@ -143,6 +145,12 @@ def limit_seconds(text: str) -> int:
     days, *parts = (None if part is None else int(part) for part in found.groups())
     units = (3600, 60, 1) if days is not None or None not in parts else (60, 1)
     return (days or 0) * DAY_SECONDS + sum((part or 0) * unit for part, unit in zip(parts, units, strict=False))
+
+
+def check_pattern(option: str, value: str, pattern: str, expected: str, *, hint: str | None = None) -> None:
+    """Raise ToolkitError for a value of an option that is not what the pattern describes."""
+    if not re.fullmatch(pattern, value):
+        raise ToolkitError(f"{option} is {value[:80]!r}, expected {expected}", hint=hint)
 
 
 def check_printable(options: Mapping[str, Sequence[str]]) -> None:

@@ -23,10 +23,9 @@ from toolkit.cluster.cluster_job import (
     check_no_secrets,
     check_world_sizes,
     preset_word,
-    world_sizes,
 )
 from toolkit.cluster.job_files import Place, doctor_command, group_arguments, node_script, python_of, render
-from toolkit.cluster.options import JobOptions, check_printable, limit_seconds
+from toolkit.cluster.options import JobOptions, Words, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.job.argument_reading import without_flags
@@ -61,10 +60,8 @@ class SlurmOptions:
     cpus_per_task: Annotated[int | None, typer.Option(help=f"CPU cores per node; default {CPUS_PER_RANK} per rank")] = (
         None
     )
-    sbatch_option: Annotated[
-        tuple[str, ...], typer.Option(help='another option of sbatch, for example "mem=0"; repeatable')
-    ] = ()
-    module: Annotated[tuple[str, ...], typer.Option(help="environment module to load; repeatable")] = ()
+    sbatch_option: Annotated[Words, typer.Option(help='another option of sbatch, for example "mem=0"; repeatable')] = ()
+    module: Annotated[Words, typer.Option(help="environment module to load; repeatable")] = ()
     container_runtime: Annotated[
         Literal["pyxis", "apptainer"], typer.Option(help="what runs --container: pyxis (enroot) or apptainer")
     ] = "pyxis"
@@ -155,7 +152,7 @@ def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
     compare = [
         f"{shlex.quote(python_of(options, shares_files=True))} -m toolkit compare",
         " ".join(f"--preset {shlex.quote(preset_word(load_preset(preset)))}" for preset in options.preset),
-        f"--nproc-per-node {options.gpus_per_node} --num-processes {','.join(map(str, world_sizes(options)))}",
+        f"--nproc-per-node {options.gpus_per_node} --num-processes {','.join(map(str, options.world_sizes))}",
         *([] if slurm.repeats is None else [f"--repeats {slurm.repeats}"]),
         *(["--cpu"] if options.cpu else []),
         '--output-dir "$output_dir" "${resume[@]}" --',

@@ -20,13 +20,13 @@ import typer
 
 from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import RENDEZVOUS_PORT, Place, node_script, python_of, render
-from toolkit.cluster.options import JobOptions, check_printable, limit_seconds
+from toolkit.cluster.options import JobOptions, Words, check_pattern, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import Range, check_range
 
-_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9./]*[a-z0-9])?=[0-9]+[A-Za-z]*")
-_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_HOST = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?")
+_RESOURCE = "[a-z0-9]([-a-z0-9./]*[a-z0-9])?=[0-9]+[A-Za-z]*"
+_DNS_NAME = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_HOST = "[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?"
 # What Kubernetes replaces in a command: a variable in $(NAME), and two dollar signs by one.
 _EXPANDED = re.compile(r"\$(?=\([A-Za-z_][-\w.]*\))|\$\$+")
 # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
@@ -70,12 +70,11 @@ class KubernetesOptions:
         Literal["jobset", "trainjob"], typer.Option(help="jobset, or trainjob: Kubeflow Trainer v2 with a runtime")
     ] = "jobset"
     mount: Annotated[
-        tuple[str, ...],
-        typer.Option(help="CLAIM=/PATH: a PersistentVolumeClaim (ReadWriteMany) in every pod; repeatable"),
+        Words, typer.Option(help="CLAIM=/PATH: a PersistentVolumeClaim (ReadWriteMany) in every pod; repeatable")
     ] = ()
     namespace: Annotated[str | None, typer.Option(help="namespace; default: that of kubectl's context")] = None
     resource: Annotated[
-        tuple[str, ...], typer.Option(help='limit of a pod beside its GPUs, for example "rdma/ib=8"; repeatable')
+        Words, typer.Option(help='limit of a pod beside its GPUs, for example "rdma/ib=8"; repeatable')
     ] = ()
     shm_gib: Annotated[
         int, typer.Option(help="size of /dev/shm, through which ranks of a node and data loaders exchange data")
@@ -90,16 +89,11 @@ class KubernetesOptions:
         if self.time_limit is not None:
             limit_seconds(self.time_limit)
         for text in self.resource:
-            if not _RESOURCE.fullmatch(text):
-                raise ToolkitError(
-                    f"--resource is {text[:80]!r}, expected NAME=AMOUNT", hint='`--resource "memory=64Gi"`'
-                )
-        if self.namespace is not None and not _DNS_NAME.fullmatch(self.namespace):
-            raise ToolkitError(
-                f"--namespace is {self.namespace[:80]!r}, expected lower-case letters, digits and dashes"
-            )
+            check_pattern("--resource", text, _RESOURCE, "NAME=AMOUNT", hint='`--resource "memory=64Gi"`')
+        if self.namespace is not None:
+            check_pattern("--namespace", self.namespace, _DNS_NAME, "lower-case letters, digits and dashes")
         for mount in self.mounts:
-            if not _DNS_NAME.fullmatch(mount.source):
+            if not re.fullmatch(_DNS_NAME, mount.source):
                 raise ToolkitError(f"--mount {mount.source[:80]!r} is no name of a claim", hint="`kubectl get pvc`")
 
     @property
@@ -155,7 +149,7 @@ class SkyPilotOptions:
         None
     )
     mount: Annotated[
-        tuple[str, ...],
+        Words,
         typer.Option(help="SOURCE=/PATH: a bucket (s3://...) or a local folder, mounted on every node; repeatable"),
     ] = ()
     infra: Annotated[str | None, typer.Option(help="where to run: aws, gcp/us-central1, kubernetes, ...")] = None
@@ -163,9 +157,7 @@ class SkyPilotOptions:
     workdir: Annotated[str | None, typer.Option(help="local folder to copy to every node; training starts in it")] = (
         None
     )
-    install: Annotated[
-        tuple[str, ...], typer.Option(help="shell line that installs on a new node, once; repeatable")
-    ] = ()
+    install: Annotated[Words, typer.Option(help="shell line that installs on a new node, once; repeatable")] = ()
     job_restarts: Annotated[
         int, typer.Option(help="restarts of the job after an error of its own; preemptions are not counted")
     ] = 0
@@ -220,17 +212,14 @@ class SshOptions:
     """What only ssh needs. Raises ToolkitError for values that are no hosts."""
 
     host: Annotated[
-        tuple[str, ...], typer.Option(help="a node, by the name that the others reach it by; the first is the head")
+        Words, typer.Option(help="a node, by the name that the others reach it by; the first is the head")
     ] = ()
     port: Annotated[int, typer.Option(help="free port on the head")] = RENDEZVOUS_PORT
 
     def __post_init__(self) -> None:
         check_range("--port", self.port, Range(lowest=1024, highest=65535))
         for host in self.host:
-            if not _HOST.fullmatch(host):
-                raise ToolkitError(
-                    f"--host is {host[:80]!r}, expected a host name or an address", hint="`--host node1`"
-                )
+            check_pattern("--host", host, _HOST, "a host name or an address", hint="`--host node1`")
         if len(set(self.host)) < len(self.host):
             raise ToolkitError(f"--host {', '.join(self.host)} names a node twice", hint="one `--host` for each node")
 

@@ -99,27 +99,24 @@ def build_results(
 
 
 def at_price(results: Results, price_per_gpu_hour: float) -> Results:
-    """Return the same results with each row's cost at another price."""
-    rows = [
-        row.updated(cost_per_million_tokens=row_cost(row, on_cpu=results.on_cpu, price_per_gpu_hour=price_per_gpu_hour))
-        for row in results.rows
-    ]
+    """Return the same results with each row's cost of a million tokens without padding, at another price.
+
+    It is unknown without a speed, and on a CPU: no GPU is rented.
+    """
+    rows = []
+    for row in results.rows:
+        speed = row.non_padding_tokens_per_second
+        gpus_per_token = None if results.on_cpu or not speed else row.world_size / SECONDS_PER_HOUR / speed * 10**6
+        rows.append(row.updated(cost_per_million_tokens=gpus_per_token and price_per_gpu_hour * gpus_per_token))
     return results.updated(rows=rows, price_per_gpu_hour=price_per_gpu_hour)
 
 
-def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float) -> float | None:
-    """Return the cost of a million tokens without padding; None without a speed, and on a CPU: no GPU is rented."""
-    speed = row.non_padding_tokens_per_second
-    return None if on_cpu or not speed else price_per_gpu_hour * row.world_size / SECONDS_PER_HOUR / speed * 10**6
-
-
 def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
-    machine = describe_node()
     return Environment.model_validate(
         {
+            **describe_node(),
             "device": "cpu" if spec.cpu else "cuda",
-            "gpus": [] if spec.cpu else machine["gpus"],
-            **{key: machine[key] for key in ("cpu", "cpu_count", "host_memory_bytes", "python", "system")},
+            **({"gpus": []} if spec.cpu else {}),
             "versions": {name: version for name, version in library_versions().items() if version is not None},
             "git_commit": git_commit(Path(__file__).parent),
             "disk": disk_facts(folder),
@@ -128,9 +125,6 @@ def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
             "cpu_limit": cpu_limit(),
         }
     )
-
-
-# Rows of trials
 
 
 def aggregate_trials(
@@ -217,9 +211,6 @@ def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
         "step_seconds_p90": statistics.geometric_mean([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
         "step_seconds_interval": mean_interval(medians),
     }
-
-
-# Columns from elsewhere
 
 
 def _with_derived_columns(

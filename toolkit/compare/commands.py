@@ -169,8 +169,7 @@ def report_both(before: Path, after: Path) -> None:
 
 
 def _publish(results: Results, folder: Path) -> None:
-    files = write_report(results, folder)
-    _print(console_table(results), [summary_sentence(results)], files)
+    _print(console_table(results), [summary_sentence(results)], write_report(results, folder))
 
 
 def _print(table: Table, lines: list[str], files: list[Path]) -> None:

@@ -40,6 +40,9 @@ CSV_COLUMNS = tuple(key for key in Row.model_fields if column_of(Row, key).in_cs
 ONLY_IN_LEDGER = {"step_non_padding_tokens", "step_supervised_tokens", "batch_sha256"}
 # Two lines of a terminal: the complete message is in report.md.
 MESSAGE_CHARACTERS = 180
+CPU_SPEEDS = "CPU speeds (gloo) say nothing about GPU speeds"
+LabelledRow = tuple[str, Row]
+"""A row with the label that the report gives it."""
 NamesAndValues = list[tuple[str, str]]
 
 
@@ -202,12 +205,6 @@ def _gpu(gpu: InstalledGpu) -> str:
     return f"{gpu.name} ({'; '.join(parts)})"
 
 
-LabelledRow = tuple[str, Row]
-"""A row with the label that the report gives it."""
-
-CPU_SPEEDS = "CPU speeds (gloo) say nothing about GPU speeds"
-
-
 def summary_sentence(results: Results) -> str:
     """Return speeds, memory and what did not complete; an order only where intervals support one."""
     rows = results.labelled_rows
@@ -258,10 +255,11 @@ def hardware_text(results: Results, world_size: int) -> str:
 
 def notes(results: Results) -> list[str]:
     """Return what a reader must know before quoting a figure."""
-    method, price, rows = results.method, results.price_per_gpu_hour, results.labelled_rows
-    repeated = any(row.repeated for _, row in rows)
-    throttled = [f"{label} ({', '.join(row.throttle_reasons)})" for label, row in rows if row.throttle_reasons]
-    recompiled = [label for label, row in rows if row.recompilations_after_first_steps]
+    method, price, rows = results.method, results.price_per_gpu_hour, results.rows
+    repeated = any(row.repeated for row in rows)
+    labelled = results.labelled_rows
+    throttled = [f"{label} ({', '.join(row.throttle_reasons)})" for label, row in labelled if row.throttle_reasons]
+    recompiled = [label for label, row in labelled if row.recompilations_after_first_steps]
     found: dict[str, object] = {
         "Single runs, not ranked by significance: a small difference may be noise.": not repeated,
         f"Intervals: {method.interval}; a difference is claimed only where the ratio's interval"
@@ -270,21 +268,21 @@ def notes(results: Results) -> list[str]:
         f"{CPU_SPEEDS}; bytes per rank do carry over.": results.on_cpu,
         "A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.": results.on_cpu,
         "Parity failed: the row did not train the baseline's problem, so its speed is not compared.": any(
-            row.failed_parity for _, row in rows
+            row.failed_parity for row in rows
         ),
         "Where ranks share a layer or a sequence, a batch is larger by as many ranks, so that every step has the same"
         " sequences; a ratio counts tokens without padding, which differs between batches.": any(
-            row.layout is not None for _, row in rows
+            row.layout is not None for row in rows
         ),
         "MFU counts all parameters and causal attention, padding included, relative to the GPU's dense"
         f" {results.job.compute_dtype} peak; HFU adds what activation checkpointing repeats.": any(
-            row.mfu is not None for _, row in rows
+            row.mfu is not None for row in rows
         ),
         f"Cost: per million non-padding tokens, at {price or 0:g} per GPU-hour.": price is not None,
         f"GPU clocks were reduced during timed steps: {', '.join(throttled)}.": throttled,
         f"Timed steps include compilation (train.log has the reasons): {', '.join(recompiled)}.": recompiled,
         "A row whose parity is n/a could not be checked against the baseline, and is not compared.": any(
-            row.unchecked for _, row in rows
+            row.unchecked for row in rows
         ),
     }
     return [note for note, applies in found.items() if applies]

@@ -150,12 +150,8 @@ def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRun
 @contextlib.contextmanager
 def comparison_lock(folder: Path) -> Iterator[None]:
     """Lock a comparison's folder. Raises ToolkitError while another process runs the same comparison."""
-
-    def held(holder: str) -> ToolkitError:
-        message = f"{folder} holds a comparison that is still running (process {holder})"
-        return ToolkitError(message, hint="wait for it, or name another folder: `--output-dir DIR`")
-
-    descriptor = lock_file(folder / LOCK_FILE, held=held)
+    hint = "wait for it, or name another folder: `--output-dir DIR`"
+    descriptor = lock_file(folder / LOCK_FILE, holds="a comparison", hint=hint)
     try:
         yield
     finally:
@@ -173,9 +169,8 @@ def read_run_record(
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
     speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (AttestedRank(),)
     failed_at = {"kind": run.status, "phase": failure.phase, "step": failure.step, "rank": failure.rank}
-    failed_at["measured_bytes"] = largest(
-        (failure.peak_bytes, measured.peak_allocated_bytes or measured.peak_host_bytes)
-    )
+    peak_bytes = measured.peak_allocated_bytes or measured.peak_host_bytes
+    failed_at["measured_bytes"] = largest((failure.peak_bytes, peak_bytes))
     begun = next((when for phase, when in run.phases or () if phase == "train"), None)
     startup = None if begun is None or run.started_unix is None else begun - run.started_unix
     try:

@@ -70,9 +70,6 @@ SLOW_FIRST_STEP = 2
 MIN_STEPS_TO_JUDGE_FIRST = 4
 
 
-# Rows
-
-
 def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord]) -> str | None:
     """Return what sets a row apart from the baseline by design; None if nothing does."""
     baseline = spec.baseline(row.world_size)
@@ -156,9 +153,6 @@ def _optimizer(job: Job) -> str:
 def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
     """True if an accumulation step of both rows has as many sequences."""
     return spec.sequences_per_accumulation_step(row) == spec.sequences_per_accumulation_step(other)
-
-
-# Trials
 
 
 def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimizer: str) -> str | None:

@@ -94,12 +94,14 @@ def expected_duration(
     and side runs count for nothing: they have few steps.
     """
     trials = [record for record in records.values() if isinstance(record, TrialRecord) and record.completed]
-    seconds = [(trial.key == row, trial.wall_seconds) for trial in trials if trial.wall_seconds]
-    if own := [known for is_own, known in seconds if is_own]:
+    own, others = (
+        [trial.wall_seconds for trial in trials if trial.wall_seconds and (trial.key == row) is is_own]
+        for is_own in (True, False)
+    )
+    if own:
         return ExpectedDuration(min(own), max(own), "trials")
     if planned := _planned_duration(row, spec, shape, gpu):
         return planned
-    others = [known for _, known in seconds]
     return ExpectedDuration(min(others), max(others), "other trials") if others else None
 
 
@@ -107,22 +109,20 @@ def _planned_duration(
     row: RowKey, spec: ComparisonSpec, shape: ModelShape | None, gpu: Gpu | None
 ) -> ExpectedDuration | None:
     """The steps alone, with sequences of full length; what comes before and after them is not planned."""
-    row_job = spec.job(row)
-    steps = row_job.max_steps
+    steps = fewest = spec.job(row).max_steps
     if spec.cpu or shape is None or gpu is None or steps <= 0:
         return None
     with contextlib.suppress(ToolkitError):
-        job, preset = PlannedJob.of(row_job), spec.preset(row.preset)
+        job, preset = PlannedJob.of(spec.job(row)), spec.preset(row.preset)
         setup = TrainingSetup(shape=shape, preset=preset, world_size=row.world_size, job=job)
-        per_node = job.gpus_per_node if spec.processes_per_node is None else spec.processes_per_node
+        per_node = spec.processes_per_node or job.gpus_per_node
         planned = step_time(setup, Interconnect(gpu=gpu, world_size=row.world_size, gpus_per_node=per_node))
         if planned is not None:
             low, high = planned.step_seconds
-            limit = math.inf if spec.trial_minutes is None else 60 * spec.trial_minutes
-            fewest = steps
             if spec.target_interval is not None:
                 decisions = math.ceil((spec.untimed_steps + MIN_TIMED_STEPS) / DECISION_INTERVAL)
                 fewest = min(steps, decisions * DECISION_INTERVAL + STEPS_AFTER_DECISION)
+            limit = math.inf if spec.trial_minutes is None else 60 * spec.trial_minutes
             return ExpectedDuration(low * fewest, min(high * steps, limit), "planner")
     return None
 
@@ -136,17 +136,12 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     return min(job.per_device_train_batch_size, cap), cap
 
 
-# The dry run
-
-
 def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
     """Return every trial in running order, with duration and cost of those left. `unsupported`: row to reason."""
     records = Ledger(options.output_dir / LEDGER_FILE).read()
     at_largest = with_largest_batches(spec, records)
-    if options.gpu is not None:
-        gpu: Gpu | None = find_gpu(options.gpu)
-    else:
-        gpu = None if options.on_cpu else common_gpu(gpu_names())
+    named = None if options.gpu is None else find_gpu(options.gpu)
+    gpu = named if named or options.on_cpu else common_gpu(gpu_names())
     trials, allocation, shape = spec.trials(), spec.allocation(), read_shape(spec.model)
     durations: dict[Trial, ExpectedDuration | None] = {}
     searched = [] if spec.find_max_batch is None else [row for row in spec.rows() if row.name not in unsupported]
@@ -158,8 +153,8 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
             memory = f"predicted memory {gib(planned_memory(at_largest, trial.row, shape=shape)[0])}"
             outlook = f"duration {NOT_AVAILABLE}, {memory}"
             if duration is not None:
-                span, source = _range(duration.low, duration.high), SOURCE_TEXTS[duration.source]
-                outlook = f"duration {span} {source}; {memory}"
+                span = _range(duration.low, duration.high)
+                outlook = f"duration {span} {SOURCE_TEXTS[duration.source]}; {memory}"
         lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
         if trial.row.name not in unsupported:
             argv = at_largest.training_argv(trial.row, options.output_dir / "trials" / trial.id)
@@ -207,10 +202,12 @@ def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hou
     total = _range(sum(low for _, low, _ in ends), sum(high for _, _, high in ends))
     if price_per_gpu_hour is None:
         return total
-    gpu_seconds = sum(size * low for size, low, _ in ends), sum(size * high for size, _, high in ends)
-    low, high = (number(part / SECONDS_PER_HOUR * price_per_gpu_hour, 2) for part in gpu_seconds)
-    return f"{total}, at {low if low == high else f'{low} to {high}'}"
+    costs = (
+        number(sum(size * span[end] for size, *span in ends) / SECONDS_PER_HOUR * price_per_gpu_hour, 2)
+        for end in (0, 1)
+    )
+    return f"{total}, at {' to '.join(dict.fromkeys(costs))}"
 
 
 def _range(low: float, high: float) -> str:
-    return seconds(low) if seconds(low) == seconds(high) else f"{seconds(low)} to {seconds(high)}"
+    return " to ".join(dict.fromkeys((seconds(low), seconds(high))))

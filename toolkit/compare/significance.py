@@ -48,9 +48,6 @@ Speeds = Mapping[RowKey, Sequence[float]]
 processes. Rows with other batches, such as those of another layout, pad the same sequences to other lengths."""
 
 
-# Figures of several trials
-
-
 def mean_interval(figures: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
     """Return the interval of the geometric mean; None with fewer than two figures."""
     if len(figures) < 2:
@@ -82,10 +79,7 @@ def difference(ratio: Interval | None) -> Difference | None:
     """Return the claim that a ratio's interval supports; None without an interval."""
     if ratio is None:
         return None
-    low, high = ratio
-    if low > 1:
-        return "faster"
-    return "slower" if high < 1 else "no difference seen"
+    return "faster" if ratio[0] > 1 else "slower" if ratio[1] < 1 else "no difference seen"
 
 
 def student_t(confidence: float, freedom: float) -> float:
@@ -94,29 +88,26 @@ def student_t(confidence: float, freedom: float) -> float:
     >>> round(student_t(0.95, 2), 3)
     4.303
     """
+
+    def area(angle: float) -> float:
+        """Integral of cos(x) ** (freedom - 1) from 0 to `angle`, by Simpson's rule."""
+        width = angle / SIMPSON_INTERVALS
+        weights = (1 if i in (0, SIMPSON_INTERVALS) else 4 if i % 2 else 2 for i in range(SIMPSON_INTERVALS + 1))
+        return width / 3 * math.fsum(w * math.cos(i * width) ** (freedom - 1) for i, w in enumerate(weights))
+
     # With t = sqrt(freedom) * tan(angle) the density is proportional to cos(angle) ** (freedom - 1).
     low, high = 0.0, math.pi / 2
     total = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
     while high - low > 1e-10:
         middle = (low + high) / 2
-        low, high = (middle, high) if _cosine_area(middle, freedom - 1) < confidence * total else (low, middle)
+        low, high = (middle, high) if area(middle) < confidence * total else (low, middle)
     return math.sqrt(freedom) * math.tan(low)
-
-
-def _cosine_area(angle: float, power: float) -> float:
-    """Integral of cos(x) ** power from 0 to `angle`, by Simpson's rule."""
-    width = angle / SIMPSON_INTERVALS
-    weights = (1 if i in (0, SIMPSON_INTERVALS) else 4 if i % 2 else 2 for i in range(SIMPSON_INTERVALS + 1))
-    return width / 3 * math.fsum(weight * math.cos(i * width) ** power for i, weight in enumerate(weights))
 
 
 def _exp_interval(middle: float, half: float) -> Interval:
     """Repeats that differ by many orders of magnitude would have an end that no number can stand for."""
     high = min(middle + half, LARGEST_LOG)
     return math.exp(min(middle - half, high)), math.exp(high)
-
-
-# Rows of a comparison
 
 
 def common_steps(trials: Sequence[RunRecord]) -> int:
@@ -141,37 +132,35 @@ def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) 
 
 
 def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, baseline: RowKey) -> dict[str, Any]:
-    """Return the row's ratio to the baseline with its claim, and its scaling, as columns."""
+    """Return the row's ratio to the baseline with its claim, and its scaling, as columns.
+
+    Scaling is relative to the same preset with the fewest processes; there is none if it ran with a single number.
+    """
+    columns: dict[str, Any] = {"ratio_to_reference": None}
     if row.key not in speeds:
-        return {"ratio_to_reference": None}
-    own = speeds[row.key]
-    columns: dict[str, Any] = _scaling(row, rows)
-    if baseline not in speeds:
-        return columns | {"ratio_to_reference": None}
-    if row.key == baseline:
-        return columns | {"ratio_to_reference": 1.0, "difference": "reference"}
-    interval = ratio_interval(own, speeds[baseline], confidence_of(rows))
-    return columns | {
-        "ratio_to_reference": statistics.geometric_mean(own) / statistics.geometric_mean(speeds[baseline]),
-        "ratio_interval": interval,
-        "difference": difference(interval),
+        return columns
+    speed_by_size = {
+        other.world_size: other.tokens_per_second or 0.0
+        for other in rows
+        if other.preset == row.preset and other.has_speed
     }
+    if len(speed_by_size) > 1:
+        fewest = min(speed_by_size)
+        speed_up = speed_by_size[row.world_size] / speed_by_size[fewest]
+        columns |= {"speed_up": speed_up, "scaling_efficiency": speed_up / (row.world_size / fewest)}
+    if row.key == baseline:
+        columns |= {"ratio_to_reference": 1.0, "difference": "reference"}
+    elif baseline in speeds:
+        own, others = speeds[row.key], speeds[baseline]
+        interval = ratio_interval(own, others, confidence_of(rows))
+        columns |= {"ratio_interval": interval, "difference": difference(interval)}
+        columns["ratio_to_reference"] = statistics.geometric_mean(own) / statistics.geometric_mean(others)
+    return columns
 
 
 def confidence_of(rows: Sequence[Row]) -> float:
     """Return the confidence level of each ratio to a baseline, of which there is one per number of processes."""
     return ratio_confidence(len(rows) - len({row.world_size for row in rows}))
-
-
-def _scaling(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    """Speed relative to the same preset with the fewest processes; nothing if it ran with a single number."""
-    same = [other for other in rows if other.preset == row.preset and other.has_speed]
-    speed_by_size = {other.world_size: other.tokens_per_second or 0.0 for other in same}
-    if len(speed_by_size) == 1:
-        return {}
-    fewest = min(speed_by_size)
-    speed_up = speed_by_size[row.world_size] / speed_by_size[fewest]
-    return {"speed_up": speed_up, "scaling_efficiency": speed_up / (row.world_size / fewest)}
 
 
 def rank_of(row: Row, rows: Sequence[Row], speeds: Speeds) -> int | None:

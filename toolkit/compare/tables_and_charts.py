@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from toolkit.compare.results import Results
-from toolkit.compare.rows import NOT_SUPPORTED, Row, RunRecord, TimelineRank
+from toolkit.compare.rows import NOT_SUPPORTED, Row, RunRecord
 from toolkit.record.columns import Column, Format, column_of
 from toolkit.record.measurements import MEMORY_PHASES
 from toolkit.report.charts import (
@@ -56,6 +55,13 @@ COLUMNS: dict[TableName, str] = {
     "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",
     "trials": "tokens_per_second step_seconds_median timed_steps startup_seconds wall_seconds",
 }
+# Parts of the model states, in the order of their colors, and their keys in a row.
+PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
+LONGEST_INTERVAL = 1.5
+# Two lanes in the row of a rank: compute and waiting for data above, communication below.
+LANE_HEIGHT = 9.0
+LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
 
 
 def results_unit(results: Results) -> ByteUnit:
@@ -210,15 +216,6 @@ def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
     return Cell(text=unit.text(size), value=size)
 
 
-# Parts of the model states, in the order of their colors, and their keys in a row.
-PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
-# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
-LONGEST_INTERVAL = 1.5
-# Two lanes in the row of a rank: compute and waiting for data above, communication below.
-LANE_HEIGHT = 9.0
-LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
-
-
 def losses_chart(results: Results) -> LineChart | None:
     """Return loss curves, earlier ones wider, so that one that coincides with another is visible; None without any."""
     if not any(loss is not None for row in results.rows for loss in row.losses):
@@ -268,25 +265,20 @@ def profiled_steps(results: Results) -> TimelineCharts:
     """Return one profiled step of each row that has one; the first of those with most ranks is expanded."""
     known = [(label, row.timeline) for label, row in results.labelled_rows if row.timeline]
     widest = max((step for _, step in known), key=lambda step: len(step.ranks), default=None)
-    timelines = [
-        TimelineChart(
-            label=label,
-            rows=[(f"rank {rank.rank}", _lanes(rank)) for rank in step.ranks],
-            seconds=max(rank.start_seconds + rank.seconds for rank in step.ranks) or 1.0,
-            x_name=f"step {step.step}",
-            expanded=step is widest,
-        )
-        for label, step in known
-    ]
+    timelines = []
+    for label, step in known:
+        rows = []
+        for rank in step.ranks:
+            lanes = []
+            for lane, top in LANE_TOP.items():
+                start = rank.start_seconds
+                spans = [(start + begin, start + end) for begin, end in rank.lanes.get(lane, ())]
+                lanes.append(Boxes(spans=spans, color=lane, top=top, height=LANE_HEIGHT))
+            rows.append((f"rank {rank.rank}", lanes))
+        length = max(rank.start_seconds + rank.seconds for rank in step.ranks) or 1.0
+        name, expanded = f"step {step.step}", step is widest
+        timelines.append(TimelineChart(label=label, rows=rows, seconds=length, x_name=name, expanded=expanded))
     return TimelineCharts(timelines=timelines, colors=tuple(LANES.items()))
-
-
-def _lanes(rank: TimelineRank) -> list[Boxes]:
-    lanes = []
-    for lane in LANES:
-        spans = [(rank.start_seconds + start, rank.start_seconds + end) for start, end in rank.lanes.get(lane, ())]
-        lanes.append(Boxes(spans=spans, color=lane, top=LANE_TOP[lane], height=LANE_HEIGHT))
-    return lanes
 
 
 def memory_chart(results: Results) -> BarChart:
@@ -303,13 +295,22 @@ def memory_chart(results: Results) -> BarChart:
 
 
 def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
-    planned = row.planned_allocated_bytes
+    """The parts, up to the allocated peak. Of a row that ran out of memory the last measured peak, hatched.
+
+    On a CPU a bar ends with the parts: resident memory of a process includes libraries.
+    """
+    planned, peak = row.planned_allocated_bytes, None if results.on_cpu else row.peak_allocated_bytes
     if not row.completed:
-        return _failed_bar(row, unit, on_cpu=results.on_cpu)
+        failure = row.failure
+        if failure is None or results.on_cpu or not row.out_of_memory:
+            return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+        text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
+        text += "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
+        return Bar(segments=() if measured is None else ((measured, None),), text=text, alarm=True, tick=planned)
     parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PARTS.values())]
     segments = tuple((float(size), color) for size, color in parts if size)
-    states, peak = row.model_state_bytes, None if results.on_cpu else row.peak_allocated_bytes
-    if peak is None:  # resident memory of a CPU process includes libraries: it is no end for a bar
+    states = row.model_state_bytes
+    if peak is None:
         text = NOT_AVAILABLE if states is None else f"{unit.text(states)} {unit.name}"
         return Bar(segments=segments if states is not None else (), text=text, tick=planned)
     text = f"{unit.text(peak)} {unit.name}"
@@ -319,34 +320,25 @@ def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
     return Bar(segments=(*segments, (float(peak - states), "rest")), text=text, tick=planned)
 
 
-def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
-    """The last measured peak, hatched, and the plan. On a CPU the peak would be libraries too."""
-    failure = row.failure
-    if failure is None or on_cpu or not row.out_of_memory:
-        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
-    text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
-    text += "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
-    segments = () if measured is None else ((float(measured), None),)
-    return Bar(segments=segments, text=text, alarm=True, tick=row.planned_allocated_bytes)
-
-
 def speed_chart(results: Results) -> BarChart | None:
     """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
     if not results.rows:
         return None
-    bars = [(label, _speed_bar(row)) for label, row in results.labelled_rows]
-    longest = LONGEST_INTERVAL * max((bar.length for _, bar in bars), default=0.0)
-    for place, (label, bar) in enumerate(bars):
-        if bar.interval is not None and bar.interval[1] > longest:  # the text has its end
-            bars[place] = label, replace(bar, interval=(bar.interval[0], longest), open_interval=True)
+    bars = []
+    longest = LONGEST_INTERVAL * max((_shown_speed(row) or 0.0 for row in results.rows), default=0.0)
+    for label, row in results.labelled_rows:
+        value, bounds = _shown_speed(row), row.tokens_per_second_interval
+        if not row.completed or row.failed_parity:
+            bars.append((label, Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)))
+            continue
+        segments = () if value is None else ((value, "speed" if row.comparable else None),)
+        text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
+        is_open = bounds is not None and bounds[1] > longest  # the text has its end
+        drawn = (bounds[0], longest) if bounds and is_open else bounds
+        bars.append((label, Bar(segments=segments, text=text, interval=drawn, open_interval=is_open)))
     marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
     return BarChart(bars=tuple(bars), marks=marks)
 
 
-def _speed_bar(row: Row) -> Bar:
-    if not row.completed or row.failed_parity:
-        return Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)
-    value, bounds = row.tokens_per_second, row.tokens_per_second_interval
-    segments = () if value is None else ((value, "speed" if row.comparable else None),)
-    text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
-    return Bar(segments=segments, text=text, interval=bounds)
+def _shown_speed(row: Row) -> float | None:
+    return row.tokens_per_second if row.completed and not row.failed_parity else None

@@ -25,27 +25,25 @@ NOTES = (
 
 
 class RowPair(NamedTuple):
-    """A row that is in both comparisons."""
+    """A row that is in both comparisons, with what its speeds allow to be claimed."""
 
     before: Row
     after: Row
+    ratio: float | None
+    """Speed after over speed before; None unless both completed and trained the baseline's problem."""
+    interval: Interval | None
+    """From the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
+    claim: Difference | None
 
-    @property
-    def ratio(self) -> float | None:
-        """Speed after over speed before; None unless both completed and trained the baseline's problem."""
-        old, new = (row.tokens_per_second if row.completed else None for row in self)
-        return new / old if old and new else None
-
-    @property
-    def interval(self) -> Interval | None:
-        """Its interval, from the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
-        old, new = (row.tokens_per_second_interval for row in self)
-        return (new[0] / old[1], new[1] / old[0]) if self.ratio is not None and old and new and old[0] else None
-
-    @property
-    def claim(self) -> Difference | None:
-        """The difference that the interval supports."""
-        return difference(self.interval)
+    @classmethod
+    def of(cls, before: Row, after: Row) -> RowPair:
+        """Pair a row with the same row after the change."""
+        old, new = (row.tokens_per_second if row.completed else None for row in (before, after))
+        ratio, interval = new / old if old and new else None, None
+        old_ends, new_ends = before.tokens_per_second_interval, after.tokens_per_second_interval
+        if ratio is not None and old_ends and new_ends and old_ends[0]:
+            interval = new_ends[0] / old_ends[1], new_ends[1] / old_ends[0]
+        return cls(before, after, ratio, interval, difference(interval))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +59,7 @@ class BeforeAndAfter:
     def pairs(self) -> list[RowPair]:
         """The rows that are in both."""
         after = {row.key: row for row in self.after.rows}
-        return [RowPair(row, after[row.key]) for row in self.before.rows if row.key in after]
+        return [RowPair.of(row, after[row.key]) for row in self.before.rows if row.key in after]
 
     @property
     def summary(self) -> str:
@@ -81,10 +79,10 @@ class BeforeAndAfter:
             clauses.append(f"nothing is claimed of {len(single)} single runs ({', '.join(single)})")
         clauses += [
             f"{before.trial}: {before.status_text} before, {after.status_text} after"
-            for before, after in pairs
+            for before, after, *_ in pairs
             if before.status_text != after.status_text
         ]
-        both = {before.key for before, _ in pairs}
+        both = {pair.before.key for pair in pairs}
         for when, results in {"before": self.before, "after": self.after}.items():
             lonely = [row.trial for row in results.rows if row.key not in both]
             clauses += [f"only {when}: {', '.join(lonely)}"] if lonely else []
@@ -97,13 +95,13 @@ class BeforeAndAfter:
         rows = [
             [
                 text_cell(pair.before.trial),
-                *map(_speed_cell, pair),
+                *map(_speed_cell, pair[:2]),
                 number_cell(pair.ratio, 3),
                 format_cell(pair.interval, RATIO_INTERVAL, unit),
                 text_cell(pair.claim or NOT_AVAILABLE),
                 bytes_cell(self.before.peak_bytes(pair.before), unit),
                 bytes_cell(self.after.peak_bytes(pair.after), unit),
-                *(number_cell(row.last_loss if row.completed else None, 4) for row in pair),
+                *(number_cell(row.last_loss if row.completed else None, 4) for row in pair[:2]),
             ]
             for pair in self.pairs
         ]
@@ -171,6 +169,6 @@ def _environment(environment: Environment) -> dict[str, object]:
 
 def _speed_cell(row: Row) -> Cell:
     """A speed, or why there is none."""
-    if row.tokens_per_second is None or not row.completed:
-        return Cell(text=row.status_text if row.status_text != "completed" else NOT_AVAILABLE)
-    return Cell(text=speed(row.tokens_per_second), value=row.tokens_per_second)
+    if row.has_speed:
+        return Cell(text=speed(row.tokens_per_second), value=row.tokens_per_second)
+    return Cell(text=NOT_AVAILABLE if row.status_text == "completed" else row.status_text)

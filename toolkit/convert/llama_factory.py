@@ -6,16 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.convert import sources
 from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
-from toolkit.convert.sources import (
-    Choice,
-    NamedData,
-    find_file,
-    preset_of_deepspeed,
-    row_fields_reason,
-    set_datasets,
-    take_strategy,
-)
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration, unexpected
 from toolkit.job.argument_aliases import HINTS
@@ -58,20 +50,20 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     if "train_dataset" in draft.left:
         # A data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml).
         named = str(draft.get("train_dataset"))
-        listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
+        listed = sources.find_file(named, file) if named.endswith((".yaml", ".yml")) else None
         entries = {"train_dataset": {"path": named}} if listed is None else read_configuration(listed)
         source = listed or file
         paths = [_text(block_of(entries, name, source), "path", f"{source}: {name}") for name in entries]
-        set_datasets(draft, [NamedData(path, ("train_dataset",)) for path in paths if path is not None])
+        sources.set_datasets(draft, [sources.NamedData(path, ("train_dataset",)) for path in paths if path is not None])
     draft.take_warmup()
     draft.translate()
     draft.set_defaults(dialect.defaults)
     if not is_v1:
         draft.default("activation_checkpointing", True)  # hparams/model_args.py: disable_gradient_checkpointing
-    return draft.finish(preset=take_strategy(draft, file, chosen=chosen))
+    return draft.finish(preset=sources.take_strategy(draft, file, chosen=chosen))
 
 
-def _take_v1(draft: Draft, file: Path) -> Choice:
+def _take_v1(draft: Draft, file: Path) -> sources.Choice:
     """Use what only the format under `examples/v1` has (src/llamafactory/v1), and return the preset that it names."""
     draft.move_known(["micro_batch_size"])
     if draft.get("peft_config.target_modules") == "all":
@@ -80,8 +72,8 @@ def _take_v1(draft: Draft, file: Path) -> Choice:
         draft.assign("load_in_4bit", True, "quant_config.quantization_bit", "quant_config.name")
     name, config = draft.get("dist_config.name"), draft.get("dist_config.config_file")
     if name == "deepspeed" and config:
-        return preset_of_deepspeed(config, file)._replace(keys=["dist_config.name", "dist_config.config_file"])
-    return Choice("fsdp2" if name == "fsdp2" else "ddp", keys=["dist_config.name"])
+        return sources.preset_of_deepspeed(config, file)._replace(keys=["dist_config.name", "dist_config.config_file"])
+    return sources.Choice("fsdp2" if name == "fsdp2" else "ddp", keys=["dist_config.name"])
 
 
 def _take_lora(draft: Draft) -> None:
@@ -123,12 +115,12 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     if not names:
         return
     folder = str(draft.get("dataset_dir", "data"))
-    info_path = find_file(f"{folder}/dataset_info.json", file)
+    info_path = sources.find_file(f"{folder}/dataset_info.json", file)
     info = {} if info_path is None else read_configuration(info_path)
     shares = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
-    found: list[NamedData] = []
+    found: list[sources.NamedData] = []
     for number, name in enumerate(names):
-        data: NamedData | str = NamedData(name, (key,))
+        data: sources.NamedData | str = sources.NamedData(name, (key,))
         if folder != "ONLINE" and info_path is None:
             data = f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
         elif folder != "ONLINE" and info_path is not None:
@@ -138,7 +130,7 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         else:
             weight = _share(shares[number]) if len(shares) == len(names) else None
             found.append(data._replace(weight=(weight, "interleave_probs")))
-    set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
+    sources.set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
     draft.left.pop(key, None)
     if info_path is not None and key == "dataset":
         draft.use("dataset_dir", by="dataset")
@@ -151,7 +143,7 @@ def _share(text: str) -> float:
         raise ToolkitError(f"interleave_probs has {shown(text)}, expected a number") from None
 
 
-def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> NamedData | str:
+def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sources.NamedData | str:
     """The data set of an entry of dataset_info.json, or why it is not one of ours."""
     if name not in info:
         return "no such entry in dataset_info.json"
@@ -168,15 +160,15 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> Nam
             return "rows are recognised by their fields: rename them (docs/how-to/data.md)"
     else:
         role, content = str(tags.get("role_tag", "from")), str(tags.get("content_tag", "value"))
-        reason = row_fields_reason(str(columns.get("messages", "conversations")), role, content)
+        reason = sources.row_fields_reason(str(columns.get("messages", "conversations")), role, content)
         if reason is not None:
             return reason
     if file_name is not None:
         path = info_path.parent / file_name
-        return NamedData(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), (key,))
+        return sources.NamedData(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), (key,))
     if url is None:
         return "not on the Hugging Face hub"
-    return NamedData(url, (key,), split=(split, key), config=(subset, key))
+    return sources.NamedData(url, (key,), split=(split, key), config=(subset, key))
 
 
 def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:

@@ -7,17 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.convert import sources
 from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
-from toolkit.convert.sources import (
-    FSDP1_NOTE,
-    Choice,
-    NamedData,
-    find_file,
-    named_data,
-    preset_of_accelerate,
-    set_datasets,
-    take_strategy,
-)
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.files.reading import is_file, user_path
@@ -134,21 +125,21 @@ def _take_lora(draft: Draft) -> None:
 
 
 def _take_data(draft: Draft) -> None:
-    sources = []
+    listed = []
     for prefix in draft.entries("datasets"):
         key = f"{prefix}fraction"
         weight = draft.number(key, 1) if key in draft.left else None
-        sources.append(named_data(draft.nested(prefix), prefix)._replace(weight=(weight, key)))
-    if sources:
+        listed.append(sources.named_data(draft.nested(prefix), prefix)._replace(weight=(weight, key)))
+    if listed:
         draft.leave_out("dataset_name", reason="`datasets` is given, and used instead")
         note = "TRL leaves rows out until the shares are right; here rows of the smaller data sets are repeated"
-        set_datasets(draft, sources, weights_note=note)
+        sources.set_datasets(draft, listed, weights_note=note)
         draft.move("test_split_size", "val_size")
     name = draft.get("dataset_name")
     if name is None:
         return
     split, config = ((draft.get(key), key) for key in ("dataset_train_split", "dataset_config"))
-    set_datasets(draft, [NamedData(str(name), ("dataset_name",), split, config)])
+    sources.set_datasets(draft, [sources.NamedData(str(name), ("dataset_name",), split, config)])
     # TRL evaluates on another split of the same data (scripts/sft.py, scripts/utils.py).
     if str(draft.get("eval_strategy", "no")) == "no":
         draft.leave_out("dataset_test_split", reason="there is no evaluation: `eval_strategy` is not set")
@@ -167,25 +158,25 @@ def _take_launch(draft: Draft, file: Path) -> str:
     if chosen is None and draft.is_on("use_deepspeed"):
         keys = draft.among("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device")
         config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {name: draft.get(name) for name in keys}}
-        chosen = preset_of_accelerate(config, file)._replace(keys=keys)
+        chosen = sources.preset_of_accelerate(config, file)._replace(keys=keys)
     switches = [key for key in ("multi_gpu", "use_deepspeed", "use_fsdp") if draft.is_on(key)]
-    preset = take_strategy(draft, file, chosen=chosen)
+    preset = sources.take_strategy(draft, file, chosen=chosen)
     draft.use(*switches, by=PRESET)
     return preset
 
 
-def _accelerate_choice(draft: Draft, file: Path) -> Choice | None:
+def _accelerate_choice(draft: Draft, file: Path) -> sources.Choice | None:
     for key in draft.among("accelerate_config", "config_file"):
         name = str(draft.get(key))
-        path = find_file(name, file)
+        path = sources.find_file(name, file)
         if path is not None:
             config = read_configuration(path)
             processes = config.get("num_processes")
             draft.num_processes = processes if type(processes) is int else None
-            return preset_of_accelerate(config, path)._replace(keys=[key])
+            return sources.preset_of_accelerate(config, path)._replace(keys=[key])
         known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
         if known is None:
             hint = "run this where the file is"
             raise ToolkitError(f"{file}: no such accelerate configuration: {name[:200]}", hint=hint)
-        return Choice(known, FSDP1_NOTE if known == "fsdp2" and "1" in name else None, keys=[key])
+        return sources.Choice(known, sources.FSDP1_NOTE if known == "fsdp2" and "1" in name else None, keys=[key])
     return None

@@ -15,7 +15,7 @@ from toolkit.units import MIB
 
 # A row is a document at most: a long book has 5 MiB.
 MAX_ROW_BYTES = 16 * MIB
-LONGEST_TOKEN = 16  # characters of what JSON has beside texts and numbers: `-Infinity`, `\\ud83d`
+LONGEST_TOKEN = 16  # characters of what JSON has beside texts and numbers: `-Infinity`, `\ud83d`
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
 

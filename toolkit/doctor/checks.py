@@ -2,7 +2,7 @@
 
 A check is a function named like the check; its docstring says what it looks at:
 
-    @node_check(threshold="below 1 GiB (a container has 64 MiB by default)", source="https://...")
+    @node_check("below 1 GiB (a container has 64 MiB by default)", "https://...")
     def shared_memory(node: NodeReadings, outcome: Outcome) -> None: ...
 
 The table in docs/how-to/doctor.md is generated from the registered checks.
@@ -185,7 +185,7 @@ CHECKS: dict[str, NodeCheck] = {}
 Examine = Callable[[NodeReadings, Outcome], None]
 
 
-def node_check(*, threshold: str, source: str, long: bool = False) -> Callable[[Examine], Examine]:
+def node_check(threshold: str, source: str, *, long: bool = False) -> Callable[[Examine], Examine]:
     """Register a function as the check of its name, with its docstring as what it looks at."""
 
     def register(examine: Examine) -> Examine:

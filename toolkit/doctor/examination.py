@@ -41,6 +41,7 @@ MAX_SKEW_SECONDS = 1.0
 MEMORY_TOLERANCE = 0.02
 CLOCKS = ("clock_offset_seconds", "unix_time")
 SAME_ENVIRONMENT = "the same environment on every node"
+SYNCHRONISE = "timedatectl set-ntp true   (or start chrony), on every node"
 # Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
 RULES: dict[str, tuple[str, str, str]] = {
     "version ": (ERROR, "ranks of other versions fail, or train something else", SAME_ENVIRONMENT),
@@ -54,11 +55,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "python": (WARNING, "pickles and libraries may differ", SAME_ENVIRONMENT),
     "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
     "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
-    "clock_offset_seconds": (
-        ERROR,
-        "clocks differ: rendezvous, heartbeats and file times disagree",
-        "timedatectl set-ntp true   (or start chrony), on every node",
-    ),
+    "clock_offset_seconds": (ERROR, "rendezvous, heartbeats and file times disagree", SYNCHRONISE),
     "unix_time": (
         NOTE,
         "reports taken at different times, or clocks that differ: one cannot be told from the other",
@@ -143,12 +140,12 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         """Return what `--json` prints: `findings`, `checks` and `node_facts`, without secrets."""
-        findings, rows = [], []
-        for name, outcome in self.checks.items():
-            findings += [{"check": name} | asdict(finding) for finding in outcome.findings]
-            facts = {"measured": outcome.measured, "skipped": outcome.skipped}
-            rows.append({"check": name, "status": outcome.status, "seconds": outcome.seconds, **facts})
+        findings = [
+            {"check": name} | asdict(each) for name, outcome in self.checks.items() for each in outcome.findings
+        ]
         findings.sort(key=lambda finding: LEVELS.index(finding["level"]))
+        keys = ("status", "seconds", "measured", "skipped")
+        rows = [{"check": name} | {key: getattr(each, key) for key in keys} for name, each in self.checks.items()]
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 

@@ -43,9 +43,8 @@ def _is_below(value: float | None, normal: float | None) -> bool:
 
 
 @node_check(
-    threshold="the driver does not answer; fewer GPUs than on the bus, or than `--gpus-per-node`; a note if a job sees "
-    "only some",
-    source=f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
+    "the driver does not answer; fewer GPUs than on the bus, or than `--gpus-per-node`; a note if a job sees only some",
+    f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
 )
 def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
     """GPUs on the PCI bus, with the driver, listed to this process, and required by `--gpus-per-node`."""
@@ -67,9 +66,9 @@ def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or a failed "
+    "any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or a failed "
     "remapping: replace the GPU; a pending one: reset it; ECC off or about to be",
-    source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
+    f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
 def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
     """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life, remapped memory rows."""
@@ -95,8 +94,8 @@ def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="an action other than none; the fabric is not initialised: CUDA fails with error 802",
-    source=f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
+    "an action other than none; the fabric is not initialised: CUDA fails with error 802",
+    f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
 )
 def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
     """Recovery action that the driver asks for; NVSwitch fabric."""
@@ -130,8 +129,7 @@ XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.
 
 
 @node_check(
-    threshold="by the catalog's action: a reset or reboot is an error, a restart of the job a warning, else a note",
-    source=XID_CATALOG,
+    "by the catalog's action: a reset or reboot is an error, a restart of the job a warning, else a note", XID_CATALOG
 )
 def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
     """Xid errors, which the driver writes into the kernel log, since boot."""
@@ -152,9 +150,9 @@ def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="clocks reduced by the hardware: an error, by heat or the power limit: a warning; a power limit below "
+    "clocks reduced by the hardware: an error, by heat or the power limit: a warning; a power limit below "
     "its default by more than 2 %; different GPUs; persistence mode off: limits are lost between jobs",
-    source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
+    "https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
     f"https://docs.nvidia.com/deploy/driver-persistence/; 2 %: {OWN_CHOICE}",
 )
 def gpu_clocks(node: NodeReadings, outcome: Outcome) -> None:
@@ -182,7 +180,7 @@ def gpu_clocks(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, "; ".join(sorted(kinds)), "the same on all GPUs", fix)
 
 
-@node_check(threshold="another process holds memory of a GPU: a run there may end out of memory", source=OWN_CHOICE)
+@node_check("another process holds memory of a GPU: a run there may end out of memory", OWN_CHOICE)
 def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
     """Processes on the GPUs."""
     for gpu in node.gpus():
@@ -198,8 +196,8 @@ def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
-    source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
+    "fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
+    f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
 )
 def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
     """PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts."""
@@ -216,9 +214,9 @@ def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
+    "a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
     "access: NCCL copies through host memory",
-    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
+    f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )
 def gpu_links(node: NodeReadings, outcome: Outcome) -> None:

@@ -15,17 +15,9 @@ from typing import Any
 import psutil
 
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO
+from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.environment_report import (
-    SHARED_MEMORY,
-    compiled_ops,
-    described_disks,
-    filesystem_bytes,
-    hub_home,
-    hub_login,
-    token_file,
-    usual_folders,
-)
+from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, hub_home, usual_folders
 from toolkit.doctor.ops import has_libaio_header
 from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
@@ -35,8 +27,7 @@ from toolkit.launch import nvme
 from toolkit.units import GIB, MIB, gib
 
 NCCL_CONTAINERS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#docker"
-# Threads count as well: a rank has dozens of them, and so has each data loader worker.
-TASKS_PER_RANK = 512
+TASKS_PER_RANK = 512  # threads count as well
 NUMA_NODES = Path("/sys/devices/system/node")
 TIME_ERROR = 5  # what adjtimex returns for a clock that is not synchronised (sys/timex.h)
 ELASTIC = "https://docs.pytorch.org/docs/stable/elastic/run.html"
@@ -52,10 +43,10 @@ MOVED_BY = {
 }
 
 
-@node_check(threshold="below 1 GiB (a container has 64 MiB by default)", source=NCCL_CONTAINERS)
+@node_check("below 1 GiB (a container has 64 MiB by default)", NCCL_CONTAINERS)
 def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
     """Size of /dev/shm, through which NCCL, gloo and data loader workers exchange data."""
-    size, writable = filesystem_bytes(SHARED_MEMORY), os.access(SHARED_MEMORY, os.W_OK)
+    size, writable = report.filesystem_bytes(SHARED_MEMORY), os.access(SHARED_MEMORY, os.W_OK)
     outcome.measured = {"bytes": size, "writable": writable}
     if size is None or size < GIB or not writable:
         what = "/dev/shm is missing, too small, or cannot be written"
@@ -63,24 +54,17 @@ def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR, what, gib(size), f"at least {gib(GIB)}", fix)
 
 
-@node_check(
-    threshold="below 1 GiB, on a node with a GPU or an RDMA port, or for a preset that offloads",
-    source=NCCL_CONTAINERS,
-)
+@node_check("below 1 GiB, on a node with a GPU or an RDMA port, or for a preset that offloads", NCCL_CONTAINERS)
 def ulimit_memlock(node: NodeReadings, outcome: Outcome) -> None:
     """Memory that a process may lock: RDMA and offload buffers."""
     limit = outcome.measured["bytes"] = limits.locked_memory_limit_bytes()
     needed = node.has_gpu or node.rdma_ports or (node.preset and node.preset.offload_optimizer)
     if limit is not None and limit < nvme.LOCKED_BYTES_AT_LEAST and needed:
         fix = "ulimit -l unlimited; docker run --ulimit memlock=-1; SLURM: LimitMEMLOCK=infinity of slurmd"
-        level = ERROR if node.rdma_ports else WARNING
-        outcome.add(level, "little memory may be locked", gib(limit), "unlimited", fix)
+        outcome.add(ERROR if node.rdma_ports else WARNING, "little memory may be locked", gib(limit), "unlimited", fix)
 
 
-@node_check(
-    threshold="below 4,096 (1,024 is a usual default)",
-    source=f"{OWN_CHOICE}: a rank opens a socket to each peer, and files of shards and data loader workers",
-)
+@node_check("below 4,096", f"{OWN_CHOICE}: a socket to each peer, and files of shards and data loader workers")
 def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
     """Files and sockets that a process may have open: too few end in `Too many open files`."""
     limit = outcome.measured["files"] = limits.soft_limit(resource.RLIMIT_NOFILE)
@@ -88,10 +72,7 @@ def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, "few files may be open", limit, "at least 4096", "ulimit -n 65536")
 
 
-@node_check(
-    threshold=f"below {TASKS_PER_RANK} per rank",
-    source=f"{OWN_CHOICE}: a rank and each of its data loader workers has dozens of threads",
-)
+@node_check(f"below {TASKS_PER_RANK} per rank", f"{OWN_CHOICE}: each rank and data loader worker has dozens of threads")
 def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
     """Processes and threads, the user's limit and the cgroup's: too few end in `Resource temporarily unavailable`."""
     outcome.measured = {"user": limits.soft_limit(resource.RLIMIT_NPROC), "cgroup": limits.tasks_limit()}
@@ -103,10 +84,7 @@ def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, "few processes and threads may exist", lowest, expected, fix)
 
 
-@node_check(
-    threshold="below 2 per rank, on a node with a GPU",
-    source=f"{OWN_CHOICE}: one for Python and one for the data loader, and CPU Adam uses all of them",
-)
+@node_check("below 2 per rank, on a node with a GPU", f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all")
 def cores(node: NodeReadings, outcome: Outcome) -> None:
     """Cores that this process may use: affinity and the cgroup's quota."""
     usable, quota, ranks = len(os.sched_getaffinity(0)), limits.cpu_limit(), node.processes
@@ -119,8 +97,8 @@ def cores(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="a GPU's NUMA node without a usable core; automatic balancing on with several nodes: a note",
-    source="https://docs.kernel.org/admin-guide/sysctl/kernel.html#numa-balancing",
+    "a GPU's NUMA node without a usable core; automatic balancing on with several nodes: a note",
+    "https://docs.kernel.org/admin-guide/sysctl/kernel.html#numa-balancing",
 )
 def numa(node: NodeReadings, outcome: Outcome) -> None:
     """NUMA nodes, the cores of this process on them, the GPUs at them, automatic balancing."""
@@ -141,8 +119,8 @@ def numa(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="less than the plan needs: an error; less available now: a warning; processes killed for memory: a note",
-    source="`toolkit plan` (docs/concepts/plan.md), with the default batch",
+    "less than the plan needs: an error; less available now: a warning; processes killed for memory: a note",
+    "`toolkit plan` (docs/concepts/plan.md), with the default batch",
 )
 def host_memory(node: NodeReadings, outcome: Outcome) -> None:
     """Memory of the host, the cgroup's limit, swap, and with `--preset` and MODEL what their plan needs."""
@@ -158,13 +136,12 @@ def host_memory(node: NodeReadings, outcome: Outcome) -> None:
         fix = "end other processes: `ps aux --sort -rss | head`"
         outcome.add(WARNING, f"{what} than is available now", gib(available), gib(needed), fix)
     if kills:
-        what, fix = "the kernel has killed processes for lack of memory", "dmesg | grep -i 'killed process'"
-        outcome.add(NOTE, what, kills, 0, fix)
+        outcome.add(NOTE, "processes were killed for lack of memory", kills, 0, "dmesg | grep -i 'killed process'")
 
 
 @node_check(
-    threshold="not synchronised: logs and rendezvous timeouts of several nodes disagree",
-    source="https://man7.org/linux/man-pages/man2/adjtimex.2.html (TIME_ERROR)",
+    "not synchronised: logs and rendezvous timeouts of several nodes disagree",
+    "https://man7.org/linux/man-pages/man2/adjtimex.2.html (TIME_ERROR)",
 )
 def clock(_: NodeReadings, outcome: Outcome) -> None:
     """Synchronisation of the clock, as the kernel reports it."""
@@ -181,10 +158,7 @@ def clock(_: NodeReadings, outcome: Outcome) -> None:
 # -- Network
 
 
-@node_check(
-    threshold="a port not active; an InfiniBand port slower than the others",
-    source="https://docs.kernel.org/infiniband/sysfs.html",
-)
+@node_check("a port not active; an InfiniBand port slower than others", "https://docs.kernel.org/infiniband/sysfs.html")
 def rdma(node: NodeReadings, outcome: Outcome) -> None:
     """Ports of InfiniBand, RoCE and EFA: state and rate."""
     if not node.rdma_ports:
@@ -201,10 +175,7 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
             outcome.add(WARNING, what, port.rate, f"{fastest:g} Gb/sec", fix)
 
 
-@node_check(
-    threshold="it does not resolve, or to a loopback address: other nodes would be told a wrong address",
-    source=f"{ELASTIC} (`--local-addr`)",
-)
+@node_check("unresolved, or a loopback address, which other nodes would be told", f"{ELASTIC} (`--local-addr`)")
 def hostname(_: NodeReadings, outcome: Outcome) -> None:
     """Address that this node's own name resolves to, and addresses of its interfaces."""
     name, resolved, states = socket.gethostname(), None, psutil.net_if_stats()
@@ -223,7 +194,7 @@ def hostname(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, value, expected, fix)
 
 
-@node_check(threshold="another process listens on one", source=f"torch's defaults, 29400 and 29500: {ELASTIC}")
+@node_check("another process listens on one", f"torch's defaults, 29400 and 29500: {ELASTIC}")
 def ports(node: NodeReadings, outcome: Outcome) -> None:
     """Ports that the rendezvous needs on the head node."""
     checked = node.options.port or RENDEZVOUS_PORTS
@@ -238,8 +209,7 @@ def ports(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="one is set: it may be left over from a test",
-    source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
+    "one is set: it may be left over from a test", "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 )
 def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
     """Variables that switch off a fast path of NCCL, and interfaces that do not exist."""
@@ -260,8 +230,8 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="below 10 GiB; below 1 GiB, or not writable: an error",
-    source=f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run",
+    "below 10 GiB; below 1 GiB, or not writable: an error",
+    f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run",
 )
 def disk_space(node: NodeReadings, outcome: Outcome) -> None:
     """Free space for the run folder (`--output-dir`), the hub's cache, the toolkit's cache, temporary files."""
@@ -278,8 +248,8 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="below 200 MiB/s: a checkpoint of an 8B model (96 GB in fp32: weights and Adam) takes 7.6 minutes",
-    source=f"{OWN_CHOICE}; measured as `toolkit train --nvme-path` does",
+    "below 200 MiB/s: a checkpoint of an 8B model (96 GB in fp32: weights and Adam) takes 7.6 minutes",
+    f"{OWN_CHOICE}; measured as `toolkit train --nvme-path` does",
     long=True,
 )
 def disk_speed(node: NodeReadings, outcome: Outcome) -> None:
@@ -304,8 +274,8 @@ def disk_speed(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="missing, for a preset that offloads to NVMe: an error; otherwise a note",
-    source="docs/how-to/optimizers.md: what `toolkit train` refuses",
+    "missing, for a preset that offloads to NVMe: an error; otherwise a note",
+    "docs/how-to/optimizers.md: what `toolkit train` refuses",
 )
 def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
     """libaio and DeepSpeed's async_io; with `--preset` or `--nvme-path` the disk: file system, direct I/O."""
@@ -330,21 +300,20 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="no token: a note; a token that others can read; a cache in memory",
-    source="https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
+    "no token: a note; a token that others can read; a cache in memory",
+    "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
 )
 def hub(_: NodeReadings, outcome: Outcome) -> None:
     """The hub's cache (place, kind of disk), its token (present or not; never read), offline mode."""
-    home, login, mount = hub_home(), hub_login(), mount_of(existing_folder(hub_home()))
+    home, login, mount = hub_home(), report.hub_login(), mount_of(existing_folder(hub_home()))
+    token = report.token_file()
     offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
     kind = mount.kind if mount else None
     outcome.measured = {"cache": str(home), "disk": kind, "token": login or "none", "offline": offline}
     if login is None and offline is None:
         what, fix = "no hub token: gated and private models are refused", "hf auth login   (or export HF_TOKEN)"
         outcome.add(NOTE, what, "none", "a token, if the model needs one", fix)
-    if login == "token file" and (mode := token_file().stat().st_mode) & (stat.S_IRGRP | stat.S_IROTH):
-        what, fix = "other users can read the hub's token", f"chmod 600 {token_file()}"
-        outcome.add(WARNING, what, stat.filemode(mode), "-rw-------", fix)
+    if login == "token file" and (mode := token.stat().st_mode) & (stat.S_IRGRP | stat.S_IROTH):
+        outcome.add(WARNING, "others can read the hub's token", stat.filemode(mode), "-rw-------", f"chmod 600 {token}")
     if kind == "memory":
-        what, fix = f"the hub's cache is in memory: {home}", "export HF_HOME=DIR on a disk"
-        outcome.add(WARNING, what, kind, "a disk", fix)
+        outcome.add(WARNING, f"the hub's cache is in memory: {home}", kind, "a disk", "export HF_HOME=DIR on a disk")

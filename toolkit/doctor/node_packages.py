@@ -49,8 +49,7 @@ def left_out() -> list[LeftOut]:
     if has_gpu and find_nvcc() is None:
         toolkit = f"the CUDA toolkit {torch_cuda_version() or ''}".strip()
         add = f"install {toolkit} (https://developer.nvidia.com/cuda-downloads), then export CUDA_HOME=/usr/local/cuda"
-        part = "DeepSpeed's own CUDA kernels (preset zeropp, fused optimizers)"
-        parts.append(LeftOut(part, "there is no nvcc", add))
+        parts.append(LeftOut("DeepSpeed's own CUDA kernels (preset zeropp, fused optimizers)", "there is no nvcc", add))
     return parts
 
 

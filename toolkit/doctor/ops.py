@@ -21,18 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import (
-    ASYNC_IO_OPS,
-    COMPILE_ASYNC_IO,
-    INSTALL_LIBAIO,
-    are_compiled,
-    check_extensions_folder,
-    extensions_folder,
-    op_library,
-    op_lock,
-    path_with_ninja,
-    use_cached_extensions,
-)
+from toolkit import cache
+from toolkit.cache import ASYNC_IO_OPS, are_compiled, check_extensions_folder, extensions_folder, path_with_ninja
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.versions import installed_version
@@ -68,7 +58,7 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
         for op in builders:
-            _drop_stale_lock(op_lock(folder, op))
+            _drop_stale_lock(cache.op_lock(folder, op))
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
             return
@@ -76,13 +66,13 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         started = time.monotonic()
         _compile_in_child_process(folder / "compile.log", list(missing.values()))
         for op in missing:
-            op_library(folder, op).touch()
+            cache.op_library(folder, op).touch()
         print_message(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
 
 
 def load_ops(builders: Sequence[str]) -> None:
     """Load each op, which compiles it if necessary. Imports torch and DeepSpeed."""
-    use_cached_extensions()
+    cache.use_cached_extensions()
     check_extensions_folder()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder import cpu
@@ -113,9 +103,9 @@ def check_compiler() -> None:
 
 def _compile_in_child_process(log: Path, builders: list[str]) -> None:
     """DeepSpeed logs to stdout, and fixes its accelerator for the lifetime of the process."""
+    command = [sys.executable, "-c", _LOAD_CODE, *builders]
+    environment = os.environ | {"PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)}
     with log.open("w", encoding="utf-8") as stream:
-        command = [sys.executable, "-c", _LOAD_CODE, *builders]
-        environment = os.environ | {"PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)}
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
         child = subprocess.run(command, env=environment, check=False, **streams)
     if child.returncode != 0:
@@ -125,9 +115,7 @@ def _compile_in_child_process(log: Path, builders: list[str]) -> None:
 
 def _drop_stale_lock(lock: Path) -> None:
     """Remove the lock of a killed compilation, for which torch waits forever; a holder keeps the file open."""
-    if not lock.exists():
-        return
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if lock.exists() else ():
         with suppress(OSError):  # the process ended, or belongs to another user
             if descriptor.readlink() == lock.resolve():
                 return
@@ -142,7 +130,9 @@ def main(argv: Sequence[str] = ()) -> int:
     builders = CPU_OPS | (ASYNC_IO_BUILDERS if argv and has_libaio_header() else {})
     code = exit_code_of(lambda: compile_ops(builders))
     if argv and not code and len(builders) == len(CPU_OPS):
-        print_message(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
+        print_message(
+            f"without NVMe offload: libaio.h is missing; {cache.INSTALL_LIBAIO}, then `{cache.COMPILE_ASYNC_IO}`"
+        )
     return code
 
 

@@ -17,29 +17,27 @@ from toolkit.hardware.node import library_versions
 from toolkit.versions import installed_version, torch_cuda_version, version_numbers
 
 
-@node_check(threshold="one is not installed", source="pyproject.toml")
+@node_check("one is not installed", "pyproject.toml")
 def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
     outcome.measured = dict(library_versions())
-    missing = [name for name, version in outcome.measured.items() if version is None]
-    if missing:
+    if missing := [name for name, version in outcome.measured.items() if version is None]:
         packages = " ".join(name for name in missing if name != "finetune-toolkit")
         fix = f"make setup   (in the clone, then `source .venv/bin/activate`), or pip install {packages}"
         outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", fix)
 
 
 @node_check(
-    threshold="a CPU build on a node with GPUs; torch's major version above the driver's: an error; its minor: a note",
-    source="https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)",
+    "a CPU build on a node with GPUs; torch's major version above the driver's: an error; its minor: a note",
+    "https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)",
 )
 def cuda(node: NodeReadings, outcome: Outcome) -> None:
     """CUDA that torch was built with, and the newest that the driver supports."""
     torch, built, driver = installed_version("torch"), torch_cuda_version(), driver_cuda_version()
     outcome.measured = {"torch": torch, "built_for": built, "driver_supports": driver}
     if torch is not None and built is None and node.has_gpu:
-        fix = "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"
-        expected = f"a build for CUDA {driver or 'of the driver'}"
-        outcome.add(ERROR, "torch is a CPU build: no GPU would be used", "CPU", expected, fix)
+        what, expected = "torch is a CPU build: no GPU would be used", f"a build for CUDA {driver or 'of the driver'}"
+        outcome.add(ERROR, what, "CPU", expected, "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS")
     elif built and driver and version_numbers(built)[:2] > version_numbers(driver)[:2]:
         newer = version_numbers(built)[0] > version_numbers(driver)[0]
         what = "the driver is older than torch's CUDA" + ("" if newer else "; minor versions are compatible")
@@ -48,14 +46,14 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="two packages; another library comes first",
-    source="torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
+    "two packages; another library comes first",
+    "torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
 )
 def nccl(_: NodeReadings, outcome: Outcome) -> None:
     """NCCL's package, and another NCCL on LD_LIBRARY_PATH."""
     packages = {name: version for name in NCCL_PACKAGES if (version := installed_version(name))}
-    folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    others = [str(path) for folder in folders for path in sorted(folder.glob("libnccl.so*"))]
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    others = [str(path) for folder in folders for path in sorted(Path(folder).glob("libnccl.so*"))]
     outcome.measured = {"packages": packages, "on_library_path": others}
     installed = ", ".join(f"{name} {version}" for name, version in packages.items())
     if len(packages) > 1:
@@ -69,21 +67,20 @@ def nccl(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="one is missing: a warning on a node with GPUs, else a note",
-    source="what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
+    "one is missing: a warning on a node with GPUs, else a note",
+    "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
 )
 def packages(node: NodeReadings, outcome: Outcome) -> None:
     """Optional packages that this node could use: Liger, bitsandbytes, NVML's library, nvcc."""
-    parts = left_out()
+    parts, level = left_out(), WARNING if node.has_gpu else NOTE
     outcome.measured = {"left_out": [part.part for part in parts]}
     for part in parts:
-        level, what = WARNING if node.has_gpu else NOTE, f"{part.part}: {part.reason}"
-        outcome.add(level, what, "not installed", "installed, if a run uses it", part.add)
+        outcome.add(level, f"{part.part}: {part.reason}", "not installed", "installed, if a run uses it", part.add)
 
 
 @node_check(
-    threshold="no compiler or headers: an error; no ninja; an nvcc of another major version than torch's CUDA",
-    source="DeepSpeed accepts other minor versions only: "
+    "no compiler or headers: an error; no ninja; an nvcc of another major version than torch's CUDA",
+    "DeepSpeed accepts other minor versions only: "
     "https://github.com/deepspeedai/DeepSpeed/blob/master/op_builder/builder.py (assert_no_cuda_mismatch)",
 )
 def compilers(_: NodeReadings, outcome: Outcome) -> None:
@@ -95,8 +92,7 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
     except ToolkitError as error:
         outcome.add_refusal(error, "missing", "a C++ compiler with Python's headers")
     if versions["ninja"] is None and shutil.which("ninja") is None and installed_version("ninja") is None:
-        what = "ninja is missing: DeepSpeed's ops are not compiled"
-        outcome.add(WARNING, what, "missing", "installed", "pip install ninja")
+        outcome.add(WARNING, "DeepSpeed's ops need ninja to be compiled", "missing", "installed", "pip install ninja")
     release = re.search(r"release (\d+)\.\d+", versions["nvcc"] or "")
     if release and built and release[1] != built.partition(".")[0]:
         what = "nvcc is of another CUDA than torch: DeepSpeed's CUDA ops do not compile"
@@ -104,8 +100,7 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    threshold="not compiled: a note, since the first run compiles them; writable by others: an error",
-    source="docs/concepts/security.md",
+    "not compiled: a note, since the first run compiles them; writable by others: an error", "docs/concepts/security.md"
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
@@ -115,8 +110,6 @@ def ops(_: NodeReadings, outcome: Outcome) -> None:
         check_extensions_folder()
     except ToolkitError as error:
         outcome.add_refusal(error, "writable by others", "writable by you only")
-    missing = [op for op in CPU_OPS if not compiled.get(op, True)]
-    if missing:
+    if missing := [op for op in CPU_OPS if not compiled.get(op, True)]:
         what = "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it"
-        fix = "python -m toolkit.doctor.ops"
-        outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", fix)
+        outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", "python -m toolkit.doctor.ops")

@@ -56,7 +56,7 @@ def _last_line(printed: str, code: int) -> str:
     return (printed.strip().splitlines() or [f"exit code {code}, and nothing printed"])[-1]
 
 
-@node_check(threshold="a test fails", source=f"{DCGM}dcgm-diagnostics.html", long=True)
+@node_check("a test fails", f"{DCGM}dcgm-diagnostics.html", long=True)
 def dcgm(node: NodeReadings, outcome: Outcome) -> None:
     """NVIDIA's diagnostics where they are installed, `dcgmi diag -r 2`: memory, PCIe, software."""
     if not node.has_gpu:
@@ -82,8 +82,8 @@ def failed_tests(printed: str) -> list[str]:
 
 
 @node_check(
-    threshold="it fails or adds up wrongly; slower than the slow end of the planner's table",
-    source="`toolkit/plan/interconnect.py`; bus bandwidth as in "
+    "it fails or adds up wrongly; slower than the slow end of the planner's table",
+    "`toolkit/plan/interconnect.py`; bus bandwidth as in "
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
     long=True,
 )

@@ -26,10 +26,11 @@ from toolkit.files.secrets import hide_secrets
 from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand, inherited_environment
 from toolkit.launch.warm_start import ForkedProcess, RefusedError, fork_process
 from toolkit.record import status
+from toolkit.record.checkpoints import describe_latest_checkpoint
 from toolkit.record.folder import RunFolder, read_json, write_json
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import last_step
-from toolkit.record.resource_exhaustion import describe_host_oom, describe_latest_checkpoint, is_out_of_memory
+from toolkit.record.status import describe_host_oom, is_out_of_memory
 
 GRACE_SECONDS = 15.0
 STOP_SECONDS = 300.0

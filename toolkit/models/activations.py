@@ -12,14 +12,6 @@ The formulas are a fast path and not a second opinion: `tests/models/test_activa
 has formulas, with each option that changes the result, and fails where the bytes per token of the layers differ by more
 than 0.25 %.
 
-    >>> from toolkit.models.shape import ModelShape, linear
-    >>> layer = (*linear("mlp.fc1", 32, 8), *linear("mlp.fc2", 8, 32))
-    >>> sizes = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 32, "vocab_size": 10, "head_dim": 4}
-    >>> heads = {"num_attention_heads": 2, "num_kv_heads": 2, "gated_mlp": False, "tied_embeddings": True}
-    >>> shape = ModelShape(model_type="opt", **sizes, **heads, layers=(layer, layer), outer=(), activation="relu")
-    >>> Activations(shape=shape).saved("none").layers.per_token  # 2 · (2·2·8 + 8·8 + 4·2 + 2·32)
-    336
-
 Terms in bytes per token and layer, for hidden width h, query width q, key width kv, MLP width f, and bf16 compute, as
 read off the saved tensors of transformers 5.23 under torch 2.13:
 
@@ -107,9 +99,8 @@ class Activations:
             return saved
         more = 0
         if layout.sp > 1:
-            keys = shape.num_kv_heads * shape.head_dim
-            more += 2 * shape.num_attention_heads * shape.head_dim
-            more += 4 * keys * (layout.sp // shape.num_kv_heads - 1) if layout.sp > shape.num_kv_heads else 0
+            repeated = max(0, layout.sp // shape.num_kv_heads - 1) * shape.num_kv_heads
+            more += (2 * shape.num_attention_heads + 4 * repeated) * shape.head_dim
         if layout.ep > 1:
             more += 2 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp
         one = SavedBytes(per_token=more)
@@ -161,11 +152,6 @@ class Activations:
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
         return 4 if self.casts_weights else 2
-
-    @property
-    def checkpoint_bytes_per_token(self) -> int:
-        """Bytes per token saved for a layer under activation checkpointing: its input."""
-        return self.residual_bytes * self.shape.hidden_size
 
     @property
     def head_copy_bytes(self) -> int:

@@ -50,16 +50,14 @@ class ModelAttention:
     def why_not(self, name: str) -> str | None:
         """Return why the model does not run this attention function, or None if it does."""
         if name == VARLEN:
-            reasons = {
-                f"transformers does not support SDPA for {self.model_type}": not self.sdpa,
-                f"{self.model_type} does not pass the lengths of documents to its attention": not self.flash,
-                "it caps its scores": self.softcap,
-                "it attends within chunks": self.chunks,
-            }
-            return next((reason for reason, applies in reasons.items() if applies), None)
+            if not self.sdpa:
+                return f"transformers does not support SDPA for {self.model_type}"
+            if not self.flash:
+                return f"{self.model_type} does not pass the lengths of documents to its attention"
+            return "it caps its scores" if self.softcap else "it attends within chunks" if self.chunks else None
         if name in FLASH_ATTENTION and self.named_flash and name not in self.named_flash:
             return f"{self.model_type} works with {' and '.join(self.named_flash)} only"
-        kind = "flash" if is_flash(name) else {"sdpa": "sdpa", "flex_attention": "flex"}.get(name)
+        kind = "flash" if "flash" in name else {"sdpa": "sdpa", "flex_attention": "flex"}.get(name)
         return f"transformers does not support it for {self.model_type}" if kind and not getattr(self, kind) else None
 
     @property
@@ -73,24 +71,13 @@ def attention_words() -> tuple[str, ...]:
     return (AUTO, VARLEN, *attention_names())
 
 
-def is_flash(name: str) -> bool:
-    """Return True for flash attention of a package or of the hub."""
-    return "flash" in name
-
-
 def needs_no_mask(name: str | None) -> bool:
     """Return True for a function that takes the lengths of documents in place of a mask."""
-    return name is not None and (name == VARLEN or is_flash(name))
+    return name is not None and (name == VARLEN or "flash" in name)  # of a package, or of the hub
 
 
 def read_model_attention(config: Mapping[str, Any]) -> ModelAttention | None:
-    """Return what the model of a `config.json` works with; None for an architecture that transformers does not have.
-
-    >>> read_model_attention({"model_type": "llama"}).working
-    ('sdpa_varlen', 'sdpa', 'eager')
-    >>> read_model_attention({"model_type": "gpt_oss"}).working
-    ('eager',)
-    """
+    """Return what the model of a `config.json` works with; None for an architecture that transformers does not have."""
     model_type = str(config.get("model_type"))
     flags = model_class_flags(model_type)
     if flags is None:

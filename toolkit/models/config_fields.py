@@ -1,8 +1,5 @@
 """A model's `config.json`: checks before a library builds a model from it, and its fields, validated by name.
 
->>> ConfigFields({"hidden_size": 64}, "config.json").size("hidden_size")
-64
-
 transformers builds one module per layer, checks few values, and fetches an attention kernel that the file names.
 """
 

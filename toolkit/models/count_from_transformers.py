@@ -283,13 +283,9 @@ def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bo
         "largest_layer": saved[largest],
         "backward": [peak - own for peak, own in zip(highest[largest], saved[largest], strict=True)],
         "outer": _fit([sizes[OUTSIDE] for sizes in forwards]),
-        "logit_bytes": sum(forwards[0][LOGITS].values()) // (ROWS * LENGTHS[0] * _vocab_size(model)),
+        "logit_bytes": sum(forwards[0][LOGITS].values())
+        // (ROWS * LENGTHS[0] * model.config.get_text_config().vocab_size),
     }
-
-
-def _vocab_size(model: Any) -> int:
-    """Tensors whose last dimension this is hold logits."""
-    return int(model.config.get_text_config().vocab_size)
 
 
 def _fit(passes: list[Storages]) -> Coefficients:
@@ -327,7 +323,8 @@ def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], aut
     running, alive = [OUTSIDE], []
     sizes: dict[Any, Storages] = defaultdict(dict)
     seen = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    vocab_size, layers = _vocab_size(model), decoder_layers(model)
+    # tensors whose last dimension this is hold logits
+    vocab_size, layers = model.config.get_text_config().vocab_size, decoder_layers(model)
 
     def enter(name: str, args: Any, kwargs: Any) -> None:
         inputs[name] = (args, kwargs)

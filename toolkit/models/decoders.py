@@ -1,19 +1,10 @@
 """Tensors of decoders by formula. Those that follow Llama's layout are one line of differences each in `LLAMA_FAMILY`.
 
-    >>> LLAMA_FAMILY["qwen3"].qk_norm
-    'head'
-    >>> fields = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    >>> shape_from_config(ConfigFields(fields | {"model_type": "llama", "vocab_size": 10}, "config.json")).num_params
-    1480
-    >>> shape_from_config(ConfigFields({"model_type": "bert"}, "config.json")) is None
-    True
-
 `tests/models/test_read_model.py` compares every architecture with transformers, tensor by tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError
@@ -214,11 +205,7 @@ FULL_LAYER_EVERY = {"gemma2": 2, "gemma3_text": 6}
 
 
 def sliding_window(model_type: str, fields: ConfigFields, *, num_layers: int) -> tuple[int | None, int]:
-    """Return the sliding window in tokens, or None, and the number of layers that use it.
-
-    >>> sliding_window("mistral", ConfigFields({}, "config.json"), num_layers=32)
-    (4096, 32)
-    """
+    """Return the sliding window in tokens, or None, and the number of layers that use it."""
     if model_type in WINDOW_IF_ENABLED:
         has_window = fields.flag("use_sliding_window")
     else:
@@ -230,25 +217,13 @@ def sliding_window(model_type: str, fields: ConfigFields, *, num_layers: int) ->
     layer_types = fields.items("layer_types", str)
     if layer_types is not None:
         sliding = layer_types[:num_layers].count("sliding_attention")
+    elif model_type in FULL_LAYER_EVERY:
+        sliding = num_layers - num_layers // fields.size("sliding_window_pattern", default=FULL_LAYER_EVERY[model_type])
     else:
-        slides = _layer_rule(model_type, fields)
-        sliding = sum(slides(index) for index in range(num_layers))
+        edge = min(fields.size("max_window_layers", default=28), num_layers)
+        by_type = {"qwen2": num_layers - edge, "qwen3": num_layers - edge, "qwen2_moe": (edge + 1) // 2}
+        sliding = (by_type | {"smollm3": num_layers // 4}).get(model_type, num_layers)
     return (window, sliding) if sliding else (None, 0)
-
-
-def _layer_rule(model_type: str, fields: ConfigFields) -> Callable[[int], bool]:
-    """Predicate for the layers that slide, where the configuration does not list them."""
-    if model_type in FULL_LAYER_EVERY:
-        every = fields.size("sliding_window_pattern", default=FULL_LAYER_EVERY[model_type])
-        return lambda index: (index + 1) % every != 0
-    first_full = fields.size("max_window_layers", default=28)
-    rules: dict[str, Callable[[int], bool]] = {
-        "qwen2": lambda index: index >= first_full,
-        "qwen3": lambda index: index >= first_full,
-        "qwen2_moe": lambda index: (index + 1) % 2 == 1 and index < first_full,
-        "smollm3": lambda index: (index + 1) % 4 == 0,
-    }
-    return rules.get(model_type, lambda _: True)
 
 
 def _plain(

@@ -1,9 +1,8 @@
 """Train on fake tensors: track which are alive, and allocate what a GPU would; the patches are undone afterwards.
 
     memory = LiveMemory(vocab_size=32_000)
-    with on_fake_tensors(memory, engine="fsdp2"):
-        with memory.phase("forward"):
-            ...
+    with on_fake_tensors(memory, engine="fsdp2"), memory.phase("forward"):
+        ...
     memory.peaks["forward"].total_bytes
 
 Each storage counts once, by the phase that made it: bytes are those requested, without an allocator's rounding and
@@ -39,8 +38,7 @@ class LiveStorage:
     serial: int
     tag: str
     storage: weakref.ref[Any]
-    bytes: int
-    """Size when last read: engines resize storages."""
+    bytes: int  # size when last read: engines resize storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,7 @@ class MemoryPeak:
     """The highest point of a phase and the storages that were alive at it."""
 
     total_bytes: int = 0
-    storages: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Tag and bytes by serial number."""
+    storages: dict[int, tuple[str, int]] = field(default_factory=dict)  # tag and bytes by serial number
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
@@ -83,10 +80,6 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Attribute allocations inside to this phase."""
         return _replaced(self, "phase_name", name)
-
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Ignore allocations inside, which no real run makes."""
-        return _replaced(self, "is_paused", True)
 
     def tagged(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """Attribute allocations inside to a purpose instead of to the phase."""
@@ -146,7 +139,7 @@ def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_on_gpu())
         for owner, name, context in _fsdp_contexts(memory) if engine == "fsdp2" else ():
-            stack.enter_context(_replaced(owner, name, _within(context, getattr(owner, name))))
+            stack.enter_context(_replaced(owner, name, context()(getattr(owner, name))))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(memory)
         yield
@@ -180,20 +173,11 @@ def _fsdp_contexts(memory: LiveMemory) -> list[tuple[Any, str, Callable[[], Any]
         (FSDPParamGroup, "unshard", lambda: memory.tagged("gathered")),
         (FSDPParamGroup, "wait_for_unshard", lambda: memory.tagged("gathered")),
         (FSDPParamGroup, "post_backward", lambda: memory.tagged("reduction")),
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached", memory.paused),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda: _replaced(memory, "is_paused", True)),
         (_fully_shard, "_init_default_mesh", unset_fake_temporarily),
         (DeviceMesh, "__getitem__", unset_fake_temporarily),
         (DeviceMesh, "_flatten", unset_fake_temporarily),
     ]
-
-
-def _within(context: Callable[[], Any], function: Any) -> Any:
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return function(*args, **kwargs)
-
-    return wrapped
 
 
 @contextlib.contextmanager

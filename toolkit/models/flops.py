@@ -62,7 +62,7 @@ def flops_of(
     """
     num_params = shape.num_active_params + num_adapter_params
     if not count_embeddings:
-        num_params -= shape.num_embedding_params
+        num_params -= sum(tensor.num_elements for tensor in shape.outer if tensor.is_embedding)
         num_params += shape.vocab_size * shape.hidden_size if shape.tied_embeddings else 0
     trained = (num_adapter_params or num_params) if num_trainable_params is None else num_trainable_params
     width = shape.num_attention_heads * shape.head_dim

@@ -1,9 +1,5 @@
 """Tensors that LoRA adds to a model, as peft 0.21 chooses them under transformers 5.
 
-    >>> up = Tensor(name="mlp.up_proj.weight", shape=(48, 32))
-    >>> [tensor.shape for adapter in adapters_of(up) for tensor in adapter.tensors(rank=8)]
-    [(8, 32), (48, 8)]
-
 With `all-linear`, all linear layers but the head have adapters. transformers 5 fuses the experts of a mixture into one
 parameter, and for some architectures (`renamed_targets`) peft adapts that parameter and the router: each expert has its
 own A and B, of twice the rank on gate and up projections (two tensors in older checkpoints), and dense MLP layers have
@@ -15,7 +11,7 @@ none. For architectures with formulas, the adapters are worked out here; for all
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -27,12 +23,7 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 # peft 0.21, `utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`: it has no entry for Qwen2-MoE.
 RENAMED_TARGETS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
-    "qwen3_moe": {
-        "gate": "gate.weight",
-        "gate_proj": "gate_up_proj",
-        "up_proj": "gate_up_proj",
-        "down_proj": "down_proj",
-    },
+    "qwen3_moe": dict(gate="gate.weight", gate_proj="gate_up_proj", up_proj="gate_up_proj", down_proj="down_proj"),
 }
 
 
@@ -46,8 +37,7 @@ def lora_layer(shape: ModelShape, kind: Layer, rank: int, targets: tuple[str, ..
     if shape.counted_adapters is not None:
         return _chosen(shape, shape.counted_adapters[kind], rank, targets)
     experts = adapts_experts(shape)
-    adapters = tuple(adapter for tensor in kind for adapter in adapters_of(tensor, experts=experts))
-    return _chosen(shape, adapters, rank, targets)
+    return _chosen(shape, [adapter for each in kind for adapter in adapters_of(each, experts=experts)], rank, targets)
 
 
 def outer_lora(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
@@ -91,7 +81,7 @@ def check_lora_targets(shape: ModelShape, targets: tuple[str, ...]) -> None:
         )
 
 
-def _chosen(shape: ModelShape, adapters: Adapters, rank: int, targets: tuple[str, ...]) -> Layer:
+def _chosen(shape: ModelShape, adapters: Iterable[Adapter], rank: int, targets: tuple[str, ...]) -> Layer:
     names = None if targets == ALL_LINEAR else _parameter_names(shape, targets)
     chosen = (adapter for adapter in adapters if names is None or _matches(adapter.target, names))
     return tuple(tensor for adapter in chosen for tensor in adapter.tensors(rank))

@@ -2,10 +2,6 @@
 
 QLoRA, Dettmers et al., https://arxiv.org/abs/2305.14314, section 3.
 
-    >>> (packed,) = packed_layer((Tensor(name="mlp.up_proj.weight", shape=(48, 32)),), element_bytes=2)
-    >>> packed.shape  # four elements in each bf16 number
-    (384, 1)
-
 The packed tensors are sharded and gathered like others; the constants are whole on every rank.
 """
 

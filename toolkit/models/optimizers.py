@@ -29,12 +29,9 @@ class UpdatedTensor:
     """A tensor that the optimizer of one rank updates: a parameter, its shard, or a flat partition of several."""
 
     shape: tuple[int, ...]
-    count: int = 1
-    """Tensors of this kind."""
-    is_embedding: bool = False
-    """The weight of an embedding, which a tied head shares."""
-    is_hidden_matrix: bool = False
-    """The trained weight of a linear layer other than the head."""
+    count: int = 1  # tensors of this kind
+    is_embedding: bool = False  # the weight of an embedding, which a tied head shares
+    is_hidden_matrix: bool = False  # the trained weight of a linear layer other than the head
 
     @property
     def num_elements(self) -> int:
@@ -51,19 +48,13 @@ class OptimizerSpec:
     """One optimizer of `--optim`."""
 
     optim: str
-    class_name: str
-    """Package and class, as the run-time verification reads them."""
+    class_name: str  # package and class, as the run-time verification reads them
     states: _States
-    summary: str
-    """What it keeps, for the docs."""
-    shared_bytes: int = 0
-    """Tables that all quantized tensors of a rank share."""
-    paged: bool = False
-    """States may leave the GPU for host memory, page by page."""
-    step_copies: int = 0
-    """Whole fp32 copies of what it updates, during the step."""
-    is_fp32_adamw: bool = False
-    """AdamW with fp32 states: the numerics contract (docs/concepts/numerics.md)."""
+    summary: str  # what it keeps, for the docs
+    shared_bytes: int = 0  # tables that all quantized tensors of a rank share
+    paged: bool = False  # states may leave the GPU for host memory, page by page
+    step_copies: int = 0  # whole fp32 copies of what it updates, during the step
+    is_fp32_adamw: bool = False  # AdamW with fp32 states: the numerics contract (docs/concepts/numerics.md)
 
     def state_bytes(self, tensors: Iterable[UpdatedTensor]) -> int:
         """Return the bytes of all states of these tensors."""

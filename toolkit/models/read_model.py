@@ -1,7 +1,5 @@
 """Read a model's shape from a hub id, a folder, or a `config.json`; no weights are fetched or opened.
 
-    $ toolkit plan Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8
-
 Architectures with formulas are read here in milliseconds. transformers builds all others on the meta device, in a child
 process (`python -m toolkit.models.count_from_transformers`) that imports torch and takes 10 to 30 s. Its answer depends
 on the configuration, on the counting code and on the installed libraries only, so it is stored under a hash of these in
@@ -30,7 +28,7 @@ from toolkit.files.documents import MAX_SHOWN_PATH, parse_json, read_json
 from toolkit.files.reading import user_path
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
-from toolkit.models.shape import Adapter, CountedActivations, ModelShape, Tensor
+from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.versions import installed_version, model_types
 
 CONFIG = "config.json"
@@ -116,30 +114,28 @@ def shape_from_counted(counted: Any) -> ModelShape:
     """Return the shape that the child process describes. Raises ToolkitError for anything else."""
     try:
         fields = dict(counted)
-        kinds = [tuple(map(_tensor, layer)) for layer in fields.pop("layers_of_kind")]
+        kinds = [_tensors(layer) for layer in fields.pop("layers_of_kind")]
         layers = tuple(kinds[number] for number in fields.pop("kind_of_layer"))
-        adapters = [tuple(map(_adapter, layer)) for layer in fields.pop("adapters_of_layer")]
+        adapters = [_adapters(layer) for layer in fields.pop("adapters_of_layer")]
         return ModelShape(
             layers=layers,
-            outer=tuple(map(_tensor, fields.pop("outer"))),
+            outer=_tensors(fields.pop("outer")),
             counted_on="meta device",
             counted_activations=CountedActivations.read(fields.pop("activations"), fields.pop("counted_rank")),
             counted_adapters=dict(zip(layers, adapters, strict=True)),  # layers with equal tensors have equal adapters
-            outer_adapters=tuple(map(_adapter, fields.pop("outer_adapters"))),
+            outer_adapters=_adapters(fields.pop("outer_adapters")),
             **fields,
         )
     except (LookupError, TypeError, ValueError) as error:
         raise ToolkitError(f"counted tensors are damaged: {' '.join(str(error).split())[:MAX_REASON]}") from None
 
 
-def _tensor(named: tuple[str, list[int], bool]) -> Tensor:
-    name, shape, in_linear = named
-    return Tensor(name=name, shape=tuple(shape), in_linear=in_linear)
+def _tensors(rows: Any) -> Layer:
+    return tuple(Tensor(name=name, shape=tuple(shape), in_linear=in_linear) for name, shape, in_linear in rows)
 
 
-def _adapter(sizes: tuple[str, int, int, int]) -> Adapter:
-    target, rows, columns, rank = sizes
-    return Adapter(target=target, rows=rows, columns=columns, rank_multiple=rank)
+def _adapters(sizes: Any) -> Adapters:
+    return tuple(Adapter(target=name, rows=m, columns=n, rank_multiple=rank) for name, m, n, rank in sizes)
 
 
 def check_unquantized(model: str) -> None:
@@ -203,34 +199,38 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
     disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     local = f"name a local folder that holds the model's {CONFIG}"
+    see = f"see {endpoint}/{model}"
+    reasons = {
+        GatedRepoError: (
+            f"model {model!r} is gated: its owner grants access to each account",
+            f"accept its terms on {endpoint}/{model}, then {LOGIN}; or use an ungated model such as {UNGATED}",
+        ),
+        RevisionNotFoundError: (f"model {model!r} has no revision {revision!r}", see),
+        RemoteEntryNotFoundError: (f"model {model!r} has no {CONFIG}", see),
+        LocalEntryNotFoundError: (
+            f"{model!r} is not a folder here, the hub cannot be reached, and the model is not in the hub's cache",
+            local,
+        ),
+        RepositoryNotFoundError: (
+            f"model {model!r} is not on the hub, or it is private",
+            f"check the spelling; for a private or gated model, {LOGIN}",
+        ),
+    }
     try:
         return Path(hf_hub_download(model, CONFIG, revision=revision, local_files_only=not _is_reachable(endpoint)))
     except HFValidationError:
         raise no_such_model(model) from None
-    except GatedRepoError:
-        raise ToolkitError(
-            f"model {model!r} is gated: its owner grants access to each account",
-            hint=f"accept its terms on {endpoint}/{model}, then {LOGIN}; or use an ungated model such as {UNGATED}",
-        ) from None
-    except RevisionNotFoundError:
-        raise ToolkitError(f"model {model!r} has no revision {revision!r}", hint=f"see {endpoint}/{model}") from None
-    except RemoteEntryNotFoundError:
-        raise ToolkitError(f"model {model!r} has no {CONFIG}", hint=f"see {endpoint}/{model}") from None
-    except LocalEntryNotFoundError:
-        raise ToolkitError(
-            f"{model!r} is not a folder here, the hub cannot be reached, and the model is not in the hub's cache",
-            hint=local,
-        ) from None
-    except HfHubHTTPError as error:
-        if not isinstance(error, RepositoryNotFoundError) and error.response.status_code not in (401, 403):
-            raise ToolkitError(f"model {model!r}: the hub answers {error.response.status_code}", hint=local) from None
-        raise ToolkitError(
-            f"model {model!r} is not on the hub, or it is private",
-            hint=f"check the spelling; for a private or gated model, {LOGIN}",
-        ) from None
     except Exception as error:  # whatever it is, the ranks could not load the model either
-        words = str(error).strip().splitlines()
-        why = words[0] if words else type(error).__name__
+        kind = next((kind for kind in reasons if isinstance(error, kind)), None)
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if kind is None and status in (401, 403):
+            kind = RepositoryNotFoundError
+        if kind is not None:
+            message, hint = reasons[kind]
+            raise ToolkitError(message, hint=hint) from None
+        if status is not None:
+            raise ToolkitError(f"model {model!r}: the hub answers {status}", hint=local) from None
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ToolkitError(f"model {model!r} cannot be loaded from the hub: {why}", hint=local) from None
 
 

@@ -1,8 +1,5 @@
 """The tensors of a model, layer by layer, the dimensions that decide its activations, and bytes that these take.
 
-    >>> Tensor(name="mlp.up_proj.weight", shape=(48, 32)).num_elements
-    1536
-
 Tensor names are relative to their layer, so identical layers are one object: sums over layers become sums over the
 few distinct layers (`ModelShape.layer_kinds`), and planning 80 layers costs the same as planning 2.
 """
@@ -49,11 +46,6 @@ class Tensor:
         return EXPERTS.search(self.name) is not None
 
     @property
-    def is_adapter(self) -> bool:
-        """True for LoRA's matrices."""
-        return ".lora_" in self.name
-
-    @property
     def is_linear_weight(self) -> bool:
         """True for the weight of a linear layer; fused experts and their router are not linear layers."""
         is_weight = len(self.shape) == 2 and self.name.endswith(".weight")
@@ -98,17 +90,11 @@ MASKS = ("none", "padding", "window")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBytes:
-    """Bytes as a function of the batch: constant, plus per token, plus per token and position of its row.
+    """Bytes as a function of the batch: constant, plus per token, plus per token and position of its row."""
 
-    >>> SavedBytes(fixed=1000, per_token=40, per_position=2).token_bytes(16)
-    72
-    """
-
-    fixed: int = 0
-    """Independent of the batch: mostly bf16 copies of weights."""
+    fixed: int = 0  # independent of the batch: mostly bf16 copies of weights
     per_token: int = 0
-    per_position: float = 0.0
-    """Per token and position of its row: masks, and the scores of attention that saves them."""
+    per_position: float = 0.0  # per token and position of its row: masks, and the scores of attention that saves them
 
     def token_bytes(self, seq_length: int) -> int:
         """Return the bytes of one token in rows of this length, without the constant part."""
@@ -127,16 +113,11 @@ class SavedBytes:
 class SavedActivations:
     """Activations of one model under one compute dtype, training method and attention mask."""
 
-    layers: SavedBytes
-    """All decoder layers together."""
-    largest_layer: SavedBytes
-    """The layer that saves most."""
-    backward: SavedBytes
-    """What that layer allocates in addition during its own backward pass."""
-    outer: SavedBytes
-    """Outside the layers, without logits: the final norm and the input of the head."""
-    logit_bytes: int
-    """Bytes saved per logit before the loss, for example by a soft cap."""
+    layers: SavedBytes  # all decoder layers together
+    largest_layer: SavedBytes  # the layer that saves most
+    backward: SavedBytes  # what that layer allocates in addition during its own backward pass
+    outer: SavedBytes  # outside the layers, without logits: the final norm and the input of the head
+    logit_bytes: int  # bytes saved per logit before the loss, for example by a soft cap
 
     def plus(self, other: SavedActivations, times: float) -> SavedActivations:
         """Return this plus `times` the other; bytes per logit are this one's."""
@@ -158,13 +139,9 @@ class CountedActivations:
     @classmethod
     def read(cls, rows: Sequence[Mapping[str, Any]], rank: int) -> CountedActivations | None:
         """Return the activations in the JSON rows of `count_activations`; None if there are none."""
-        if not rows:
-            return None
-        return cls(
-            saved={(row["autocast"], row["lora"], row["mask"]): _saved(row) for row in rows if not row["per_rank"]},
-            per_rank={row["autocast"]: _saved(row) for row in rows if row["per_rank"]},
-            counted_rank=rank,
-        )
+        saved = {(row["autocast"], row["lora"], row["mask"]): _saved(row) for row in rows if not row["per_rank"]}
+        per_rank = {row["autocast"]: _saved(row) for row in rows if row["per_rank"]}
+        return cls(saved=saved, per_rank=per_rank, counted_rank=rank) if rows else None
 
     def at(self, *, autocast: bool, lora_r: int | None, mask: str) -> SavedActivations:
         """Return the activations for any LoRA rank: what adapters save is linear in it."""
@@ -247,24 +224,12 @@ class ModelShape:
         """Elements that one token passes through: `experts_per_token` of `num_experts` in a mixture of experts."""
         if not self.num_experts or self.experts_per_token is None:
             return self.num_params
-        experts = sum(
-            count * _elements(tuple(tensor for tensor in layer if tensor.is_expert))
-            for layer, count in self.layer_kinds.items()
-        )
+        experts = sum(tensor.num_elements for layer in self.layers for tensor in layer if tensor.is_expert)
         return self.num_params - experts + experts * self.experts_per_token // self.num_experts
-
-    @cached_property
-    def num_embedding_params(self) -> int:
-        """Elements of token and position embeddings, a tied head included."""
-        return sum(tensor.num_elements for tensor in self.outer if tensor.is_embedding)
 
 
 def linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Layer:
-    """Return the tensors of a linear layer.
-
-    >>> [tensor.name for tensor in linear("fc1", 8, 4, bias=True)]
-    ['fc1.weight', 'fc1.bias']
-    """
+    """Return the tensors of a linear layer."""
     weight = Tensor(name=f"{name}.weight", shape=(rows, columns))
     return (weight, Tensor(name=f"{name}.bias", shape=(rows,))) if bias else (weight,)
 

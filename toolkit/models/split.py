@@ -1,23 +1,13 @@
 """How far a model can be split over ranks, and the part that one rank computes before FSDP2 shards it further.
 
->>> read_split({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}).why_not("tp", 16)
-'16 does not divide its 8 key-value heads'
-
 The part of a rank is read from transformers' plans for the architecture (5.23, `distributed/tensor_parallel.py`,
 `expert_parallel.py`). Norms and routers are whole on every rank; the input embedding is split on its vocabulary, and so
 is the head, whatever the plan says (`distributed/mixin.py`, `init_parallel_plans`).
-
->>> from toolkit.models.config_fields import ConfigFields
->>> from toolkit.models.decoders import llama_shape
->>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
->>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
->>> part = part_of_rank(shape, ParallelLayout(tp=2))
->>> part.num_attention_heads, part.intermediate_size, part.outer[0].shape, part.outer[1].shape
-(2, 64, (500, 64), (64,))
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -44,6 +34,7 @@ Plan = Mapping[str, str]
 """A style for each pattern of module or parameter names."""
 ATTENTION_INPUT = ("self_attn.q_proj", "self_attn.qkv_proj")
 MLP_OUTPUT = ("mlp.down_proj", "mlp.experts.down_proj")
+VOCABULARY = re.compile(r"embed_tokens\.weight$|^lm_head\.")
 WORDS = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key-value heads",
@@ -137,7 +128,11 @@ def part_of_rank(shape: ModelShape, layout: ParallelLayout | None) -> ModelShape
     """
     if layout is None or layout.tp == layout.ep == 1:
         return shape
-    plans = {name: _of_layers(plan) for name, plan in model_plans(shape.model_type).items()}
+    # patterns relative to a layer, as the names of `ModelShape.layers` are
+    plans = {
+        name: {pattern.partition(".*.")[2]: style for pattern, style in plan.items() if ".*." in pattern}
+        for name, plan in model_plans(shape.model_type).items()
+    }
     tp, ep, listed = plans.get("tp", {}), plans.get("ep", {}), shape.counted_adapters
     kinds = {kind: tuple(_split(tensor, tp, ep, layout) for tensor in kind) for kind in shape.layer_kinds}
     heads = layout.tp if _divides(tp, ATTENTION_INPUT, "colwise") else 1
@@ -147,17 +142,12 @@ def part_of_rank(shape: ModelShape, layout: ParallelLayout | None) -> ModelShape
     return replace(
         shape,
         layers=tuple(kinds[kind] for kind in shape.layers),
-        outer=tuple(_divided(tensor, 0, layout.tp) if _is_on_vocabulary(tensor) else tensor for tensor in shape.outer),
+        outer=tuple(_divided(t, 0, layout.tp) if VOCABULARY.search(t.name) else t for t in shape.outer),
         num_attention_heads=shape.num_attention_heads // heads,
         num_kv_heads=shape.num_kv_heads // heads,
         intermediate_size=shape.intermediate_size // width,
         counted_adapters=None if listed is None else {kinds[kind]: adapters for kind, adapters in listed.items()},
     )
-
-
-def _of_layers(plan: Plan) -> dict[str, str]:
-    """Patterns relative to a layer, as the names of `ModelShape.layers` are."""
-    return {pattern.partition(".*.")[2]: style for pattern, style in plan.items() if ".*." in pattern}
 
 
 def _style(plan: Plan, name: str) -> str | None:
@@ -173,23 +163,15 @@ def _divides(plan: Plan, modules: tuple[str, ...], style: str) -> bool:
 def _split(tensor: Tensor, tp: Plan, ep: Plan, layout: ParallelLayout) -> Tensor:
     if layout.ep > 1 and _style(ep, tensor.name) is not None:
         return _divided(tensor, 0, layout.ep)
-    axis = _axis(_style(tp, tensor.name), len(tensor.shape))
-    return tensor if axis is None else _divided(tensor, axis, layout.tp)
-
-
-def _axis(style: str | None, num_dims: int) -> int | None:
-    """The dimension that tensor parallelism divides: rows or columns of the last two, after that of the experts."""
-    if style is None or not style.startswith(SPLIT_STYLES):
-        return None
+    # Tensor parallelism divides rows or columns: of the last two dimensions, after that of the experts.
+    style, num_dims = _style(tp, tensor.name), len(tensor.shape)
+    if style is None or not style.startswith(SPLIT_STYLES) or ("rowwise" in style and num_dims == 1):
+        return tensor  # also a bias, which is added after the sum
     if style.startswith("embedding"):
-        return 0 if style == "embedding_rowwise" else 1
-    if "rowwise" in style:
-        return num_dims - 1 if num_dims > 1 else None  # a bias is added after the sum
-    return max(num_dims - 2, 0)
-
-
-def _is_on_vocabulary(tensor: Tensor) -> bool:
-    return tensor.name.endswith("embed_tokens.weight") or tensor.name.startswith("lm_head.")
+        axis = 0 if style == "embedding_rowwise" else 1
+    else:
+        axis = num_dims - 1 if "rowwise" in style else max(num_dims - 2, 0)
+    return _divided(tensor, axis, layout.tp)
 
 
 def _divided(tensor: Tensor, axis: int, ranks: int) -> Tensor:

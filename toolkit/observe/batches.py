@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from toolkit.observe.attest.tensors import raw_bytes
+
 IGNORED = -100  # the label that PyTorch's cross entropy ignores
 BATCH_FACTS = "batch_facts"
 
@@ -40,18 +42,19 @@ CountBatch = Callable[[Sequence[Any], MutableMapping[str, Any]], BatchFacts]
 def tensor_facts(rows: Sequence[Any], batch: MutableMapping[str, Any]) -> BatchFacts:
     """Count a batch of any script: the digest is of all tensors by name, shape and content."""
     del rows
-    digest, tokens, non_padding, supervised = hashlib.sha256(), 0, 0, 0
-    tensors = {name: batch[name] for name in sorted(batch) if isinstance(batch[name], torch.Tensor)}
+    digest, tensors = hashlib.sha256(), {name: batch[name] for name in sorted(batch) if torch.is_tensor(batch[name])}
     for name, tensor in tensors.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-        tokens += tensor.numel() if name.endswith("input_ids") else 0
-        non_padding += int(tensor.sum()) if name.endswith("attention_mask") else 0
-        supervised += int((tensor[..., 1:] != IGNORED).sum()) if name.endswith("labels") else 0
+        digest.update(raw_bytes(tensor))
+
+    def total(ending: str, count: Callable[[torch.Tensor], Any]) -> int | None:
+        counts = [int(count(tensor)) for name, tensor in tensors.items() if name.endswith(ending)]
+        return sum(counts) if counts else None
+
     return BatchFacts(
-        tokens=tokens if any(name.endswith("input_ids") for name in tensors) else None,
-        non_padding_tokens=non_padding if any(name.endswith("attention_mask") for name in tensors) else None,
-        supervised_tokens=supervised if any(name.endswith("labels") for name in tensors) else None,
+        tokens=total("input_ids", torch.numel),
+        non_padding_tokens=total("attention_mask", torch.sum),
+        supervised_tokens=total("labels", lambda labels: (labels[..., 1:] != IGNORED).sum()),
         sha256=digest.hexdigest(),
     )
 

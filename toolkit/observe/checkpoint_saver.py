@@ -29,9 +29,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.models.nf4 import as_in_training
+from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.failure_report import Diverged
-from toolkit.observe.observed_run import barrier
+from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.record.run_files import SaveRecord
@@ -41,12 +42,12 @@ FINGERPRINT_LOGITS = 64
 
 
 class CheckpointSaver:
-    """Saves what one rank has of each checkpoint. `reading` returns what the rank read back after its first step."""
+    """Saves what one rank has of each checkpoint."""
 
     def __init__(
-        self, trainer: Any, parts: ObserverParts, *, reading: Callable[[], Values | None], in_background: bool = False
+        self, trainer: Any, parts: ObserverParts, attestation: Attestation, *, in_background: bool = False
     ) -> None:
-        self.trainer, self.parts, self.reading = trainer, parts, reading
+        self.trainer, self.parts, self.attestation = trainer, parts, attestation
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.saves: list[SaveRecord] = []
@@ -60,14 +61,11 @@ class CheckpointSaver:
         Raises Diverged where the weights are lost: those are not written.
         """
         waited = 0.0 if self.background is None else self.background.wait()
-        reading, trainer = self.reading(), self.trainer
-        assert reading is not None
-        facts = self._manifest_facts(reading)
+        trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
-        record = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited)
-        began, wrapped = time.monotonic(), trainer.model_wrapped
-        if hasattr(wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(wrapped):
-            leave_out_tied_weights(wrapped)
+        record, began = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited), time.monotonic()
+        if hasattr(trainer.model_wrapped, "zero_optimization_stage"):
+            leave_out_tied_weights(trainer.model_wrapped)
         self.staging = saving_folder(Path(trainer.args.output_dir), step)
         folder = self.staging / f"checkpoint-{step}"
         with contextlib.nullcontext() if self.background is None else self.background.deferred_writes():
@@ -95,8 +93,8 @@ class CheckpointSaver:
         barrier()  # every rank has made the folder
         if writes and trainer.is_fsdp_enabled:  # an export needs them, and every other engine saves them
             plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-            adapters = getattr(plain, "peft_config", {}).values()
-            for part in (*(adapters or (plain.config, plain.generation_config)), trainer.processing_class):
+            own = getattr(plain, "peft_config", {}).values() or (plain.config, plain.generation_config)
+            for part in (*own, trainer.processing_class):
                 if part is not None:
                     part.save_pretrained(folder)
         if writes:
@@ -109,20 +107,14 @@ class CheckpointSaver:
                 trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> Path:
-        """Return the folder as `checkpoint-STEP`, once all ranks have written theirs. Collective in the process group.
-
-        The checksums are of what is read back from the disk, each rank its share of the bytes.
-        """
+        """Return the folder as `checkpoint-STEP`, with checksums of what the ranks read back. Collective."""
         args = self.trainer.args
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
         paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
-        entries: list[Any] = [file_entries(folder, paths[args.process_index :: args.world_size])]
-        if dist.is_initialized():
-            own, entries = entries[0], [None] * args.world_size
-            dist.all_gather_object(entries, own, group=group)
+        ranks = gather_from_ranks(file_entries(folder, paths[args.process_index :: args.world_size]), group=group)
         if args.process_index == 0:
-            files = sorted((entry for rank in entries for entry in rank), key=lambda entry: str(entry["path"]))
+            files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
             commit_checkpoint(folder, checkpoint, {**facts, "files": files})
             folder.parent.rmdir()
             limit = args.save_total_limit
@@ -132,10 +124,9 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait for a save in the background: the best checkpoint may be loaded next, and older ones removed."""
-        if self.background is not None:
-            waited = self.background.wait()
-            if self.saves:
-                self.saves[-1].stall_seconds += waited
+        waited = 0.0 if self.background is None else self.background.wait()
+        if self.saves:
+            self.saves[-1].stall_seconds += waited
 
     def note_save(self, kind: str, files: Iterable[Path], began: float) -> None:
         """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""
@@ -143,8 +134,10 @@ class CheckpointSaver:
         record.complete(files, began=began, writing_began=began)
         self.saves.append(record)
 
-    def _manifest_facts(self, reading: Values) -> Values:
+    def _manifest_facts(self) -> Values:
         """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint."""
+        reading = self.attestation.reading
+        assert reading is not None
         trainer, training, preset = self.trainer, self.trainer.args, self.parts.expected.preset
         batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
@@ -170,21 +163,28 @@ class CheckpointSaver:
         }
 
     def fingerprint(self) -> Values | None:
-        """Return `input_ids` and `logits` of the live model for fixed tokens, and how it computes. Collective.
+        """Return fixed tokens, the live model's first logits at the last one, and how it computes. Collective.
 
         None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite:
         the update of a step can ruin the weights while its loss, computed before it, is still finite.
         """
-        reading, trainer = self.reading(), self.trainer
+        reading, trainer = self.attestation.reading, self.trainer
         if reading is None or reading["offload_param"] == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
         if plain.get_output_embeddings() is None or getattr(plain.config, "is_encoder_decoder", False):
             return None  # no causal language model
-        with as_in_training(plain) as four_bit_matmul:
-            input_ids, logits = fixed_token_logits(plain)
-        bad = sum(not math.isfinite(logit) for logit in logits)
-        if bad:
+        vocabulary, was_training = plain.config.get_text_config().vocab_size, plain.training
+        input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]
+        # where the model computes; offloaded parameters are elsewhere
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else plain.device
+        plain.eval()
+        # No random number is drawn, so that training continues as it would without; the shapes are not a batch's.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), as_in_training(plain) as four_bit_matmul:
+            found = plain(input_ids=torch.tensor([input_ids], device=device)).logits[0, -1, :FINGERPRINT_LOGITS]
+        plain.train(was_training)
+        logits = found.float().tolist()
+        if bad := sum(not math.isfinite(logit) for logit in logits):
             raise Diverged(
                 f"the weights after step {trainer.state.global_step} are lost, and not saved: of their {len(logits)}"
                 f" logits for fixed tokens {bad} are NaN or infinite",
@@ -197,37 +197,18 @@ class CheckpointSaver:
 def leave_out_tied_weights(engine: Any) -> None:
     """Leave frozen weights out of DeepSpeed's adapter checkpoints under every one of their names.
 
-    deepspeed 0.19.8 leaves out the first name of a tied weight only, so that the output head, the largest tensor of
-    all, would be saved with the adapters (ZeRO-1 and ZeRO-2).
+    deepspeed 0.19.8 leaves out the first name of a tied weight only (ZeRO-1 and 2): the head would be saved.
     """
     frozen = [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    full_state_dict = engine.module_state_dict
 
     def module_state_dict(*args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
-        state = full_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
-        for name in frozen if exclude_frozen_parameters else []:
+        how = kwargs | {"exclude_frozen_parameters": exclude_frozen_parameters}
+        state = type(engine).module_state_dict(engine, *args, **how)
+        for name in frozen if exclude_frozen_parameters else ():
             state.pop(name, None)
         return state
 
     engine.module_state_dict = module_state_dict
-
-
-def fixed_token_logits(plain: Any) -> tuple[list[int], list[float]]:
-    """Return fixed tokens and the model's logits for them: the first 64 of the last position.
-
-    Collective under a sharded model. No random number is drawn, so that training continues as it would without; layers
-    run uncompiled, since the shapes are not those of a batch.
-    """
-    vocabulary = plain.config.get_text_config().vocab_size
-    input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]
-    was_training = plain.training
-    plain.eval()
-    # where the model computes; offloaded parameters are elsewhere
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else plain.device
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        logits = plain(input_ids=torch.tensor([input_ids], device=device)).logits[0, -1, :FINGERPRINT_LOGITS]
-    plain.train(was_training)
-    return input_ids, logits.float().tolist()
 
 
 class BackgroundSaver:
@@ -261,12 +242,14 @@ class BackgroundSaver:
             staged = self.stager.stage(state_dict)
             self.writes.append(lambda group: dcp_save(staged, process_group=group, **how))
 
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in live else tensor.detach()
+
         def save_file(tensors: dict[str, torch.Tensor], filename: str, **_: Any) -> None:
-            saved = []
-            for name, tensor in tensors.items():
-                own = tensor.detach()
-                own = own.clone() if tensor.untyped_storage().data_ptr() in live else own
-                saved.append(SavedTensor(name=name, shape=tuple(own.shape), dtype=own.dtype, read=own.cpu))
+            saved = [
+                SavedTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, read=copied(tensor).cpu)
+                for name, tensor in tensors.items()
+            ]
             self.writes.append(lambda _group: write_file(Path(filename), saved))
 
         dcp_save, save_at_once = dcp.save, modeling_utils.safe_save_file
@@ -277,10 +260,7 @@ class BackgroundSaver:
             dcp.save, modeling_utils.safe_save_file = dcp_save, save_at_once
 
     def start(self, complete: Callable[[Any, float], None]) -> None:
-        """Begin to write what was deferred, and then to complete the checkpoint.
-
-        `complete` is called with the thread's process group and the time at which writing began.
-        """
+        """Begin to write what was deferred, then call `complete` with the thread's group and when writing began."""
         assert self.thread is None
         writes, self.writes = self.writes, []
 

@@ -40,7 +40,6 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         self.decisions: dict[int, str] = {}
         """Rank 0's decisions, by step."""
         self.store: Any = None
-        self.began = 0.0
 
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         self.began = time.monotonic()
@@ -68,8 +67,10 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         timed = self.timer.timed_seconds
         if self.minutes is not None and time.monotonic() - self.began > self.minutes * 60:
             return f"{self.minutes:g} minutes"
-        if self.within is not None and len(timed) >= MIN_TIMED_STEPS and is_median_within(timed, self.within):
-            return f"median step known to {self.within:.1%}"
+        if self.within is not None and len(timed) >= MIN_TIMED_STEPS:
+            median, (low, high) = statistics.median(timed), median_interval(timed)
+            if max(high - median, median - low) <= self.within * median:
+                return f"median step known to {self.within:.1%}"
         return CONTINUE
 
     def _read(self, step: int) -> str:
@@ -78,26 +79,15 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         return str(self.store.get(f"early_stopping/{step}").decode())
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the median by order statistics, whatever the distribution; None without a value.
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median by order statistics, whatever the distribution.
 
     The number of values below the median is binomial (Conover, "Practical Nonparametric Statistics", section 3.2).
 
     >>> median_interval([1.0, 1.2, 0.9, 1.1, 1.0])
     (0.9, 1.2)
     """
-    if not values:
-        return None
     ordered, half_width = sorted(values), 1.96 * math.sqrt(len(values)) / 2
     low = max(1, round(len(values) / 2 - half_width))
     high = min(len(values), round(len(values) / 2 + half_width) + 1)
     return ordered[low - 1], ordered[high - 1]
-
-
-def is_median_within(values: Sequence[float], fraction: float) -> bool:
-    """Return True if the 95 % interval of the median is within `fraction` of the median on both sides."""
-    interval = median_interval(values)
-    if interval is None:
-        return False
-    median = statistics.median(values)
-    return max(interval[1] - median, median - interval[0]) <= fraction * median

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +21,9 @@ from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitErr
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.progress import Progress
 from toolkit.record import status
+from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
-from toolkit.record.resource_exhaustion import (
-    describe_full_disk,
-    describe_host_oom,
-    describe_latest_checkpoint,
-    is_disk_full,
-    is_out_of_memory,
-)
 
 RESUME = "the same command with `--resume_from_checkpoint latest` resumes from the last checkpoint"
 # gloo's and the NCCL watchdog's messages (torch 2.13), after `--ddp_timeout`.
@@ -55,7 +50,7 @@ def status_of(error: BaseException) -> str:
     """Return the run status that an exception means."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return status.OUT_OF_MEMORY
-    if isinstance(error, (MemoryError, OutOfMemory)) or is_out_of_memory(str(error)):
+    if isinstance(error, (MemoryError, OutOfMemory)) or status.is_out_of_memory(str(error)):
         return status.HOST_OUT_OF_MEMORY
     if isinstance(error, AttestationFailed):
         return status.ATTESTATION_FAILED
@@ -71,11 +66,12 @@ def report_failure(error: BaseException, progress: Progress) -> int:
     kind, rank = status_of(error), int(os.environ.get("RANK", "0"))
     invalid_input = isinstance(error, ToolkitError) and not isinstance(error, (RunFailed, OutOfMemory))
     code = status.exit_code_of(kind, invalid_input=invalid_input)
-    where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
-    text = f"error ({where}): {type(error).__name__}: {error}\n{traceback.format_exc()}"
+    text = f"error: {error}"
+    if not isinstance(error, ToolkitError):
+        where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
+        text = f"error ({where}): {type(error).__name__}: {error}\n{traceback.format_exc()}"
     with _REPORTING:
-        failure = _failure(error, kind, rank, progress) | {"invalid_input": invalid_input}
-        _report(failure, progress, code, f"error: {error}" if isinstance(error, ToolkitError) else text)
+        _report(_failure(error, kind, rank, progress) | {"invalid_input": invalid_input}, progress, code, text)
     return code
 
 
@@ -117,11 +113,11 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     if isinstance(error, Diverged) and folder is not None:
         hint = f"{hint}; {describe_latest_checkpoint(folder)}"
     if kind == status.HOST_OUT_OF_MEMORY:
-        message, hint = describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
-    elif kind == status.FAILED and not own and (lost := _lost_rank(progress, rank)) is not None:
+        message, hint = status.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
+    elif folder is not None and kind == status.FAILED and not own and (lost := _lost_rank(folder / "ranks", rank)):
         rank, hint = lost.rank, RESUME
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
-    elif is_disk_full(error) and folder is not None:
+    elif folder is not None and status.is_disk_full(error):
         message, hint = describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
     on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
     return {
@@ -138,10 +134,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     }
 
 
-def _lost_rank(progress: Progress, rank: int) -> Heartbeat | None:
+def _lost_rank(ranks: Path, rank: int) -> Heartbeat | None:
     """Return the heartbeat of another rank whose process is gone: this rank's error may come from that."""
-    if progress.output_dir is None:
-        return None
     time.sleep(LOST_RANK_GRACE_SECONDS)
-    heartbeats = read_heartbeats(progress.output_dir / "ranks")
-    return next((other for other in heartbeats if other.rank != rank and other.is_gone), None)
+    return next((other for other in read_heartbeats(ranks) if other.rank != rank and other.is_gone), None)

@@ -28,10 +28,13 @@ from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.words import Words
-from toolkit.presets.training_arguments import enable_fsdp_on_cpu, uses_fsdp
+from toolkit.presets.preset import presets_root
+from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
 from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, RunFolder, start_facts
+
+DEEPSPEED_JSON_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 class ScriptRun:
@@ -46,6 +49,7 @@ class ScriptRun:
     def run(self) -> int:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
         self._open_folder()
+        find_deepspeed_json()
         make_cpu_group(self.ranks)
         self._watch_trainers()
         code, told = EXIT_DONE, None
@@ -164,7 +168,7 @@ class ScriptRun:
             prepared=first,
         )
         if self.rank == 0:
-            observer.record.folder.update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
+            RunFolder(path).update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
         if not words.stop_on_signal:
@@ -196,6 +200,12 @@ def make_cpu_group(ranks: int) -> None:
         return
     from accelerate import PartialState
 
-    if uses_fsdp():
-        enable_fsdp_on_cpu()
+    enable_fsdp_on_cpu()
     PartialState(cpu=True)
+
+
+def find_deepspeed_json() -> None:
+    """Give accelerate the absolute path of a preset's JSON, which it looks for in the working directory."""
+    named = os.environ.get(DEEPSPEED_JSON_VARIABLE)
+    if named is not None and not Path(named).is_file() and (presets_root() / named).is_file():
+        os.environ[DEEPSPEED_JSON_VARIABLE] = str(presets_root() / named)

@@ -22,20 +22,7 @@ import psutil
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.observe.failure_report import report_hang
 from toolkit.observe.progress import STEP_PHASES, Progress
-from toolkit.record.heartbeat import (
-    DEFAULT_HANG_TIMEOUT_MINUTES,
-    HANG_CLAIM,
-    HANG_TIMEOUT_VARIABLE,
-    STACKS_SIGNAL,
-    Heartbeat,
-    hang_failure,
-    is_superseded,
-    peak_resident_bytes,
-    read_heartbeats,
-    stacks_path,
-    stalled_seconds,
-    write_heartbeat,
-)
+from toolkit.record import heartbeat
 
 HEARTBEAT_SECONDS = 1.0
 # Processor time that counts as progress outside the steps.
@@ -46,13 +33,12 @@ CLAIM_SECONDS = 30.0
 
 def hang_timeout_seconds() -> float:
     """Return the limit from the environment, or the default; 0 is no limit. Raises ToolkitError for anything else."""
-    given = os.environ.get(HANG_TIMEOUT_VARIABLE)
-    try:
-        minutes = DEFAULT_HANG_TIMEOUT_MINUTES if given is None else float(given)
-    except ValueError:
-        minutes = -1.0
+    given = os.environ.get(heartbeat.HANG_TIMEOUT_VARIABLE)
+    minutes = -1.0
+    with contextlib.suppress(ValueError):
+        minutes = heartbeat.DEFAULT_HANG_TIMEOUT_MINUTES if given is None else float(given)
     if not minutes >= 0:
-        raise ToolkitError(f"{HANG_TIMEOUT_VARIABLE} is {given!r}, expected minutes, or 0 for no limit")
+        raise ToolkitError(f"{heartbeat.HANG_TIMEOUT_VARIABLE} is {given!r}, expected minutes, or 0 for no limit")
     return minutes * 60
 
 
@@ -61,19 +47,15 @@ class Watchdog:
 
     def __init__(self, progress: Progress, *, ranks: Path, rank: int) -> None:
         self.progress, self.ranks, self.rank = progress, ranks, rank
-        self.limit_seconds = hang_timeout_seconds()
-        self.process = psutil.Process()
-        self.started_unix = self.process.create_time()
+        self.limit_seconds, self.process, self.writing = hang_timeout_seconds(), psutil.Process(), threading.Lock()
         self.last_position: tuple[Any, ...] = ()
-        self.cpu_seconds = 0.0
-        self.progress_unix = time.time()
-        self.writing = threading.Lock()
+        self.cpu_seconds, self.progress_unix = 0.0, time.time()
 
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
         self.ranks.mkdir(parents=True, exist_ok=True)
-        self.stacks = stacks_path(self.ranks, self.rank).open("w", encoding="utf-8")
-        faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
+        self.stacks = heartbeat.stacks_path(self.ranks, self.rank).open("w", encoding="utf-8")
+        faulthandler.register(heartbeat.STACKS_SIGNAL, file=self.stacks, all_threads=True)
         self.beat()
         # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
         atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
@@ -82,7 +64,7 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            if is_superseded(self.ranks, self.progress.attempt_id):  # the run folder is its successor's
+            if heartbeat.is_superseded(self.ranks, self.progress.attempt_id):  # the run folder is its successor's
                 node, pid, why = os.uname().nodename, os.getpid(), "the run was restarted without it"
                 print(f"rank {self.rank} on {node} (process {pid}) ends: {why}", file=sys.stderr, flush=True)
                 os._exit(EXIT_RUN_FAILED)
@@ -96,20 +78,17 @@ class Watchdog:
         now = time.time()
         if self._made_progress():
             self.progress_unix = now
-        heartbeat = Heartbeat(
+        beat = heartbeat.Heartbeat(
             rank=self.rank,
             host=os.uname().nodename,
-            pid=os.getpid(),
-            process_started_unix=self.started_unix,
-            step=self.progress.step,
-            micro_steps=self.progress.micro_steps,
-            phase=self.progress.phase,
+            pid=self.process.pid,
+            process_started_unix=self.process.create_time(),
+            **{name: getattr(self.progress, name) for name in ("step", "micro_steps", "phase", "attempt_id")},
             progress_unix=self.progress_unix,
             written_unix=now,
-            peak_host_bytes=peak_resident_bytes(),
-            attempt_id=self.progress.attempt_id,
+            peak_host_bytes=heartbeat.peak_resident_bytes(),
         )
-        write_heartbeat(self.ranks, heartbeat)
+        heartbeat.write_heartbeat(self.ranks, beat)
 
     def _made_progress(self) -> bool:
         position = (self.progress.step, self.progress.micro_steps, self.progress.phase)
@@ -128,18 +107,18 @@ class Watchdog:
 
         The first rank that claims it reports; a later one does if the first has not ended the run.
         """
-        if stalled_seconds(read_heartbeats(self.ranks), now=time.time()) <= self.limit_seconds:
+        if heartbeat.stalled_seconds(heartbeat.read_heartbeats(self.ranks), now=time.time()) <= self.limit_seconds:
             return
-        claim = self.ranks / HANG_CLAIM
+        claim = self.ranks / heartbeat.HANG_CLAIM
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:
             if time.time() - claim.stat().st_mtime <= CLAIM_SECONDS:
                 return
-        report_hang(hang_failure(self.ranks, limit_seconds=self.limit_seconds), self.progress)
-        for heartbeat in read_heartbeats(self.ranks):
-            if heartbeat.rank != self.rank and heartbeat.process is not None:
+        report_hang(heartbeat.hang_failure(self.ranks, limit_seconds=self.limit_seconds), self.progress)
+        for beat in heartbeat.read_heartbeats(self.ranks):
+            if beat.rank != self.rank and beat.process is not None:
                 with contextlib.suppress(OSError):
-                    os.kill(heartbeat.pid, signal.SIGKILL)  # it may not be able to end by itself
+                    os.kill(beat.pid, signal.SIGKILL)  # it may not be able to end by itself
         sys.stderr.flush()
         os._exit(EXIT_RUN_FAILED)

@@ -58,10 +58,6 @@ class ObservedRun:
         """True in the process that writes run.json and prints what is printed once."""
         return self.rank == 0 or self.single_process
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        barrier()
-
     def open(self, *, prepared: bool = False, reuse: Reuse = "never", **facts: Any) -> None:
         """Let one rank write run.json with `facts`, and begin the timeline. Collective.
 
@@ -70,11 +66,11 @@ class ObservedRun:
         """
         if not prepared:
             check_start(self.folder, reuse)
-            self.barrier()
+            barrier()
             if self.writes:
                 start_attempt(self.folder, reuse)
                 copy_output_to(self.folder.log)
-        self.barrier()
+        barrier()
         if self.writes:
             started = {} if prepared else start_facts() | {"plan": None}
             self.folder.update_run(
@@ -91,25 +87,19 @@ class ObservedRun:
             )
         self.progress.step, self.progress.output_dir = self.resumed_step, self.folder.path
         if self.writes and not self.single_process:
-            restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-            self.progress.open_timeline(self.folder.timeline, restarted=restarted)
+            self.progress.open_timeline(self.folder.timeline)
 
     def begin_training(self) -> None:
-        """Remove what an earlier attempt left unfinished, now that this one has trained a step. Collective."""
+        """Remove what an earlier attempt left unfinished, now that this one has trained a step. Collective.
+
+        So are the rows, of ranks that are no longer there, of steps that are trained again; other ranks drop their own.
+        """
         if self.writes:
             remove_unfinished(self.folder.path)
-        self.barrier()
-
-    def begin_rows(self) -> None:
-        """Begin training, and drop the rows of steps that are trained again by fewer ranks. Collective.
-
-        Each of this attempt's ranks drops its own.
-        """
-        if self.writes and self.continues:
             own = {self.folder.rank_rows(rank) for rank in range(self.world_size)}
-            for rows in sorted({*self.folder.path.glob("ranks/rank*.jsonl")} - own):
+            for rows in {*self.folder.path.glob("ranks/rank*.jsonl")} - own if self.continues else ():
                 drop_rows_after(rows, self.resumed_step)
-        self.begin_training()
+        barrier()
 
     def complete(self, *, untimed_steps: int, saves: Sequence[SaveRecord] = ()) -> None:
         """Write the summary of all ranks' rows, rank 0's phases and the status. Collective."""
@@ -147,12 +137,12 @@ def barrier(group: Any = None) -> None:
         dist.barrier(group)
 
 
-def gather_from_ranks(value: Any, *, single_process: bool = False) -> list[Any]:
-    """Return every rank's value, on every rank. Collective."""
+def gather_from_ranks(value: Any, *, single_process: bool = False, group: Any = None) -> list[Any]:
+    """Return every rank's value, on every rank of the group. Collective."""
     if single_process or not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

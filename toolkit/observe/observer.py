@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import Trainer
 
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import ObservedCollator, take_facts
-from toolkit.observe.checkpoint_saver import CheckpointSaver
+from toolkit.observe.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.hang_detection import Watchdog
 from toolkit.observe.observed_run import ObservedRun, claim_folder, gather_from_ranks
@@ -37,17 +38,23 @@ from toolkit.record.folder import RunFolder
 UNTIMED_STEPS = 2  # compilation and the growth of the allocator
 
 
+@dataclass(kw_only=True, slots=True)
 class Observer:
     """What observes one Trainer on this rank."""
 
-    def __init__(self, record: ObservedRun, timer: StepTimer, attestation: Attestation) -> None:
-        self.record, self.progress, self.timer, self.attestation = record, record.progress, timer, attestation
-        self.saver: CheckpointSaver | None = None
-        """Makes checkpoints complete or absent; None leaves the Trainer's saves as they are."""
-        self.completes: Callable[[], None] | None = None
-        """Completes the record when `train()` returns; None where the script does that itself."""
-        self.times_waits = False
-        """True once the timer is notified when forward waits for other ranks."""
+    progress: Progress
+    timer: StepTimer
+    attestation: Attestation
+    saver: CheckpointSaver | None
+    """Makes checkpoints complete or absent; None leaves the Trainer's saves as they are."""
+    completes: Callable[[], None] | None = None
+    """Completes the record when `train()` returns; None where the script does that itself."""
+    times_waits: bool = False
+    """True once the timer is notified when forward waits for other ranks."""
+
+    @property
+    def background(self) -> BackgroundSaver | None:
+        return None if self.saver is None else self.saver.background
 
 
 class ObservedTrainer(Trainer):  # type: ignore[misc]
@@ -63,8 +70,8 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
                 observer.completes()
             return output
         except BaseException as error:
-            if observer.saver is not None and observer.saver.background is not None:
-                observer.saver.background.finish_after_failure()
+            if observer.background is not None:
+                observer.background.finish_after_failure()
             if observer.completes is not None:
                 report_failure(error, observer.progress)
             raise
@@ -85,8 +92,8 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         observer, progress = self.observer, self.observer.progress
-        if observer.saver is not None and observer.saver.background is not None:
-            observer.saver.background.raise_if_failed()
+        if observer.background is not None:
+            observer.background.raise_if_failed()
         observer.timer.add_batch(take_facts(inputs))
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -141,7 +148,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         return str(super()._get_output_dir(*args, **kwargs) if staging is None else staging)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self.observer.saver is not None and self.observer.saver.background is not None:
+        if self.observer.saver is not None and self.observer.background is not None:
             self.observer.progress.enter("save")
             self.observer.saver.finish()
             self.observer.progress.enter("train")
@@ -179,22 +186,13 @@ def observe(
     step_timer = timer(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
     )
-    verification = attestation(
-        run,
-        parts,
-        trainer=trainer,
-        first_batches=step_timer.first_batches,
-        strict=require is not None or record is not None or bool(parts.expected.settings),
-        on_done=step_timer.restart_clock,  # reading back is no part of a step
-    )
-    trainer.observer = observer = Observer(run, step_timer, verification)
-    if complete_saves:
-        observer.saver = CheckpointSaver(
-            trainer, parts, reading=lambda: verification.reading, in_background=saves_in_background
-        )
+    strict = require is not None or record is not None or bool(parts.expected.settings)
+    verification = attestation(run, parts, step_timer, trainer=trainer, strict=strict)
+    saver = CheckpointSaver(trainer, parts, verification, in_background=saves_in_background) if complete_saves else None
+    observer = Observer(progress=run.progress, timer=step_timer, attestation=verification, saver=saver)
     if record is None:
-        saves = [] if observer.saver is None else observer.saver.saves
-        observer.completes = lambda: run.complete(untimed_steps=untimed_steps, saves=saves)
+        observer.completes = lambda: run.complete(untimed_steps=untimed_steps, saves=saver.saves if saver else ())
+    trainer.observer = observer
     trainer.__class__ = type(f"Observed{own.__name__}", (ObservedTrainer, own), {})
     # accelerate may send the batches of an iterable data set to other ranks, and sends tensors only
     if not isinstance(trainer.train_dataset, IterableDataset) or parts.collates_on_each_rank:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
@@ -23,6 +23,8 @@ from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.timer import StepTimer
 
 Interval = tuple[float, float]
+Lanes = dict[str, list[Interval]]
+"""What a step is made of: `compute`, `communication` and `data_wait`."""
 
 DATA_WAIT_EVENT = "toolkit.data_wait"
 STEP_EVENT_PREFIX = "ProfilerStep#"
@@ -51,15 +53,13 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
-        self.timer.profiled = False
         if self.running is not None:
             self.running.step()
             if state.global_step == self.last:
                 self._stop()
         elif state.global_step + 1 == self.first:
             self._start()
-        if self.running is not None:
-            self.timer.profiled = True
+        self.timer.profiled = self.running is not None
         self.timer.restart_clock()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -85,21 +85,24 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
         self.running.export_chrome_trace(str(self.trace))
         self.running = None
         trace = json.loads(gzip.decompress(self.trace.read_bytes()))
-        intervals = TraceIntervals.from_events(trace["traceEvents"])
-        epoch_seconds = float(trace.get("baseTimeNanoseconds", 0)) / 1e9
-        self.breakdown = {
-            "steps": step_rows(intervals, first=self.first, last=self.last),
-            "timeline": step_timeline(intervals, index=self.last - self.first, epoch_seconds=epoch_seconds),
-        }
+        steps, lanes = read_trace(trace["traceEvents"])
+        profiled = dict(zip(range(self.first, self.last + 1), steps, strict=False))  # torch adds an empty last step
+        self.breakdown["steps"] = [
+            {"step": number} | {f"{part}_seconds": value / 1e6 for part, value in step_parts(step, lanes).items()}
+            for number, step in profiled.items()
+        ]
+        if self.last in profiled:
+            epoch_seconds = float(trace.get("baseTimeNanoseconds", 0)) / 1e9
+            self.breakdown["timeline"] = step_timeline(profiled[self.last], lanes, epoch_seconds=epoch_seconds)
 
 
 def table_lines(rows: list[dict[str, float]]) -> list[str]:
     """Return the log's table: milliseconds of each part, and its share of the step."""
-    columns = ("step", *(part.replace("exposed_communication", "exposed") for part in PARTS))
+    columns = ("step", "compute", "communication", "exposed", "data_wait", "idle")
     lines = ["profile (ms):  step  rank" + "".join(column.rjust(20) for column in columns)]
     for row in rows:
-        whole = row["step_seconds"]
-        parts = [f"{1000 * row[f'{part}_seconds']:.1f} ({row[f'{part}_seconds'] / whole:.0%})" for part in PARTS]
+        seconds, whole = [row[f"{part}_seconds"] for part in PARTS], row["step_seconds"]
+        parts = [f"{1000 * each:.1f} ({each / whole:.0%})" for each in seconds]
         fields = "".join(field.rjust(20) for field in (f"{1000 * whole:.1f}", *parts))
         lines.append(f"               {row['step']:4.0f}  {row['rank']:4.0f}{fields}")
     return lines
@@ -123,92 +126,67 @@ class MemorySnapshot(TrainerCallback):  # type: ignore[misc]
 # -- where the time of a step went
 
 
-class TraceIntervals(NamedTuple):
-    """The intervals of one rank's trace, by what happened in them."""
-
-    steps: list[Interval]
-    compute: list[Interval]
-    communication: list[Interval]
-    data_wait: list[Interval]
-
-    @classmethod
-    def from_events(cls, events: Iterable[dict[str, Any]]) -> TraceIntervals:
-        """Read the complete events of a Chrome trace."""
-        complete = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-        host = [event for event in complete if event.get("cat") != "gpu_user_annotation"]
-        waits = [(event["tid"], _interval(event)) for event in host if event["name"] == DATA_WAIT_EVENT]
-        steps = sorted({_interval(event) for event in host if event["name"].startswith(STEP_EVENT_PREFIX)})
-        kernels = [event for event in complete if event.get("cat") in GPU_CATEGORIES]
-        if kernels:
-            communication = [event for event in kernels if "nccl" in event["name"].lower()]
-            compute = [event for event in kernels if "nccl" not in event["name"].lower()]
-        else:
-            communication = [event for event in complete if event["name"].startswith(COLLECTIVE_PREFIXES)]
-            operators = [each for each in complete if each.get("cat") == "cpu_op" and each["name"].startswith("aten::")]
-            # collating a batch uses operators too, and is part of the wait for it
-            compute = [
-                each
-                for each in operators
-                if not any(tid == each["tid"] and start <= each["ts"] < end for tid, (start, end) in waits)
-            ]
-        return cls(
-            steps, list(map(_interval, compute)), list(map(_interval, communication)), [wait for _, wait in waits]
-        )
-
-    def lanes(self) -> dict[str, list[Interval]]:
-        """Return what a step is made of, by name."""
-        return {name: getattr(self, name) for name in ("compute", "communication", "data_wait")}
+def read_trace(events: Iterable[dict[str, Any]]) -> tuple[list[Interval], Lanes]:
+    """Return the steps of a Chrome trace, and what they are made of."""
+    complete = [event for event in events if event.get("ph") == "X" and event.get("dur")]
+    host = [event for event in complete if event.get("cat") != "gpu_user_annotation"]
+    waits = [(event["tid"], _interval(event)) for event in host if event["name"] == DATA_WAIT_EVENT]
+    steps = sorted({_interval(event) for event in host if event["name"].startswith(STEP_EVENT_PREFIX)})
+    if kernels := [event for event in complete if event.get("cat") in GPU_CATEGORIES]:
+        communication = [event for event in kernels if "nccl" in event["name"].lower()]
+        compute = [event for event in kernels if "nccl" not in event["name"].lower()]
+    else:
+        communication = [event for event in complete if event["name"].startswith(COLLECTIVE_PREFIXES)]
+        operators = [each for each in complete if each.get("cat") == "cpu_op" and each["name"].startswith("aten::")]
+        # collating a batch uses operators too, and is part of the wait for it
+        compute = [
+            each
+            for each in operators
+            if not any(tid == each["tid"] and start <= each["ts"] < end for tid, (start, end) in waits)
+        ]
+    lanes = {"compute": list(map(_interval, compute)), "communication": list(map(_interval, communication))}
+    return steps, lanes | {"data_wait": [wait for _, wait in waits]}
 
 
 def _interval(event: dict[str, Any]) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def step_rows(trace: TraceIntervals, *, first: int, last: int) -> list[dict[str, float]]:
-    """Return the breakdown of each profiled step, in seconds, by step number."""
-    rows = []
-    for number, step in zip(range(first, last + 1), trace.steps, strict=False):
-        parts = step_parts(step, **trace.lanes())
-        rows.append({"step": number} | {f"{part}_seconds": value / 1e6 for part, value in parts.items()})
-    return rows
-
-
-def step_parts(
-    step: Interval, *, compute: Iterable[Interval], communication: Iterable[Interval], data_wait: Iterable[Interval]
-) -> dict[str, float]:
+def step_parts(step: Interval, lanes: Lanes) -> dict[str, float]:
     """Divide a step so that compute + exposed_communication + data_wait + idle = step.
 
     `communication` is all of it; what overlaps with compute is hidden, the rest is exposed.
 
-    >>> parts = step_parts((0, 10), compute=[(0, 4)], communication=[(3, 6)], data_wait=[(6, 7)])
+    >>> parts = step_parts((0, 10), {"compute": [(0, 4)], "communication": [(3, 6)], "data_wait": [(6, 7)]})
     >>> parts["communication"], parts["exposed_communication"], parts["idle"]
     (3, 2, 3)
     """
 
-    def covered(*lanes: Iterable[Interval]) -> float:
-        return sum(end - start for start, end in clip((each for lane in lanes for each in lane), step))
+    def covered(*names: str) -> float:
+        return sum(end - start for start, end in clip((each for name in names for each in lanes[name]), step))
 
-    compute, communication, whole = list(compute), list(communication), step[1] - step[0]
-    working, busy = covered(compute, communication), covered(compute, communication, data_wait)
+    compute, working, busy, whole = (
+        covered("compute"),
+        covered("compute", "communication"),
+        covered(*lanes),
+        step[1] - step[0],
+    )
     return {
         "step": whole,
-        "compute": covered(compute),
-        "communication": covered(communication),
-        "exposed_communication": working - covered(compute),
+        "compute": compute,
+        "communication": covered("communication"),
+        "exposed_communication": working - compute,
         "data_wait": busy - working,
         "idle": whole - busy,
     }
 
 
-def step_timeline(trace: TraceIntervals, *, index: int, epoch_seconds: float) -> dict[str, Any] | None:
-    """Return one profiled step, counted from 0, for a report to draw; None where the trace has no such step.
+def step_timeline(step: Interval, lanes: Lanes, *, epoch_seconds: float) -> dict[str, Any]:
+    """Return one profiled step for a report to draw.
 
     `start_unix` is the start of the step, `seconds` its length, and `lanes` has intervals in seconds from its start, at
     the resolution of a drawing. `epoch_seconds` is the Unix time of the trace's zero.
     """
-    if len(trace.steps) <= index:  # the profiler opens one step more than it was asked for: the last one is empty
-        return None
-    step = trace.steps[index]
     finest = (step[1] - step[0]) * TIMELINE_RESOLUTION
 
     def drawn(intervals: Iterable[Interval]) -> list[list[float]]:
@@ -218,7 +196,7 @@ def step_timeline(trace: TraceIntervals, *, index: int, epoch_seconds: float) ->
     return {
         "start_unix": epoch_seconds + step[0] / 1e6,
         "seconds": (step[1] - step[0]) / 1e6,
-        "lanes": {name: drawn(intervals) for name, intervals in trace.lanes().items()},
+        "lanes": {name: drawn(intervals) for name, intervals in lanes.items()},
     }
 
 

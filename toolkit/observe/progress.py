@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,16 +58,15 @@ class Progress:
         if self.timeline is not None:
             add_moment(self.timeline, phase, step=self.step, **facts)
 
-    def open_timeline(self, timeline: Path, *, restarted: bool) -> None:
+    def open_timeline(self, timeline: Path) -> None:
         """Write the phases so far, and each later one when it begins."""
-        self.timeline = timeline
+        self.timeline, restarted = timeline, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         for phase, unix in self.phases:
             self.note(phase, unix=unix, restarted=restarted and phase == "start")
 
     def record_memory(self, phase: str) -> None:
         """Record the bytes in use now, the first time a phase ends: in the first step, which is not timed."""
-        memory = self.memory_by_phase
-        if memory is not None and getattr(memory, phase) is None:
+        if (memory := self.memory_by_phase) is not None and getattr(memory, phase) is None:
             on_gpu = memory.bytes_of == "allocated"
             used = torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss
             self.memory_by_phase = memory.updated(**{phase: used})

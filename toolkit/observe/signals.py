@@ -87,11 +87,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         self.store = join_store(timedelta(seconds=ANSWER_SECONDS), self.progress)
         self.store.set(REQUESTED, str(int(self.signal)))
         self.store.set(f"stop/{self.rank}", str(step))
-        if step == BEFORE_TRAINING:
-            return [step]
-        keys = [f"stop/{rank}" for rank in range(self.world_size)]
-        self.store.wait(keys)
-        return [int(self.store.get(key)) for key in keys]
+        ranks = [self.rank] if step == BEFORE_TRAINING else range(self.world_size)
+        return [int(self.store.get(f"stop/{rank}")) for rank in ranks]
 
     def _silent_ranks(self) -> str:
         """Name the ranks that have published no step, with their nodes where they have written a heartbeat."""
@@ -109,7 +106,6 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         error = Interrupted(f"{self.signal.name} ended the run in step {self.progress.step + 1}; {why}")
         report_failure(error, self.progress)
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(EXIT_RUN_FAILED)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -29,8 +31,7 @@ from toolkit.record.measurements import MemoryByPhase, drop_rows_after
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompilerEvents:
+class CompilerEvents(NamedTuple):
     """What torch's compiler has done in this process so far, or between two readings."""
 
     graphs: int
@@ -45,19 +46,18 @@ class CompilerEvents:
         """Read torch's own counters."""
         from torch._dynamo.utils import counters, guard_failures
 
+        def first_line(reason: Any) -> str:
+            return str(reason).strip().partition("\n")[0].strip()
+
         return cls(
             graphs=counters["stats"]["unique_graphs"],
-            graph_breaks=Counter({_first_line(why): number for why, number in counters["graph_break"].items()}),
-            guard_failures=Counter(_first_line(why) for reasons in guard_failures.values() for why in reasons),
+            graph_breaks=Counter({first_line(why): number for why, number in counters["graph_break"].items()}),
+            guard_failures=Counter(first_line(why) for reasons in guard_failures.values() for why in reasons),
         )
 
     def since(self, earlier: CompilerEvents) -> CompilerEvents:
         """Return what happened after an earlier reading."""
-        return CompilerEvents(
-            graphs=self.graphs - earlier.graphs,
-            graph_breaks=self.graph_breaks - earlier.graph_breaks,
-            guard_failures=self.guard_failures - earlier.guard_failures,
-        )
+        return CompilerEvents(*map(operator.sub, self, earlier))
 
     def warning(self, *, step: int, rank: int) -> str | None:
         """Return the line to print if any of this happened in a timed step, with the reason; None if nothing did."""
@@ -66,36 +66,6 @@ class CompilerEvents:
         why = "".join(f": {reason}" for reason in [*self.graph_breaks, *self.guard_failures][:1])
         where = f"in step {step} on rank {rank}, which is timed{why}"
         return f"warning: {' and '.join(happened)} {where}" if happened else None
-
-
-def _first_line(reason: str) -> str:
-    return str(reason).strip().partition("\n")[0].strip()
-
-
-class DeviceReadings:
-    """Reads the memory columns of a step's row. On a CPU all but host memory are None."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.nvml = Nvml(str(torch.cuda.get_device_properties(device).uuid)) if self.cuda else None
-        self.queried_at = -math.inf
-        self.driver_bytes: int | None = None
-
-    def read(self) -> dict[str, Any]:
-        """Return the memory columns: peaks since the process began, in bytes."""
-        gpu_reading, now = None, time.monotonic()
-        if self.nvml is not None and now - self.queried_at >= SECONDS_BETWEEN_NVML_QUERIES:
-            self.queried_at, self.driver_bytes = now, self.nvml.process_bytes(os.getpid())
-            energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
-            gpu_reading = {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
-        return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
-            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.cuda else None,
-            "driver_bytes": self.driver_bytes,
-            "gpu_reading": gpu_reading,
-            "peak_host_bytes": peak_resident_bytes(),
-        }
 
 
 @dataclass(slots=True)
@@ -138,8 +108,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.run, self.parts, self.progress = run, parts, run.progress
         self.path, self.rank, self.resumed_step = run.folder.rank_rows(run.rank), run.rank, run.resumed_step
-        self.untimed_steps, self.stops_if_diverged = untimed_steps, stops_if_diverged
-        self.max_steps = 0
+        self.untimed_steps, self.stops_if_diverged, self.max_steps = untimed_steps, stops_if_diverged, 0
         self.timed_seconds: list[float] = []
         """Seconds of this rank's timed steps, as far as the device has finished them."""
         self.scales_loss = False
@@ -147,11 +116,12 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.profiled = False
         """True while the step in progress is profiled: its row says so, and it is not timed."""
         self.cuda = device.type == "cuda"
-        self.device_readings = DeviceReadings(device)
+        self.nvml = Nvml(str(torch.cuda.get_device_properties(device).uuid)) if self.cuda else None
+        self.driver_bytes: int | None = None
+        self.queried_at = self.printed_at = -math.inf
         self.step = _Step()
         self.unwritten: deque[tuple[int, _Step]] = deque()
         """Finished steps, by number, whose device work may still be running."""
-        self.printed_at = 0.0
         self.first_batches: list[str] = []
         """Digests of the batches of this rank's first optimizer step."""
 
@@ -218,7 +188,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         finished, self.step = self.step, _Step()
         finished.profiled = self.profiled
         self.restart_clock()  # here, so that the cost of the timer itself is part of the next step
-        finished.end, finished.memory = self.step.start, self._read_memory()
+        finished.end, finished.memory = self.step.start, self.read_memory()
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
         if self.step.compiler is not None and finished.compiler is not None:
             finished.compiler = self.step.compiler.since(finished.compiler)
@@ -226,7 +196,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             self.progress.record_memory("step")
             if self.progress.memory_by_phase is not None:
                 finished.memory["memory_by_phase"] = self.progress.memory_by_phase.model_dump()
-            self.run.begin_rows()
+            self.run.begin_training()
             if dropped := drop_rows_after(self.path, self.resumed_step):  # their steps were trained again
                 seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
                 self.progress.note(self.progress.phase, lost_steps=len(dropped), lost_seconds=seconds)
@@ -268,24 +238,39 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self._print(row)
-            if self.stops_if_diverged:
-                self._check_finite(row, step)
+            self._check_finite(row, step)
 
     def _check_finite(self, row: dict[str, Any], step: _Step) -> None:
         """End the run on a loss or gradient norm that is not finite: the weights are lost from here on."""
         norms = {} if self.scales_loss else {"gradient norm": row["grad_norm"] or row["local_grad_norm"]}
         for name, value in ({"loss": row["loss"]} | norms).items():
-            if value is not None and not math.isfinite(value):
+            if self.stops_if_diverged and value is not None and not math.isfinite(value):
                 rows = tuple(number for facts in step.batches for number in facts.rows)
                 message = f"the {name} is {value} at step {row['step']}"
                 raise Diverged(message, hint="lower `--learning_rate`", rows=rows)
 
-    def _read_memory(self) -> dict[str, Any]:
-        return self.device_readings.read()
+    def read_memory(self) -> dict[str, Any]:
+        """Return the memory columns: peaks since the process began, in bytes. On a CPU all but the host's are None."""
+        gpu_reading, now = None, time.monotonic()
+        if self.nvml is not None and now - self.queried_at >= SECONDS_BETWEEN_NVML_QUERIES:
+            self.queried_at, self.driver_bytes = now, self.nvml.process_bytes(os.getpid())
+            energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
+            gpu_reading = {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
+            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.cuda else None,
+            "driver_bytes": self.driver_bytes,
+            "gpu_reading": gpu_reading,
+            "peak_host_bytes": peak_resident_bytes(),
+        }
 
     def _row(self, number: int, step: _Step) -> dict[str, Any]:
-        compiler = step.compiler
-        turns = [*step.own_work, step.end]
+        def tokens(name: str) -> int | None:  # None where a batch does not show it
+            counts = [getattr(facts, name) for facts in step.batches if self.parts.counts_tokens]
+            return None if None in counts or not step.batches else sum(counts)
+
+        compiler, turns = step.compiler, [*step.own_work, step.end]
         own_seconds = math.fsum(map(self._seconds, turns[::2], turns[1::2]))
         return {
             "step": number,
@@ -296,7 +281,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "own_seconds": own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported
             "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
             "cpu_seconds": step.cpu_seconds,
-            **{name: self._sum(step, name) for name in ("tokens", "non_padding_tokens", "supervised_tokens")},
+            **{name: tokens(name) for name in ("tokens", "non_padding_tokens", "supervised_tokens")},
             "loss": math.fsum(loss.item() for loss in step.losses),
             **grad_norm_facts(step.grad_norm),
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),
@@ -305,11 +290,6 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             **({} if compiler is None else {"compiled_graphs": compiler.graphs}),
             **({} if compiler is None else {"graph_breaks": compiler.graph_breaks.total()}),
         }
-
-    def _sum(self, step: _Step, name: str) -> int | None:
-        """A count over the batches of a step; None where one does not show it."""
-        counts = [getattr(facts, name) for facts in step.batches if self.parts.counts_tokens]
-        return None if None in counts or not step.batches else sum(counts)
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -326,10 +306,9 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def _print(self, row: dict[str, Any]) -> None:
         """Print on rank 0, at most one line per second, and always the last step."""
-        now = time.monotonic()
-        if self.rank != 0 or (now - self.printed_at < 1 and row["step"] < self.max_steps):
+        if self.rank != 0 or (time.monotonic() - self.printed_at < 1 and row["step"] < self.max_steps):
             return
-        self.printed_at = now
+        self.printed_at = time.monotonic()
         norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
         speed = "" if row["tokens"] is None else f"  {row['tokens'] / row['seconds']:,.0f} tokens/s"
         loss = f"on rank 0: loss {row['loss']:.4f}  {row['seconds']:.2f} s"
@@ -346,17 +325,13 @@ def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
     else:
         waits = [(module, module) for module in model.modules() if isinstance(module, FSDPModule)]
 
-    def begin_wait(*_: Any) -> None:
-        timer.begin_wait()
+    def hook(note: Callable[[], None]) -> Any:
+        # the compiler would trace a hook of a compiled layer, and break its graph at the clock
+        return torch.compiler.disable(lambda *_: note()) if timer.parts.compiles else lambda *_: note()
 
-    def end_wait(*_: Any) -> None:
-        timer.end_wait()
-
-    if timer.parts.compiles:  # the compiler would trace a hook of a compiled layer, and break its graph at the clock
-        begin_wait, end_wait = torch.compiler.disable(begin_wait), torch.compiler.disable(end_wait)
     for before, after in waits:
-        before.register_forward_pre_hook(begin_wait, prepend=True)
-        after.register_forward_pre_hook(end_wait)
+        before.register_forward_pre_hook(hook(timer.begin_wait), prepend=True)
+        after.register_forward_pre_hook(hook(timer.end_wait))
 
 
 def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
@@ -367,9 +342,8 @@ def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
     facts: dict[str, float | int | None] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
     if grad_norm is None:
         return facts
-    if hasattr(grad_norm, "to_local"):
-        shared_by = [grad_norm.device_mesh.size(dim) for dim, p in enumerate(grad_norm.placements) if p.is_partial()]
-        grad_norm = grad_norm.to_local()
-        if shared_by:
-            return facts | {"local_grad_norm": float(grad_norm.item()), "grad_norm_ranks": math.prod(shared_by)}
-    return facts | {"grad_norm": float(grad_norm.item() if hasattr(grad_norm, "item") else grad_norm)}
+    norm = float(getattr(grad_norm, "to_local", lambda: grad_norm)())
+    placements = enumerate(getattr(grad_norm, "placements", ()))
+    shared_by = [grad_norm.device_mesh.size(dim) for dim, placement in placements if placement.is_partial()]
+    shared = {"local_grad_norm": norm, "grad_norm_ranks": math.prod(shared_by)}
+    return facts | (shared if shared_by else {"grad_norm": norm})

@@ -78,11 +78,11 @@ class PipelineSettings:
 
     def problem(self, *, micro_batches: int, layers: int | None = None) -> tuple[str, str] | None:
         """Return why accumulation steps (`micro_batches`) and layers do not fit, and what to type instead; or None."""
-        if (self.schedule == INTERLEAVED) != (self.chunks > 1):
-            why = "interleaves two stages per GPU or more" if self.chunks == 1 else "has one stage per GPU"
-            interleave = "`--pipeline_schedule interleaved_1f1b`"
-            fix = f"`--pipeline_chunks {INTERLEAVED_CHUNKS}`" if self.chunks == 1 else interleave
-            return f"--pipeline_schedule {self.schedule} {why}", fix
+        named = f"--pipeline_schedule {self.schedule}"
+        if self.schedule == INTERLEAVED and self.chunks == 1:
+            return f"{named} interleaves two stages per GPU or more", f"`--pipeline_chunks {INTERLEAVED_CHUNKS}`"
+        if self.schedule != INTERLEAVED and self.chunks > 1:
+            return f"{named} has one stage per GPU", "`--pipeline_schedule interleaved_1f1b`"
         if layers is not None and self.stages > layers:
             return f"{self.stages} stages of a model with {layers} layers", f"`--pp {max(1, layers // self.chunks)}`"
         option = "--gradient_accumulation_steps"

@@ -73,11 +73,10 @@ def _reduce_replicated_gradients_once() -> None:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                for name, parameter in module.named_parameters(recurse=False):  # FSDP2 makes new ones
-                    if parameter.requires_grad and hooked.get(name) is not parameter:
-                        parameter.register_hook(reduced)
-                        hooked[name] = parameter
+            for name, parameter in module.named_parameters(recurse=False) if torch.is_grad_enabled() else ():
+                if parameter.requires_grad and hooked.get(name) is not parameter:  # FSDP2 makes new ones
+                    parameter.register_hook(reduced)
+                    hooked[name] = parameter
             return original(*args, **kwargs)
 
         module.forward = forward
@@ -108,49 +107,42 @@ def _average_split_adapters() -> None:
     The Trainer averages plain adapters over all ranks and leaves DTensors alone, as if FSDP2 reduced them; but adapters
     are attached after `fully_shard`, so each data-parallel rank would train a copy of its own.
     """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
     from transformers import Trainer
+    from transformers.trainer_utils import unwrap_peft_model
 
     original = Trainer._sync_replicated_trainable_parameters
 
     @functools.wraps(original)
     def sync(self: Any, model: Any) -> Any:
-        result = original(self, model)
-        _average_over_data_parallelism(self, model)
-        return result
+        result, plain = original(self, model), unwrap_peft_model(self.model)
+        config = getattr(plain.config, "distributed_config", None)
+        if config is None or config.dp_size == 1:
+            return result
+        mesh = plain._mesh_manager.get_mesh(("dp_replicate", "fsdp"))
+        groups = [mesh.get_group(name) for name in mesh.mesh_dim_names if mesh[name].size() > 1]
 
-    Trainer._sync_replicated_trainable_parameters = sync
-
-
-def _average_over_data_parallelism(trainer: Any, model: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from transformers.trainer_utils import unwrap_peft_model
-
-    plain = unwrap_peft_model(trainer.model)
-    config = getattr(plain.config, "distributed_config", None)
-    if config is None or config.dp_size == 1:
-        return
-    mesh = plain._mesh_manager.get_mesh(("dp_replicate", "fsdp"))
-    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names if mesh[name].size() > 1]
-
-    def average(parameter: Any) -> None:
-        if trainer.accelerator.sync_gradients:
-            for group in groups:
+        def average(parameter: Any) -> None:
+            for group in groups if self.accelerator.sync_gradients else ():
                 local = parameter.grad.to_local()
                 dist.all_reduce(local, group=group)
                 local.div_(dist.get_world_size(group))
 
-    for parameter in model.parameters():
-        over = set((getattr(parameter, "device_mesh", None) and parameter.device_mesh.mesh_dim_names) or ())
-        split = isinstance(parameter.data, DTensor) and not over & {"fsdp", "dp_replicate", "efsdp"}
-        if not parameter.requires_grad or not split or hasattr(parameter, "_averaged"):
-            continue
-        with torch.no_grad():
-            for group in groups:
-                dist.broadcast(parameter.data.to_local(), src=dist.get_global_rank(group, 0), group=group)
-        parameter.register_post_accumulate_grad_hook(average)
-        parameter._averaged = True
+        for parameter in model.parameters():
+            over = set((getattr(parameter, "device_mesh", None) and parameter.device_mesh.mesh_dim_names) or ())
+            split = isinstance(parameter.data, DTensor) and not over & {"fsdp", "dp_replicate", "efsdp"}
+            if not parameter.requires_grad or not split or hasattr(parameter, "_averaged"):
+                continue
+            with torch.no_grad():
+                for group in groups:
+                    dist.broadcast(parameter.data.to_local(), src=dist.get_global_rank(group, 0), group=group)
+            parameter.register_post_accumulate_grad_hook(average)
+            parameter._averaged = True
+        return result
+
+    Trainer._sync_replicated_trainable_parameters = sync
 
 
 @functools.cache

@@ -1,10 +1,9 @@
 """Ranks that divide each sequence: context parallelism (ring attention over FSDP2) and sequence parallelism (Ulysses).
 
-    config = sequence_parallel_config(layout, attention="sdpa")          # for `TrainingArguments.parallelism_config`
+    config = parallelism_config(layout, attention="sdpa")          # for `TrainingArguments.parallelism_config`
     apply_ulysses_fixes(on_cpu=True)
 
-Both are accelerate's, Ulysses with DeepSpeed; what is wrong there is put right here. docs/concepts/parallelism.md shows
-the figures without the fixes.
+Both are accelerate's, Ulysses with DeepSpeed; docs/concepts/parallelism.md shows the figures without the fixes.
 
 With ring attention a sequence is divided into `2 * cp` pieces, of which each rank holds an early and a late one: causal
 attention then gives every rank the same work. Rows are padded to a multiple of `2 * cp` tokens: torch 2.13 stops in a
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.parallel.layout import ParallelLayout
@@ -24,11 +23,13 @@ IGNORED = -100
 TOKEN_WEIGHT = "sequence_parallel_weight"
 
 
-def context_parallel_config(layout: ParallelLayout) -> Any:
-    """Return accelerate's `ParallelismConfig` of a layout with context parallelism."""
+def parallelism_config(layout: ParallelLayout, *, attention: str) -> Any:
+    """Return accelerate's `ParallelismConfig` of a layout; under sequence parallelism rows may differ in length."""
     from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-    return ParallelismConfig(cp_size=layout.cp, dp_shard_size=layout.dp_shard)
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention) if layout.sp > 1 else None
+    return ParallelismConfig(cp_size=layout.cp, sp_size=layout.sp, dp_shard_size=layout.dp_shard, sp_handler=handler)
 
 
 @functools.cache
@@ -68,10 +69,9 @@ def ring_attention_on_cpu() -> None:
         mesh, scale = args[1].device_mesh, kwargs.get("scale")
         gradient, query, key, value, out, logsumexp, _, causal = unwrapped(args)
 
-        def kernel(
-            *, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool, scale: Any
-        ) -> Any:
-            return backward_op(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+        def kernel(*, grad_out: Any, is_causal: bool, scale: Any, **held: Any) -> Any:
+            tensors = (held[name] for name in ("query", "key", "value", "out", "logsumexp"))
+            return backward_op(grad_out, *tensors, 0.0, is_causal, scale=scale)
 
         parts = ring._templated_ring_attention_backward(
             mesh.get_group(), 2, kernel, grad_out=gradient, grad_out_name="grad_out",
@@ -80,15 +80,6 @@ def ring_attention_on_cpu() -> None:
         return wrapped(mesh, parts)
 
     ring.custom_ops[forward_op], ring.custom_ops[backward_op] = forward, backward
-
-
-def sequence_parallel_config(layout: ParallelLayout, *, attention: str) -> Any:
-    """Return accelerate's `ParallelismConfig` of a layout with sequence parallelism; rows may differ in length."""
-    from accelerate import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention)
-    return ParallelismConfig(sp_size=layout.sp, dp_shard_size=layout.dp_shard, sp_handler=handler)
 
 
 def apply_ulysses_fixes(*, on_cpu: bool) -> None:
@@ -103,10 +94,9 @@ def apply_ulysses_fixes(*, on_cpu: bool) -> None:
 class SequenceParts:
     """Batches of a loader that gives the same rows to all ranks of a group; each rank takes its part of every row.
 
-    DeepSpeed's own loader deals different rows to the ranks and gathers them: rows meet in other optimizer steps than
-    without sequence parallelism unless `--gradient_accumulation_steps` is a multiple of `--sp`, an epoch that does not
-    divide repeats rows, epochs after the first begin at the end of the old iterator, and the Trainer cannot skip
-    batches when it resumes.
+    DeepSpeed's own loader deals different rows to the ranks and gathers them: rows meet in other optimizer steps unless
+    `--gradient_accumulation_steps` is a multiple of `--sp`, an epoch that does not divide repeats rows, later epochs
+    begin at the end of the old iterator, and the Trainer cannot skip batches when it resumes.
     """
 
     def __init__(self, loader: Any, *, rank: int, size: int) -> None:
@@ -117,23 +107,20 @@ class SequenceParts:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (sequence_part(batch, rank=self.rank, size=self.size) for batch in self.loader)
+        """Yield this rank's part of every row, with labels shifted before they are cut (`shift_labels`)."""
+        import torch
+
+        for batch in self.loader:
+            labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+            whole = {name: value for name, value in batch.items() if name != "labels"} | {"shift_labels": labels}
+            yield {
+                name: value.chunk(self.size, dim=1)[self.rank].contiguous() if torch.is_tensor(value) else value
+                for name, value in whole.items()
+            }
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order of the rows."""
         self.loader.set_epoch(epoch)
-
-
-def sequence_part(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[str, Any]:
-    """Return a rank's part of every row, with labels shifted before they are cut (`shift_labels`)."""
-    import torch
-
-    labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-    parts = {name: value for name, value in batch.items() if name != "labels"} | {"shift_labels": labels}
-    return {
-        name: value.chunk(size, dim=1)[rank].contiguous() if torch.is_tensor(value) else value
-        for name, value in parts.items()
-    }
 
 
 @functools.cache
@@ -218,7 +205,11 @@ def _attend_in_every_batch() -> None:
 @functools.cache
 def _weight_by_tokens() -> None:
     """Weight each micro-batch's loss by its supervised tokens; the Trainer takes the mean of means here."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.utils import groups
     from transformers import Trainer
+    from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
     samples, compute = Trainer.get_batch_samples, Trainer.compute_loss
 
@@ -226,8 +217,14 @@ def _weight_by_tokens() -> None:
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
         batches, items = samples(self, *args, **kwargs)
         if self.get_sp_size() > 1 and batches:
-            for batch, weight in zip(batches, _token_weights(self, batches), strict=True):
-                batch[TOKEN_WEIGHT] = weight
+            counts = [int((batch["shift_labels"] != IGNORED).sum()) for batch in batches]
+            tokens = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
+            dist.all_reduce(tokens, group=groups._get_sequence_parallel_group())  # of whole sequences
+            total = tokens.sum()
+            dist.all_reduce(total)
+            # The share of the optimizer step's tokens, times what the Trainer divides the loss by later.
+            for batch, weight in zip(batches, tokens * dist.get_world_size() * len(batches) / total, strict=True):
+                batch[TOKEN_WEIGHT] = float(weight)
         return batches, items
 
     @functools.wraps(compute)
@@ -237,39 +234,19 @@ def _weight_by_tokens() -> None:
         weight = inputs.pop(TOKEN_WEIGHT, None) if model.training else None
         if weight is None:
             return compute(self, model, inputs, return_outputs, num_items_in_batch)
-        from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
-
-        found = deepspeed_sp_compute_loss(
-            self.accelerator, model, inputs, return_outputs, self.accelerator.parallelism_config
-        )
+        config = self.accelerator.parallelism_config
+        found = deepspeed_sp_compute_loss(self.accelerator, model, inputs, return_outputs, config)
         return (found[0] * weight, found[1]) if return_outputs else found * weight
 
     Trainer.get_batch_samples, Trainer.compute_loss = get_batch_samples, compute_loss
-
-
-def _token_weights(trainer: Any, batches: list[Any]) -> list[float]:
-    """Each micro-batch's share of the optimizer step's tokens, times what the Trainer divides the loss by later."""
-    import torch
-    import torch.distributed as dist
-    from deepspeed.utils import groups
-
-    device = trainer.accelerator.device
-    counts = torch.tensor(
-        [int((batch["shift_labels"] != IGNORED).sum()) for batch in batches], dtype=torch.float32, device=device
-    )
-    dist.all_reduce(counts, group=groups._get_sequence_parallel_group())  # of whole sequences
-    total = counts.sum()
-    dist.all_reduce(total)
-    weights: list[float] = (counts * dist.get_world_size() * len(batches) / total).tolist()
-    return weights
 
 
 @functools.cache
 def _gather_backward_on_gloo() -> None:
     """Sum the gradients of an `all_gather` and keep this rank's part.
 
-    torch's backward scatters on gloo from a group's rank as if it were a global one: it fails in every group that does
-    not begin at rank 0, so with sequence parallelism beside data parallelism.
+    torch's backward scatters on gloo from a group's rank as if it were a global one: it fails where a group does not
+    begin at rank 0.
     """
     import torch
     import torch.distributed as dist

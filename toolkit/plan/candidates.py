@@ -89,12 +89,9 @@ class Candidate:
     preset: PresetSpec
     job: PlannedJob
     memory: MemoryPlan
-    verdict: str
-    """Verdict for the GPU: `fits`, `too_close` or `does_not_fit`."""
-    speed: StepTime | None
-    """None if the GPU's peak is unknown, or the candidate does not fit."""
-    host_refusal: str | None = None
-    """Reason for which the node's host memory is too small; None if it is not."""
+    verdict: str  # verdict for the GPU: `fits`, `too_close` or `does_not_fit`
+    speed: StepTime | None  # None if the GPU's peak is unknown, or the candidate does not fit
+    host_refusal: str | None = None  # reason for which the node's host memory is too small; None if it is not
 
     @property
     def fits(self) -> bool:

@@ -1,9 +1,5 @@
 """Communication volume: the collectives of one optimizer step, and what one GPU sends in them.
 
-    >>> gather = Collective(name="all_gather", purpose="parameters", payload_bytes=800, group_size=4)
-    >>> communication_bytes([gather, gather])
-    1200
-
 Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8 (`ulysses_sp.py`
 included), torch 2.13 (`_context_parallel/_attention.py`), transformers 5.23 (`distributed/`) and accelerate 1.15, and
 compared with collectives counted in real runs of two to four CPU ranks (docs/concepts/communication.md). Left out are

@@ -1,10 +1,5 @@
 """Memory of an engine apart from its model states on the GPU: buffers, CUDA's overhead, host memory and disk.
 
-    >>> from toolkit.plan.engine_settings import EngineSettings
-    >>> engine = EngineSettings(kind="ddp", sharding="replicate", shards_parameters=False, world_size=2, shard_ranks=1)
-    >>> overhead_bytes(engine, allocated_bytes=0) == CONTEXT_BYTES + COMMUNICATOR_BYTES + ROUNDING_BYTES
-    True
-
 Read in the source of deepspeed 0.19.8, torch 2.13 and accelerate 1.15, named at each figure. None of it has been
 compared with a GPU yet; published ranges for the overhead are in `docs/concepts/plan.md`.
 
@@ -92,19 +87,20 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
 
 def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
     """Layers are gathered one by one; final norm and head stay gathered from forward to backward."""
-    element, reduced, root = engine.element_bytes, engine.reduce_bytes, weights.root_unit
+    element, reduced, is_tied = engine.element_bytes, engine.reduce_bytes, weights.shape.tied_embeddings
     layer = weights.largest_layer(engine.ranks_sharing)
-    if engine.unties_head and weights.shape.tied_embeddings:
-        root += weights.embedding
+    # accelerate's root unit: final norm and head
+    root = sum(tensor.num_elements for tensor in weights.shape.outer) - (0 if is_tied else weights.embedding)
+    root += weights.embedding if engine.unties_head and is_tied else 0
     resharded = engine.sharding != "shard_grad_op"
     unsharded = 0 if resharded else weights.num_trained + weights.num_frozen
     trained = 0 if weights.frozen else 1
     gradients = (element + reduced) * trained * layer  # and what the reduce-scatter takes
     # An untied embedding is reduced last and alone: its gradient, and both ends of the reduce-scatter.
-    embedding = 0 if weights.shape.tied_embeddings else trained * weights.embedding
+    embedding = 0 if is_tied else trained * weights.embedding
     # The buffer that the last unit was gathered through stays until the next gather: the root unit's, or a layer's if
     # the head is tied.
-    last_gathered = layer if weights.shape.tied_embeddings else root
+    last_gathered = layer if is_tied else root
     return EngineBuffers(
         forward_bytes=element * ((root if resharded else unsharded) + last_gathered),
         forward_layer_bytes=element * FORWARD_LAYERS * layer if resharded else 0,
@@ -174,8 +170,7 @@ class HostMemory:
 
     loading_bytes: int
     training_bytes: int
-    before_first_step_bytes: int
-    """Offloaded states that exist before the first step; Adam's states are created in it."""
+    before_first_step_bytes: int  # offloaded states that exist before the first step; Adam's states are created in it
     disk_bytes: int
 
     @property

@@ -1,9 +1,5 @@
 """Settings of an engine at one world size: sharding, buffers and thresholds from a preset's files, `auto` filled in.
 
-    >>> from toolkit.presets import load_preset
-    >>> engine_settings(load_preset("zero3"), world_size=8, hidden_size=4096).reduce_bucket
-    16777216
-
 transformers 5 fills `auto` from the hidden size (`integrations/deepspeed.py`); settings that a file leaves out have the
 library's default (deepspeed 0.19.8, `runtime/zero/config.py`).
 """
@@ -56,12 +52,6 @@ class EngineSettings:
     sharded_at_load: bool = False
     """transformers shards the model while it loads it, and reduces gradients in fp32."""
 
-    @property
-    def shard_rank(self) -> int:
-        """Position of this rank among those that share its copy of the model."""
-        apart = self.layout.ranks_per_batch if self.layout is not None and self.sharded_at_load else 1
-        return self.rank // apart % self.shard_ranks
-
     def ranks_sharing(self, tensor: Tensor) -> int:
         """Return how many ranks share a tensor, which tensor and expert parallelism have split already.
 
@@ -69,7 +59,7 @@ class EngineSettings:
         """
         if self.layout is None or not self.sharded_at_load:
             return self.shard_ranks
-        if tensor.is_adapter:
+        if ".lora_" in tensor.name:
             return 1
         return self.layout.expert_shard if self.layout.ep > 1 and tensor.is_expert else self.shard_ranks
 
@@ -87,11 +77,6 @@ class EngineSettings:
     def ranks_per_sequence(self) -> int:
         """Ranks that hold a part of each sequence."""
         return 1 if self.layout is None else self.layout.cp * self.layout.sp
-
-    @property
-    def splits_batch(self) -> bool:
-        """True if several ranks train on the same rows: the loss then needs the full logits (`--loss full`)."""
-        return self.layout is not None and self.layout.ranks_per_batch > 1
 
     @property
     def reduce_bytes(self) -> int:

@@ -19,18 +19,12 @@ class FailingJob:
 
     nodes: int
     failures_per_1000_node_days: float
-    checkpoint_seconds: float
-    """Training that one save costs."""
-    restart_seconds: float
-    """From the replacement of a failed node to the first new step."""
-    detection_seconds: float = 0.0
-    """From a failure until the job is stopped."""
-    interval_seconds: float | None = None
-    """Training between two saves; None: the best by Young's formula."""
-    spare_nodes: int | None = None
-    """Nodes that wait to replace a failed one; None: there is always one."""
-    repair_seconds: float = 0.0
-    """From a node's failure until it is a spare."""
+    checkpoint_seconds: float  # training that one save costs
+    restart_seconds: float  # from the replacement of a failed node to the first new step
+    detection_seconds: float = 0.0  # from a failure until the job is stopped
+    interval_seconds: float | None = None  # training between two saves; None: the best by Young's formula
+    spare_nodes: int | None = None  # nodes that wait to replace a failed one; None: there is always one
+    repair_seconds: float = 0.0  # from a node's failure until it is a spare
 
     @property
     def mean_seconds_between_failures(self) -> float:
@@ -116,11 +110,7 @@ def daly_interval(checkpoint_seconds: float, mean_seconds_between_failures: floa
 
 
 def erlang_loss(lines: int, load: float) -> float:
-    """Return the share of the time in which all lines are busy, for a load in mean busy lines.
-
-    >>> erlang_loss(1, 1.0), erlang_loss(2, 1.0)
-    (0.5, 0.2)
-    """
+    """Return the share of the time in which all lines are busy, for a load in mean busy lines."""
     loss = 1.0
     for line in range(1, lines + 1):
         loss = load * loss / (line + load * loss)

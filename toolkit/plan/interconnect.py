@@ -1,13 +1,5 @@
 """Collectives of an optimizer step: what each rank sends in them, and a range for the seconds that they take.
 
-    >>> from toolkit.hardware.gpu_table import find_gpu
-    >>> interconnect = Interconnect(gpu=find_gpu("h100"), world_size=8)
-    >>> gather = Collective(name="all_gather", purpose="parameters", payload_bytes=8 * 10**9, group_size=8)
-    >>> gather.sent_bytes
-    7000000000
-    >>> [round(seconds, 3) for seconds in interconnect.seconds(gather)]
-    [0.016, 0.065]
-
 An interconnect reaches only part of its rate. No figure was measured on GPUs by this project; each constant names its
 source.
 """
@@ -89,8 +81,7 @@ class Interconnect:
     gpu: Gpu
     world_size: int
     gpus_per_node: int = 8
-    network_bytes_per_second: int | None = None
-    """Network of one node, all cards, one direction; None: a wide range."""
+    network_bytes_per_second: int | None = None  # network of one node, all cards, one direction; None: a wide range
 
     def __post_init__(self) -> None:
         for name in ("world_size", "gpus_per_node"):

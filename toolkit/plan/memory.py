@@ -1,14 +1,5 @@
 """GPU memory of one rank by phase and part: load, forward, backward, optimizer step; and whether it fits.
 
-    >>> from toolkit.models.config_fields import ConfigFields
-    >>> from toolkit.models.decoders import llama_shape
-    >>> from toolkit.presets import load_preset
-    >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    >>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
-    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=PlannedJob())
-    >>> plan.peak.phase
-    'backward'
-
 The peak is that of the largest phase. Its parts are computed in modules of their own: `model_states`, `engine_buffers`
 and `toolkit.models.activations`.
 """
@@ -61,15 +52,13 @@ UNCERTAINTY_UNKNOWN = 0.5
 class PhaseMemory:
     """Bytes allocated on the GPU at the peak of one phase."""
 
-    phase: str
-    """One of `PHASES`."""
+    phase: str  # one of `PHASES`
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     activation_bytes: int = 0
     logits_bytes: int = 0
-    buffer_bytes: int = 0
-    """Buckets, gathered layers, copies of weights and gradients."""
+    buffer_bytes: int = 0  # buckets, gathered layers, copies of weights and gradients
 
     @property
     def state_bytes(self) -> int:
@@ -147,11 +136,7 @@ def plan_engine_memory(
 def fit_verdict(
     *, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY
 ) -> str:
-    """Return the verdict for a peak of which `exact_bytes`, the model states, are certain.
-
-    >>> fit_verdict(planned_peak_bytes=60, exact_bytes=40, memory_bytes=80)
-    'fits'
-    """
+    """Return the verdict for a peak of which `exact_bytes`, the model states, are certain."""
     margin = int(uncertainty * (planned_peak_bytes - exact_bytes))
     if planned_peak_bytes + margin <= memory_bytes:
         return FITS
@@ -195,11 +180,6 @@ def logits_bytes(
     - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
       `fused_linear_cross_entropy`).
     - `chunked_output`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
-
-    >>> logits_bytes(loss="full", tokens=1, vocab_size=100, hidden_size=8)
-    (1000, 1200)
-    >>> logits_bytes(loss="chunked", tokens=2048, vocab_size=100, hidden_size=8)
-    (647168, 32768)
     """
     logits, head = tokens * vocab_size, vocab_size * hidden_size
     if loss == "full":
@@ -269,8 +249,9 @@ class _Phases:
         layout, autocast = self.engine.layout, self.engine.autocasts
         activations = Activations(shape=shape, autocast=autocast, lora_r=job.lora_r, layout=layout)
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
-        padded = self.engine.ranks_per_sequence == 1 and job.needs_mask(shape)
+        # Packed rows with a mask too make SDPA repeat keys and values per head.
         varlen = job.packs_without_mask(shape)
+        padded = self.engine.ranks_per_sequence == 1 and (job.is_padded or (job.packing and not varlen))
         saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
@@ -278,10 +259,10 @@ class _Phases:
         dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
         self.layer_copies = saved.largest_layer.fixed + dequantized
         all_copies = saved.layers.fixed + dequantized
-        if job.activation_checkpointing:  # layers get the masks again when they are recomputed
+        if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
             rows = job.per_device_train_batch_size
             self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)
-            self.saved = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
+            self.saved = self.tokens * activations.residual_bytes * shape.hidden_size * shape.num_layers + self.masks
             self.saved_copies = dequantized
         else:
             self.masks, self.saved_copies = 0, all_copies
@@ -291,7 +272,9 @@ class _Phases:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self.head_copy = activations.head_copy_bytes
         self.exchanged = self.tokens * activations.exchanged_bytes_per_token
-        needs_full = self.engine.splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
+        # Ranks that train on the same rows need the full logits (`--loss full`).
+        splits_batch = layout is not None and layout.ranks_per_batch > 1
+        needs_full = splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
         loss = "full" if job.loss == "chunked" and needs_full else job.loss
         self.logits = logits_bytes(
             loss=loss,

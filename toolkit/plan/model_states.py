@@ -1,14 +1,5 @@
 """Model states of one rank between steps: parameters, gradients and optimizer states, exact to the byte.
 
-    >>> from toolkit.models.shape import ModelShape, linear
-    >>> from toolkit.plan.engine_settings import EngineSettings
-    >>> sizes = {"hidden_size": 8, "intermediate_size": 32, "num_layers": 1, "vocab_size": 10, "head_dim": 8}
-    >>> heads = {"num_attention_heads": 1, "num_kv_heads": 1, "gated_mlp": False, "tied_embeddings": True}
-    >>> shape = ModelShape(model_type="llama", **sizes, **heads, layers=(linear("fc", 10, 10),), outer=())
-    >>> engine = EngineSettings(kind="ddp", sharding="replicate", shards_parameters=False, world_size=2, shard_ranks=1)
-    >>> model_states(engine, job_weights(shape)).total_bytes  # 16 per parameter
-    1600
-
 Bytes per parameter and padding are those of `toolkit.presets.shard_bytes`.
 Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.py` compares all of it with real engines.
 """
@@ -139,11 +130,6 @@ class JobWeights:
         """Elements of the token embedding."""
         return next((tensor.num_elements for tensor in self.shape.outer if tensor.is_embedding), 0)
 
-    @cached_property
-    def root_unit(self) -> int:
-        """Elements of accelerate's root FSDP2 unit, gathered from forward to backward: final norm and head."""
-        return sum(map(_elements, self.shape.outer)) - (0 if self.shape.tied_embeddings else self.embedding)
-
 
 @lru_cache(maxsize=64)
 def job_weights(
@@ -234,9 +220,13 @@ def _flat_state_bytes(optimizer: OptimizerSpec, partitions: Iterable[int]) -> in
 
 
 def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
+    # the place of this rank among those that share its copy of the model
+    apart = engine.layout.ranks_per_batch if engine.layout is not None and engine.sharded_at_load else 1
+    shard_rank = engine.rank // apart % engine.shard_ranks
+
     def share(tensor: Tensor) -> int:
         ranks = engine.ranks_sharing(tensor)
-        return rows_share(tensor.shape, ranks=ranks, rank=engine.shard_rank % ranks)
+        return rows_share(tensor.shape, ranks=ranks, rank=shard_rank % ranks)
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     return ModelStates(

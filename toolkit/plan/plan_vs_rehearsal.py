@@ -1,8 +1,5 @@
 """`toolkit plan --verify`: each plan compared with a rehearsal of the same rank, part by part.
 
-    >>> round(PartDifference("parameter", planned_bytes=8, rehearsed_bytes=10).relative, 2)
-    -0.2
-
 On a GPU the rehearsal is real and reports the allocator's peaks. Without a GPU, FSDP2 and DDP are traced on fake
 tensors, which gives the peak of each phase by part; DeepSpeed and offloading are rehearsed on the CPU in the plan's
 precision, which gives the model states.
@@ -64,12 +61,10 @@ class PlanVerification:
 
     preset: str
     world_size: int
-    rehearsed_on: str | None = None
-    """`cuda`, `cpu` or `fake tensors`."""
+    rehearsed_on: str | None = None  # `cuda`, `cpu` or `fake tensors`
     parts: tuple[PartDifference, ...] = ()
     why_not: str | None = None
-    failed: bool = False
-    """True if a rehearsal was started and failed."""
+    failed: bool = False  # True if a rehearsal was started and failed
 
     def as_row(self) -> dict[str, Any]:
         """Return the values as `--json` prints them."""

@@ -1,8 +1,4 @@
-"""A training job as the planner sees it, and one setup of it: model, preset, world size and job together.
-
->>> PlannedJob(per_device_train_batch_size=2).tokens_per_micro_batch
-2048
-"""
+"""A training job as the planner sees it, and one setup of it: model, preset, world size and job together."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from toolkit.models.attention import (
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape, Tensor
-from toolkit.models.split import part_of_rank, read_split
+from toolkit.models.split import WORDS, part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
@@ -63,11 +59,7 @@ class PlannedJob(Job):
 
     @classmethod
     def of(cls, job: Job) -> PlannedJob:
-        """Return the planner's view of a job. Raises ToolkitError for an optimizer that is not planned.
-
-        >>> PlannedJob.of(Job(use_liger_kernel=True)).loss
-        'fused'
-        """
+        """Return the planner's view of a job. Raises ToolkitError for an optimizer that is not planned."""
         check_supported(None, Job(optim=job.optim), purpose="plan")
         loss = "fused" if job.use_liger_kernel else "chunked"
         return cls(
@@ -112,10 +104,6 @@ class PlannedJob(Job):
         # any GPU, without a package: what the plan assumes of the memory is the same with flash attention
         return packed_attention(model, capability=(0, 0), half_precision=True) is not None
 
-    def needs_mask(self, shape: ModelShape) -> bool:
-        """Return True for padded rows, and for packed ones with a mask: SDPA then repeats keys and values per head."""
-        return self.is_padded or (self.packing and not self.packs_without_mask(shape))
-
     @property
     def as_trained(self) -> Job:
         """The job as the compatibility rules see it: losses have names of their own in the planner."""
@@ -125,15 +113,8 @@ class PlannedJob(Job):
         """Return how far this model can be split, and for what of the job there are no figures then."""
         if not self.degrees:
             return ModelLimits(split=None)
-        fields = {
-            "model_type": shape.model_type,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "intermediate_size": shape.intermediate_size,
-            "vocab_size": shape.vocab_size,
-            "num_experts": shape.num_experts,
-            "num_hidden_layers": shape.num_layers,
-        }
+        own_names = {"num_key_value_heads": "num_kv_heads", "num_hidden_layers": "num_layers"}
+        fields = {name: getattr(shape, own_names.get(name, name)) for name in ("model_type", *WORDS)}
         not_planned = {}
         if shape.activations_from != "formulas":
             not_planned["tp"] = "there are no formulas for what each tensor of its layers saves"
@@ -220,8 +201,7 @@ class TrainingSetup:
     preset: PresetSpec
     world_size: int
     job: PlannedJob = PlannedJob()
-    mixed_precision: str | None = None
-    """None: the preset's own; `no` for a run on a CPU."""
+    mixed_precision: str | None = None  # None: the preset's own; `no` for a run on a CPU
 
     @cached_property
     def engine(self) -> EngineSettings:

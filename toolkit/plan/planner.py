@@ -51,10 +51,8 @@ class PlanRequest:
     world_sizes: Sequence[int]
     job: PlannedJob
     gpu: Gpu
-    host_memory_bytes: int | None = None
-    """Host memory of a node; None: not part of the verdict."""
-    strict: bool = True
-    """True: a preset that does not support a world size is an error; False: it is left out."""
+    host_memory_bytes: int | None = None  # host memory of a node; None: not part of the verdict
+    strict: bool = True  # True: a preset that does not support a world size is an error; False: it is left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +137,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
 def make_plans(request: PlanRequest) -> list[Plan]:
     """Return the plans by world size, then in the order of the presets.
 
-    Raises ToolkitError for what cannot be trained: see `check_planned_job`, `check_world_size`, and the limits of each
-    preset.
+    Raises ToolkitError for what cannot be trained: see `check_planned_job`, and the limits of each preset.
     """
     check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
@@ -221,11 +218,10 @@ def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
 
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
     """The smallest power of two, up to 1,024, on which the job fits; None if there is none."""
-    for size in (1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())):
-        micro_batch = request.job.per_device_train_batch_size
-        if _unsupported(request, preset, size) is None and _fits(request, preset, size, micro_batch):
-            return size
-    return None
+    rows = request.job.per_device_train_batch_size
+    sizes = (1 << power for power in range(LARGEST_WORLD_SIZE.bit_length()))
+    supported = (size for size in sizes if _unsupported(request, preset, size) is None)
+    return next((size for size in supported if _fits(request, preset, size, rows)), None)
 
 
 def largest_micro_batch(fits: Callable[[int], bool]) -> int | None:

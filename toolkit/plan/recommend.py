@@ -1,8 +1,5 @@
 """`toolkit recommend`: the preset to use, with reasons that are numbers, from the plans of all presets.
 
-    request = recommend_request("Qwen/Qwen3-8B", RecommendOptions(num_processes=8, gpu="h100"))
-    recommendation = recommend(request, list_presets())
-
 There is no tree of rules. Of the presets that fit, each with its best micro-batch, the fastest sets the standard;
 presets whose plans cannot be told apart from it count as equally fast, and of these the one that shards and offloads
 least is chosen. Two presets share what a plan does not know (how fast this GPU and this interconnect really are), so
@@ -55,13 +52,10 @@ class Recommendation:
     """The chosen preset, and the reasons against the others."""
 
     choice: Candidate
-    others: tuple[Candidate, ...]
-    """The two next best that fit."""
+    others: tuple[Candidate, ...]  # the two next best that fit
     reasons: tuple[str, ...]
-    why_not: dict[str, str]
-    """Reason against every other preset, by name."""
-    rule_of_thumb: str
-    """The preset that fits with the least sharding, regardless of speed."""
+    why_not: dict[str, str]  # reason against every other preset, by name
+    rule_of_thumb: str  # the preset that fits with the least sharding, regardless of speed
 
 
 def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest:

@@ -60,11 +60,7 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
 
 
 def failure_loss(world_size: int) -> float:
-    """Return the share of the time spent on saving, on repeated work and on restarts, at Young's interval.
-
-    >>> round(failure_loss(1024), 3)
-    0.029
-    """
+    """Return the share of the time spent on saving, on repeated work and on restarts, at Young's interval."""
     failures = 1000 * 24 / GPU_HOURS_TO_FAILURE  # a GPU stands for a node: only their product with the rate counts
     costs = FailingJob(
         nodes=world_size, failures_per_1000_node_days=failures, checkpoint_seconds=60.0, restart_seconds=600.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
-from toolkit.models.flops import TokenFlops, flops_of
+from toolkit.models.flops import flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
@@ -61,8 +61,7 @@ class DimensionTraffic:
 
     dimension: str
     sent_bytes: int
-    seconds: Range
-    """Without overlap."""
+    seconds: Range  # without overlap
     crosses_nodes: bool
 
 
@@ -123,7 +122,9 @@ def step_time(
     tokens, own_tokens = setup.job.tokens_per_micro_batch * steps // ranks_per_batch, setup.local_tokens * steps
     if preset.engine == "pipeline":  # each has all tokens, and some of the layers
         own_tokens //= ranks_per_batch
-    flops, gpu, tp = setup_flops(setup), interconnect.gpu, setup.engine.tp
+    adapters, gpu, tp = setup.weights.num_trained if setup.weights.adapters else 0, interconnect.gpu, setup.engine.tp
+    length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
+    flops = flops_of(setup.shape, seq_length=length, num_adapter_params=adapters, recompute=recompute)
     operations = flops.hardware_flops * tokens
     low, high = compute_seconds(gpu, setup.shape, tp=tp, peak=peak, tokens=own_tokens, flops=operations)
     bubble = _bubble_factor(setup)
@@ -169,16 +170,6 @@ def _bubble_factor(setup: TrainingSetup) -> float:
     flops = [flops_of(part, seq_length=length, recompute=recompute, count_embeddings=False) for part in parts]
     work = [each.hardware_flops for each in flops]
     return settings.bubble_factor(setup.accumulation_steps, slowest=max(work) / (sum(work) / len(work)))
-
-
-def setup_flops(setup: TrainingSetup) -> TokenFlops:
-    """Return the operations per token of the job."""
-    return flops_of(
-        setup.shape,
-        seq_length=setup.job.tokens_per_row,
-        num_adapter_params=setup.weights.num_trained if setup.weights.adapters else 0,
-        recompute=setup.job.activation_checkpointing,
-    )
 
 
 def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens: int, flops: int) -> Range:

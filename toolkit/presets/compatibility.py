@@ -91,6 +91,11 @@ Answers = Iterator[Answer]
 Rule = Callable[[Case], Answers]
 
 
+def of_preset(rule: Callable[[Case, PresetSpec], Answers]) -> Rule:
+    """Return a rule about the preset as one that does not object where there is none."""
+    return lambda case: iter(()) if case.preset is None else rule(case, case.preset)
+
+
 def job_answer(why: str, hint: str | None) -> Answer:
     return why, why, hint
 

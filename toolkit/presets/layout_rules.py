@@ -62,11 +62,10 @@ def next_world_size(preset: PresetSpec, world_size: int) -> int:
     return up if preset.max_world_size is None else min(up, preset.max_world_size)
 
 
-def world_size(case: Case) -> Answers:
-    preset, world_size = case.preset, case.world_size
-    if preset is None or world_size is None:
-        return
-    if case.purpose == "launched":  # a plain launch may choose another, for example FSDP2 in one process
+def world_size(case: Case, preset: PresetSpec) -> Answers:
+    world_size = case.world_size
+    # A plain launch may choose another, for example FSDP2 in one process.
+    if world_size is None or case.purpose == "launched":
         return
     otherwise = ""
     if world_size < preset.min_world_size:
@@ -127,10 +126,10 @@ def degree_of_preset(case: Case) -> Answers:
             yield job_answer(f"{typed} under preset {preset.name!r} divides nothing", _WHOLE_SEQUENCES[name])
 
 
-def degree_world_size(case: Case) -> Answers:
+def degree_world_size(case: Case, preset: PresetSpec) -> Answers:
     """The ranks must divide into whole groups, and leave as many for data parallelism as the preset needs."""
-    preset, world_size, degrees = case.preset, case.world_size, case.job.degrees
-    if preset is None or world_size is None or not preset.parallel or not degrees:
+    world_size, degrees = case.world_size, case.job.degrees
+    if world_size is None or not preset.parallel or not degrees:
         return
     inner = math.prod(degrees.get(name, 1) for name in preset.parallel if name in SAME_ROWS)
     outer = 2 if {"dp_shard", "tp"} <= set(preset.parallel) else 1
@@ -187,9 +186,9 @@ def lora_of_experts(case: Case) -> Answers:
         yield job_answer(why, f"`{case.option('lora_target_modules')} q_proj k_proj v_proj o_proj`")
 
 
-def parallel_method(case: Case) -> Answers:
-    preset, job = case.preset, case.job
-    if preset is None or not preset.parallel:
+def parallel_method(case: Case, preset: PresetSpec) -> Answers:
+    job = case.job
+    if not preset.parallel:
         return
     in_stages, at_load = "pp" in preset.parallel, preset.sharded_at_load
     also = _NOT_IN_STAGES if in_stages else _NOT_AT_LOAD if at_load else _NOT_WITH_SEQUENCES
@@ -228,9 +227,8 @@ def pipeline_schedule(case: Case) -> Answers:
         yield job_answer(*problem)
 
 
-def pipeline_purpose(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or "pp" not in preset.parallel:
+def pipeline_purpose(case: Case, preset: PresetSpec) -> Answers:
+    if "pp" not in preset.parallel:
         return
     if case.purpose == "script":
         why = "runs in the toolkit's own loop: the Trainer computes whole models"

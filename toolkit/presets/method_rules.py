@@ -19,6 +19,10 @@ _NO_COMM_HOOK = {
     "none": "there is nothing to communicate",
     "pipeline": "gradients between pipelines are reduced without DDP's buckets",
 }
+_NO_ASYNC_SAVE = {
+    "deepspeed": "DeepSpeed writes its checkpoints itself",
+    "pipeline": "its stages write their checkpoints themselves",
+}
 _FIXED_ACCUMULATION = {
     ("ddp", "sharded"): "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
     ("deepspeed", "sharded"): "below ZeRO-2, gradients are reduced in the last accumulation step only",
@@ -53,20 +57,19 @@ def freeze_with_lora(case: Case) -> Answers:
         yield job_answer(f"--{name} with --lora_r: only the adapters are trained already", hint)
 
 
-def qlora(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or not case.job.load_in_4bit:
+def qlora(case: Case, preset: PresetSpec) -> Answers:
+    if not case.job.load_in_4bit:
         return
+    why = None
     if preset.needs_gpu is not None:
         why = "it quantizes what it gathers, and packed 4-bit weights are no numbers"
     elif preset.offload_optimizer and not preset.shards_parameters:
         why = "the adapters' optimizer states are too small to offload"
     elif preset.uses_nvme:
         why = "4-bit weights on a disk have not been run; in host memory they have"
-    else:
-        return
     hint = "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
-    yield method_answer(case, "load_in_4bit", why, hint)
+    if why is not None:
+        yield method_answer(case, "load_in_4bit", why, hint)
 
 
 def chunked_with_liger(case: Case) -> Answers:
@@ -81,9 +84,8 @@ def gpu_only_method(case: Case) -> Answers:
             yield job_answer(f"--{name} needs a GPU: {because}", hint)
 
 
-def compiled_zero3(case: Case) -> Answers:
-    preset = case.preset
-    if preset is not None and preset.engine == "deepspeed" and preset.shards_parameters and case.uses("torch_compile"):
+def compiled_zero3(case: Case, preset: PresetSpec) -> Answers:
+    if preset.engine == "deepspeed" and preset.shards_parameters and case.uses("torch_compile"):
         # docs/evidence/speed-and-memory.md: 15 graph breaks in a model of two layers, and nothing is fused
         why = "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
         yield method_answer(case, "torch_compile", why, "`--preset fsdp2` shards the same")
@@ -100,9 +102,9 @@ def comm_hook(case: Case) -> Answers:
         yield job_answer(f"--ddp_comm_hook with one process: {_NO_COMM_HOOK['none']}", "`--num-processes 2`")
 
 
-def accumulation(case: Case) -> Answers:
-    preset, chosen = case.preset, case.job.chosen_accumulate
-    if preset is None or preset.engine == "fsdp2" or chosen in (None, default_accumulate(preset)):
+def accumulation(case: Case, preset: PresetSpec) -> Answers:
+    chosen = case.job.chosen_accumulate
+    if preset.engine == "fsdp2" or chosen in (None, default_accumulate(preset)):
         return
     why = _FIXED_ACCUMULATION["deepspeed" if preset.engine == "deepspeed" else "ddp", str(chosen)]
     yield method_answer(case, f"accumulate {chosen}", why, "leave it out, or `--preset fsdp2`")
@@ -167,34 +169,27 @@ def _fsdp_state_dict_type(preset: PresetSpec) -> str:
     return str(preset.accelerate_config()["fsdp_config"].get("fsdp_state_dict_type", "SHARDED_STATE_DICT"))
 
 
-def save_only_model(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or not preset.uses_fsdp_plugin or not case.job.save_only_model:
+def save_only_model(case: Case, preset: PresetSpec) -> Answers:
+    if not preset.uses_fsdp_plugin or not case.job.save_only_model:
         return
     if rejects_save_only_model(_fsdp_state_dict_type(preset)):
         why = "the Trainer rejects it with FSDP2's sharded state dict"
         yield method_answer(case, "save_only_model", why, "leave it out")
 
 
-def async_save(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or not case.job.async_save or preset.sharded_at_load:
+def async_save(case: Case, preset: PresetSpec) -> Answers:
+    if not case.job.async_save or preset.sharded_at_load:
         return
-    hint = "leave it out, or `--preset fsdp2`"
-    if preset.engine == "deepspeed":
-        yield method_answer(case, "async_save", "DeepSpeed writes its checkpoints itself", hint)
-    elif preset.engine == "pipeline":
-        yield method_answer(case, "async_save", "its stages write their checkpoints themselves", hint)
-    elif not preset.uses_fsdp_plugin:
-        yield method_answer(case, "async_save", "rank 0 writes its checkpoints alone, and no rank has a shard", hint)
+    if not preset.uses_fsdp_plugin:
+        why = _NO_ASYNC_SAVE.get(preset.engine, "rank 0 writes its checkpoints alone, and no rank has a shard")
+        yield method_answer(case, "async_save", why, "leave it out, or `--preset fsdp2`")
     elif (kind := _fsdp_state_dict_type(preset)) != "SHARDED_STATE_DICT":
         why = f"its fsdp_state_dict_type is {kind}, which rank 0 writes alone"
         yield method_answer(case, "async_save", why, "`fsdp_state_dict_type: SHARDED_STATE_DICT`")
 
 
-def auto_find_batch_size(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or not case.job.auto_find_batch_size:
+def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
+    if not case.job.auto_find_batch_size:
         return
     if rejects_auto_find_batch_size(engine=preset.engine, zero_stage=3 if preset.shards_parameters else 2):
         why = "the Trainer rejects it with ZeRO-3"
@@ -250,17 +245,17 @@ def survives_offload(optim: str) -> bool:
     return optim in ("adamw_torch_fused", "adamw_torch")
 
 
-def split_model_optimizer(case: Case) -> Answers:
-    preset, optim = case.preset, case.job.optim
-    in_stages = preset is not None and "pp" in preset.parallel
-    if preset is not None and (in_stages or preset.sharded_at_load) and not survives_offload(optim):
+def split_model_optimizer(case: Case, preset: PresetSpec) -> Answers:
+    optim = case.job.optim
+    in_stages = "pp" in preset.parallel
+    if (in_stages or preset.sharded_at_load) and not survives_offload(optim):
         why = f"only AdamW was run on {'the stages of a pipeline' if in_stages else 'a model that is sharded at load'}"
         yield method_answer(case, f"optim {optim}", why, f"`--optim adamw_torch`, or {preset_that_runs(optim)}")
 
 
-def optimizer_runs(case: Case) -> Answers:
-    preset, optim = case.preset, case.job.optim
-    if preset is None or survives_offload(optim):  # which works under every preset
+def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
+    optim = case.job.optim
+    if survives_offload(optim):  # which works under every preset
         return
     found = _no_optimizer(preset.engine, optim)
     if preset.engine == "deepspeed" and preset.offload_optimizer:

@@ -24,6 +24,7 @@ from toolkit.presets.compatibility import (
     Reason,
     Rule,
     job_answer,
+    of_preset,
     preset_answer,
 )
 from toolkit.presets.spec import PresetSpec
@@ -69,13 +70,13 @@ def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: 
 
 _DOCUMENTED_METHODS = {
     "QLoRA": Job(lora_r=16, load_in_4bit=True),
-    "`save_only_model`": Job(save_only_model=True),
-    "`async_save`": Job(async_save=True),
-    "`auto_find_batch_size`": Job(auto_find_batch_size=True),
-    "`packing`": Job(packing=True),
-    "`streaming`": Job(streaming=True),
-    "`torch_compile`": Job(torch_compile=True),
-    "`use_liger_kernel`": Job(use_liger_kernel=True),
+    **{
+        f"`{name}`": Job().with_values(**{name: True})
+        for name in (
+            *("save_only_model", "async_save", "auto_find_batch_size", "packing", "streaming", "torch_compile"),
+            "use_liger_kernel",
+        )
+    },
     "`freeze`": Job(freeze=("*",)),
 }
 
@@ -98,9 +99,8 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _needs_gpu(case: Case) -> Answers:
-    preset = case.preset
-    if preset is not None and preset.needs_gpu is not None and case.on_cpu:
+def _needs_gpu(case: Case, preset: PresetSpec) -> Answers:
+    if preset.needs_gpu is not None and case.on_cpu:
         yield preset_answer(preset, f"does not run on a CPU: {preset.needs_gpu}", "`--preset zero3`")
 
 
@@ -111,9 +111,8 @@ def _gpu_count(case: Case) -> Answers:
         yield job_answer(f"{case.world_size} processes, but {count} GPUs are visible here", hint)
 
 
-def _nvme_disk(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or not preset.uses_nvme:
+def _nvme_disk(case: Case, preset: PresetSpec) -> Answers:
+    if not preset.uses_nvme:
         return
     if case.purpose == "convert":
         why = "swaps to NVMe: DeepSpeed resumes it only from its own swap files"
@@ -122,9 +121,8 @@ def _nvme_disk(case: Case) -> Answers:
         yield preset_answer(preset, "needs a local NVMe disk (`--nvme-gb-per-second`)", None)
 
 
-def _rehearsal(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or case.purpose not in ("rehearse", "trace"):
+def _rehearsal(case: Case, preset: PresetSpec) -> Answers:
+    if case.purpose not in ("rehearse", "trace"):
         return
     if preset.uses_nvme:
         why = "its swap files belong to a real run on a real disk"
@@ -137,9 +135,8 @@ def _rehearsal(case: Case) -> Answers:
     yield why, f"preset {preset.name!r} cannot be rehearsed: {why}", "`toolkit plan` calculates its memory"
 
 
-def _fake_tensors(case: Case) -> Answers:
-    preset = case.preset
-    if preset is None or case.purpose != "trace":
+def _fake_tensors(case: Case, preset: PresetSpec) -> Answers:
+    if case.purpose != "trace":
         return
     if preset.engine == "deepspeed":
         why = "DeepSpeed reads the values and addresses of its tensors"
@@ -165,17 +162,16 @@ def _fake_tensor_method(case: Case) -> Answers:
         yield job_answer(why, "leave --fake-tensors out, for exact bytes of the model states")
 
 
-def _compute_dtype(case: Case) -> Answers:
-    preset, device = case.preset, case.device
-    if preset is not None and case.purpose == "recommend" and device is not None and not device.has_bf16:
+def _compute_dtype(case: Case, preset: PresetSpec) -> Answers:
+    device = case.device
+    if case.purpose == "recommend" and device is not None and not device.has_bf16:
         why = f"computes in {preset.mixed_precision}, for which {device.name} has no hardware"
         yield preset_answer(preset, why, None)
 
 
-def _recommendation(case: Case) -> Answers:
+def _recommendation(case: Case, preset: PresetSpec) -> Answers:
     """Presets that work, but that are never recommended."""
-    preset = case.preset
-    if preset is None or case.purpose != "recommend":
+    if case.purpose != "recommend":
         return
     if preset.needs_gpu is not None:
         problem = "which changes the training problem (docs/concepts/numerics.md): choose it manually"
@@ -188,42 +184,42 @@ def _recommendation(case: Case) -> Answers:
 
 # Every rule, the most basic one first: the first that objects is reported.
 RULES: dict[str, Rule] = {
-    "needs-gpu": _needs_gpu,
-    "world-size": layout_rules.world_size,
+    "needs-gpu": of_preset(_needs_gpu),
+    "world-size": of_preset(layout_rules.world_size),
     "degree-given": layout_rules.degree_given,
     "degree-of-preset": layout_rules.degree_of_preset,
-    "degree-world-size": layout_rules.degree_world_size,
+    "degree-world-size": of_preset(layout_rules.degree_world_size),
     "sequence-parallel-stage": layout_rules.sequence_parallel_stage,
     "degree-planned": layout_rules.degree_planned,
     "lora-of-experts": layout_rules.lora_of_experts,
-    "parallel-method": layout_rules.parallel_method,
-    "split-model-optimizer": method_rules.split_model_optimizer,
+    "parallel-method": of_preset(layout_rules.parallel_method),
+    "split-model-optimizer": of_preset(method_rules.split_model_optimizer),
     "pipeline-schedule": layout_rules.pipeline_schedule,
-    "pipeline-purpose": layout_rules.pipeline_purpose,
+    "pipeline-purpose": of_preset(layout_rules.pipeline_purpose),
     "degree-of-model": layout_rules.degree_of_model,
     "gpu-count": _gpu_count,
-    "nvme-disk": _nvme_disk,
-    "rehearsal": _rehearsal,
-    "fake-tensors": _fake_tensors,
+    "nvme-disk": of_preset(_nvme_disk),
+    "rehearsal": of_preset(_rehearsal),
+    "fake-tensors": of_preset(_fake_tensors),
     "fake-tensor-method": _fake_tensor_method,
-    "compute-dtype": _compute_dtype,
+    "compute-dtype": of_preset(_compute_dtype),
     "planned-optimizer": method_rules.planned_optimizer,
-    "optim": method_rules.optimizer_runs,
+    "optim": of_preset(method_rules.optimizer_runs),
     "freeze-and-train-only": method_rules.freeze_and_train_only,
     "checkpointing-offload": method_rules.checkpointing_offload,
     "4bit-needs-lora": method_rules.four_bit_needs_lora,
     "freeze-with-lora": method_rules.freeze_with_lora,
-    "qlora": method_rules.qlora,
+    "qlora": of_preset(method_rules.qlora),
     "chunked-with-liger": method_rules.chunked_with_liger,
     "gpu-only-method": method_rules.gpu_only_method,
     "attention-device": method_rules.attention_device,
     "attention-rows": method_rules.attention_rows,
     "attention-model": method_rules.attention_model,
-    "compiled-zero3": method_rules.compiled_zero3,
+    "compiled-zero3": of_preset(method_rules.compiled_zero3),
     "comm-hook": method_rules.comm_hook,
-    "accumulate": method_rules.accumulation,
-    "save-only-model": method_rules.save_only_model,
-    "async-save": method_rules.async_save,
-    "auto-find-batch-size": method_rules.auto_find_batch_size,
-    "recommendation": _recommendation,
+    "accumulate": of_preset(method_rules.accumulation),
+    "save-only-model": of_preset(method_rules.save_only_model),
+    "async-save": of_preset(method_rules.async_save),
+    "auto-find-batch-size": of_preset(method_rules.auto_find_batch_size),
+    "recommendation": of_preset(_recommendation),
 }

@@ -28,7 +28,7 @@ from toolkit.parallel import sharded_at_load, split_sequences
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.compatibility import CPU
 from toolkit.presets.known_keys import PARALLEL_KEY
-from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate
+from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate, uses_fsdp
 from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
@@ -194,12 +194,11 @@ def parallelism_arguments(
     if preset.sharded_at_load:
         sharded_at_load.apply_fixes(on_cpu=on_cpu)
         return {}
-    if "cp" in preset.parallel:
-        if on_cpu:
-            split_sequences.ring_attention_on_cpu()
-        return {"parallelism_config": split_sequences.context_parallel_config(layout)}
-    split_sequences.apply_ulysses_fixes(on_cpu=on_cpu)
-    return {"parallelism_config": split_sequences.sequence_parallel_config(layout, attention=attention)}
+    if "cp" not in preset.parallel:
+        split_sequences.apply_ulysses_fixes(on_cpu=on_cpu)
+    elif on_cpu:
+        split_sequences.ring_attention_on_cpu()
+    return {"parallelism_config": split_sequences.parallelism_config(layout, attention=attention)}
 
 
 def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,11 +220,6 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
     if preset.engine != "fsdp2":
         return others
     return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
-
-
-def uses_fsdp() -> bool:
-    """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def enable_fsdp_on_cpu() -> None:

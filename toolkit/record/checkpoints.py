@@ -24,9 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import Limits, read_json_object, validate
 from toolkit.files.reading import open_file
+from toolkit.hardware.disks import free_bytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount
 from toolkit.record.folder import write_json
+from toolkit.units import gib
 
 if TYPE_CHECKING:
     from io import BufferedReader
@@ -304,3 +306,21 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def describe_latest_checkpoint(output_dir: Path) -> str:
+    """Return a sentence about the newest complete checkpoint."""
+    latest = next((found for found in list_checkpoints(output_dir) if found.problem() is None), None)
+    return "there is no complete checkpoint" if latest is None else f"the newest complete one is {latest.path.name}"
+
+
+def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
+    """Remove incomplete checkpoints, which nothing reads, and return message and hint for a full disk."""
+    free = free_bytes(output_dir)
+    remove_unfinished(output_dir)
+    complete = [found for found in list_checkpoints(output_dir) if found.problem() is None]
+    needed = f", a checkpoint needs {gib(complete[0].bytes)}" if complete and complete[0].bytes else ""
+    space = f"{gib(free)} free{needed}; {describe_latest_checkpoint(output_dir)}"
+    message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {space}"
+    hint = "free some space or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`"
+    return message, hint

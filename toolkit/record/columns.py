@@ -80,6 +80,11 @@ def _none_if_not_finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _none_if_not_a_share(value: object) -> object:
+    """A fraction outside 0 to 1 comes from miscounted tokens; parity reports the counts themselves."""
+    return None if isinstance(value, int | float) and not 0 <= value <= 1 else value
+
+
 # A text or a boolean is no number: pydantic would convert "12" and true.
 Count = Annotated[int, Strict(), Ge(0)]
 PositiveCount = Annotated[int, Strict(), Gt(0)]
@@ -92,5 +97,4 @@ Interval = tuple[NonNegativeReal, NonNegativeReal]
 Number = Annotated[Real | None, BeforeValidator(_none_if_not_finite)]
 Measured = Annotated[NonNegativeReal | None, BeforeValidator(_none_if_not_finite)]
 PerStep = tuple[Number, ...]
-# A fraction outside 0 to 1 comes from miscounted tokens; parity reports the counts themselves.
-Fraction = Annotated[Share | None, BeforeValidator(lambda value: value if value is None or 0 <= value <= 1 else None)]
+Fraction = Annotated[Share | None, BeforeValidator(_none_if_not_a_share)]

@@ -13,7 +13,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ class RunFolder:
         deadline = time.monotonic() + wait_seconds
         while True:
             try:
-                return lock_file(self.path / LOCK, held=self._held)
+                return self._lock()
             except OSError as error:
                 raise self.unwritable(error) from None
             except ToolkitError:
@@ -89,15 +88,12 @@ class RunFolder:
     def check_free(self) -> None:
         """Raise ToolkitError while another process holds the folder."""
         with contextlib.suppress(OSError):
-            if (self.path / LOCK).is_file() and (lock := lock_file(self.path / LOCK, held=self._held)) is not None:
+            if (self.path / LOCK).is_file() and (lock := self._lock()) is not None:
                 os.close(lock)
 
-    def _held(self, holder: str) -> ToolkitError:
-        who = f" (process {holder})" if holder else ""
-        return ToolkitError(
-            f"{self.path} holds a run that is still running{who}",
-            hint="wait for it, stop it, or name another folder: `--output_dir DIR`",
-        )
+    def _lock(self) -> int | None:
+        hint = "wait for it, stop it, or name another folder: `--output_dir DIR`"
+        return lock_file(self.path / LOCK, holds="a run", hint=hint)
 
     def remove_heartbeats(self) -> None:
         """Remove the heartbeats and stacks of earlier processes."""
@@ -130,21 +126,21 @@ class RunFolder:
         )
 
 
-def lock_file(path: Path, *, held: Callable[[str], ToolkitError]) -> int | None:
+def lock_file(path: Path, *, holds: str, hint: str) -> int | None:
     """Lock a file for this process and those that inherit the descriptor, until the last of them exits.
 
-    Returns the descriptor, or None on a file system without locks. While another process holds the lock, raises what
-    `held` returns for its pid (empty if unknown).
+    Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another process holds the
+    lock: the file's folder `holds` what is still running.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             return None
-        raise held(holder) from None
+        raise ToolkitError(f"{path.parent} holds {holds} that is still running (process {holder})", hint=hint) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor

@@ -18,9 +18,8 @@ from toolkit.observe.progress import Progress
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import read_rows
 from toolkit.rehearse.rehearsal import RehearsedRank, has_local_weights
-from toolkit.rehearse.stand_ins import join_fake_world, rehearsal_data, rehearsal_model
+from toolkit.rehearse.stand_ins import REHEARSAL_PARTS, join_fake_world, rehearsal_data, rehearsal_model
 from toolkit.rehearse.trace import trace
-from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.trainer import build_trainer
@@ -78,6 +77,6 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
             *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else []),
             *([WITH_PACKING] if run.arguments.job.packing else []),
         ],
-        "phase_peaks": trainer.observer.timer.peaks.by_phase(),
+        "phase_peaks": trainer.observer.timer.read_peaks(),
         "random_weights": not has_local_weights(str(run.arguments.job.model_name_or_path)),
     }

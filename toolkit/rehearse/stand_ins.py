@@ -1,4 +1,5 @@
-"""Stand-ins of a rehearsal: a world whose other ranks do not exist, and rows and weights where none are given.
+"""Stand-ins of a rehearsal: a world whose other ranks do not exist, rows and weights where none are given, and parts of
+the Trainer that leave out what depends on other ranks.
 
 The environment of rank r of N comes from accelerate's own launcher, so that the preset's file is read as in a run.
 torch's `fake` process group has any size and any rank, and its collectives move nothing.
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
+from toolkit.observe.attest.attestation import Attestation
+from toolkit.observe.attest.differences import Difference, Values, byte_limit_differences, differences
+from toolkit.observe.timer import StepTimer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.spec import PresetSpec
@@ -24,16 +28,15 @@ from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weigh
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data
-from toolkit.train.model.loading import (
-    from_pretrained,
-    load_model,
-    load_tokenizer,
-    loaded_dtype,
-    model_without_weights,
-    prepare_model,
-)
+from toolkit.train.model import loading
+from toolkit.train.trainer import TrainerParts
 
 SHARD_VALUE = 0.01
+MEANINGLESS_COLUMNS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+
+
+# -- the world
 
 
 def join_fake_world(rehearsed: RehearsedRank, preset: PresetSpec) -> None:
@@ -73,16 +76,22 @@ def fill_shards(model: Any) -> None:
             shard.data.fill_(SHARD_VALUE)
 
 
-def register_local_reduction(wrapped: Any) -> None:
-    """Make DDP use its own buckets as the result of the reduction.
+class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
+    """Gives the wrapped model what the other ranks would have sent before the first step."""
 
-    DDP reads the result from the future of the all-reduce, which is empty under the fake backend.
-    """
-    if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-        wrapped.register_comm_hook(None, _own_bucket)
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        wrapped = self.trainer.model_wrapped
+        if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
+            wrapped.register_comm_hook(None, _own_bucket)
+        if not hasattr(wrapped, "zero_optimization_stage"):
+            fill_shards(wrapped)
 
 
 def _own_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations
+    """DDP reads the reduction's result from the future of the all-reduce, which is empty under the fake backend."""
     del state
     buffer = bucket.buffer()
     future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -90,13 +99,16 @@ def _own_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the
     return future
 
 
+# -- rows and weights
+
+
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
     """Return the tokenizer and the rows of `--dataset`; or None and synthetic rows, which need no tokenizer."""
     if args.job.dataset != (SYNTHETIC,):
-        tokenizer = load_tokenizer(args.job, chat_template=args.job.chat_template)
+        tokenizer = loading.load_tokenizer(args.job, chat_template=args.job.chat_template)
         return tokenizer, load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
-    vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
-    rows = SyntheticRows(args.global_batch_size, length=args.job.max_seq_length, vocabulary=vocabulary)
+    vocabulary = loading.from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
+    rows = SyntheticRows(args.global_batch_size, length=args.job.tokens_per_row, vocabulary=vocabulary)
     return None, Data(train=rows, stats=rows.stats(packed=args.job.packing))
 
 
@@ -141,7 +153,7 @@ def rehearsal_model(
 
     With a `layout_at_load`, transformers shards it while it makes it.
     """
-    make = load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
+    make = loading.load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
     model = make(arguments, compute_dtype=compute_dtype, layout=layout_at_load)
     fill_shards(model)
     return model
@@ -151,28 +163,95 @@ def model_from_config(
     arguments: ModelArguments, *, compute_dtype: torch.dtype, layout: ParallelLayout | None = None
 ) -> Any:
     """Return the model with random weights, sharded as they are made where the engine or the `layout` does so."""
-    dtype = loaded_dtype(arguments, compute_dtype)
-    extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    how: dict[str, Any] = {"dtype": loading.loaded_dtype(arguments, compute_dtype)}
+    if arguments.attn_implementation:
+        how["attn_implementation"] = arguments.attn_implementation
     if layout is None:
-        model = AutoModelForCausalLM.from_config(
-            from_pretrained(AutoConfig, arguments),
-            dtype=dtype,
-            trust_remote_code=arguments.trust_remote_code,
-            **extra,
-        )
+        config = loading.from_pretrained(AutoConfig, arguments)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code, **how)
     else:
-        extra["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
-        model = _sharded_from_config(arguments, dtype=dtype, **extra)
-    return prepare_model(model, arguments, compute_dtype=compute_dtype)
+        # An empty checkpoint: transformers shards a model only as it loads it, and makes what one lacks at random.
+        how["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
+        plain = loading.model_without_weights(arguments)
+        logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # every weight would be missing
+        model = type(plain).from_pretrained(None, config=plain.config, state_dict={}, **how)
+    return loading.prepare_model(model, arguments, compute_dtype=compute_dtype)
 
 
-def _sharded_from_config(arguments: ModelArguments, **extra: Any) -> Any:
-    """Load an empty checkpoint: transformers shards a model only there, and makes what a checkpoint lacks at random."""
-    plain = model_without_weights(arguments)
-    reports = logging.getLogger("transformers.modeling_utils")
-    level = reports.level
-    reports.setLevel(logging.ERROR)  # it would list every weight as missing
-    try:
-        return type(plain).from_pretrained(None, config=plain.config, state_dict={}, **extra)
-    finally:
-        reports.setLevel(level)
+# -- parts of the Trainer
+
+
+class RehearsedAttestation(Attestation):
+    """Verifies one rank's readings; sums over ranks and full weights cannot be read."""
+
+    def read_before_training(self, model: Any) -> Values:
+        del model  # gathered weights would be those that no other rank has sent
+        return {"initial_weights_sha256": None, "packing": None}
+
+    def expected_values(self) -> Values:
+        return {name: value for name, value in super().expected_values().items() if name != "packing_mask_bytes"}
+
+    def differences(self, expected: Values, ranks: list[Values], norms: list[Values]) -> list[Difference]:
+        del norms  # this rank's share alone
+        return differences(expected, ranks) or byte_limit_differences(ranks)
+
+
+class RehearsedTimer(StepTimer):
+    """Writes rows that are marked as rehearsed and have no loss; reads the allocator's peaks by phase too.
+
+    The peaks of `load`, `forward`, `backward` and `step` are the host's statistics, so nothing waits for the device. A
+    CPU has none.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.phase = "load"
+        self.phase_peaks: dict[str, dict[str, int]] = {}
+
+    def read_peaks(self) -> dict[str, dict[str, int]]:
+        """Return `peak_allocated_bytes` and `peak_reserved_bytes` of every phase, the current one included."""
+        if self.cuda:
+            sizes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            before = self.phase_peaks.get(self.phase, {})
+            peaks = {name: max(size, before.get(name, 0)) for name, size in zip(PEAKS, sizes, strict=True)}
+            self.phase_peaks[self.phase] = peaks
+        return self.phase_peaks
+
+    def _enter(self, phase: str) -> None:
+        self.read_peaks()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.phase = phase
+
+    def add_batch(self, *args: Any) -> None:
+        self._enter("forward")
+        super().add_batch(*args)
+
+    def enter_backward(self) -> None:
+        super().enter_backward()
+        self._enter("backward")
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self._enter("step")
+        super().add_loss(loss)
+
+    def read_memory(self) -> dict[str, Any]:
+        phases = self.read_peaks().values()  # the allocator's own peaks begin again with each phase
+        return super().read_memory() | {name: max(peaks[name] for peaks in phases) for name in PEAKS if phases}
+
+    def _row(self, number: int, step: Any) -> dict[str, Any]:
+        return super()._row(number, step) | dict.fromkeys(MEANINGLESS_COLUMNS) | {"rehearsed": True}
+
+    def _check_finite(self, row: dict[str, Any], step: Any) -> None:
+        del row, step  # a loss that is not finite says nothing about the job
+
+    def _print(self, row: dict[str, Any]) -> None:
+        print(f"step {row['step']}/{self.max_steps} rehearsed  {row['seconds']:.2f} s of compute", flush=True)
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+
+REHEARSAL_PARTS = TrainerParts(
+    timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=lambda trainer: [FakeOtherRanks(trainer)]
+)

@@ -22,14 +22,7 @@ from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
-from toolkit.observe.attest.tensors import (
-    compute_dtype,
-    dtype_name,
-    frozen_weights,
-    full_size,
-    local,
-    optimizer_state_tensors,
-)
+from toolkit.observe.attest.tensors import compute_dtype, full_size, local, optimizer_state_tensors
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.stand_ins import model_from_config
@@ -67,7 +60,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
         with memory.tagged("buckets"):  # DDP's are a second copy of all gradients
             has_buckets = launch.preset.engine == "ddp" and launch.world_size != 1
             buckets = torch.empty(sum(parameter.numel() for parameter in trained)) if has_buckets else None
-        rows, length = args.training.per_device_train_batch_size, args.job.max_seq_length
+        rows, length = args.training.per_device_train_batch_size, args.job.tokens_per_row
         tokens = torch.zeros(rows, length, dtype=torch.int64)  # without padding
         batch = {"input_ids": tokens, "labels": tokens}
         # Without positions a model reads the values of the mask.
@@ -169,11 +162,7 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
-    expected = expected_values(
-        ExpectedRun(preset=launch.preset, dp_shard_size=launch.dp_shard_size),
-        compute_dtype=dtype_name(compute_dtype(trainer.args)),
-        has_frozen_weights=bool(frozen_weights(wrapped)),
-    )
+    expected = expected_values(ExpectedRun(preset=launch.preset, dp_shard_size=launch.dp_shard_size), trainer)
     if launch.preset is not None and launch.preset.engine == "ddp":
         del expected["engine"]  # its buckets are counted, and nothing wraps the model
     found = differences(expected, [own])

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from toolkit.units import seconds
-
 # The text beside the longest bar needs the rest of the line, on a phone too.
 LONGEST_BAR_PERCENT = 68.0
 # The box of a line chart in its own units.
@@ -163,11 +161,6 @@ class TimelineChart:
     x_name: str
     expanded: bool
     """The page shows it opened."""
-
-    @property
-    def length(self) -> str:
-        """Length of the axis as text."""
-        return seconds(self.seconds)
 
     def path(self, boxes: Boxes) -> str:
         """Return the SVG path of boxes; empty without any."""

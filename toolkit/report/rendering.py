@@ -21,7 +21,7 @@ from rich.text import Text
 from toolkit.errors import ToolkitError
 from toolkit.files import write_bytes
 from toolkit.report.charts import CSS_VARIABLES
-from toolkit.units import NOT_AVAILABLE
+from toolkit.units import NOT_AVAILABLE, seconds
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Values of a status or parity cell that are not shown in red.
@@ -51,7 +51,9 @@ def _environment(*, markdown: bool) -> Environment:
         finalize=_markdown_value if markdown else _html_value,
         keep_trailing_newline=markdown,
     )
-    environment.filters.update(code=_code, lines=lambda text: Markup("\n").join(many_lines(text)), breakable=_breakable)
+    environment.filters.update(
+        code=_code, lines=lambda text: Markup("\n").join(many_lines(text)), breakable=_breakable, seconds=seconds
+    )
     environment.globals.update(
         style=Markup((TEMPLATES / "page.css").read_text("utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text("utf-8")),
@@ -120,12 +122,10 @@ class Table:
             for index, heading in enumerate(self.headings)
             if not heading.numeric or any(row[index].value is not None for row in self.rows)
         ]
-        if not any(self.headings[index].numeric for index in kept):
+        headings = tuple(self.headings[index] for index in kept)
+        if not any(heading.numeric for heading in headings):
             return None
-        return Table(
-            headings=tuple(self.headings[index] for index in kept),
-            rows=tuple(tuple(row[index] for index in kept) for row in self.rows),
-        )
+        return Table(headings=headings, rows=tuple(tuple(row[index] for index in kept) for row in self.rows))
 
 
 def text_heading(text: str) -> Heading:

@@ -62,7 +62,6 @@ class FailureEstimate:
 
     job: FailingJob
     gpus: int
-    days: float
     simulated: SimulatedFailures
     checkpoint_source: str
     """Where the seconds of a save come from."""
@@ -70,7 +69,7 @@ class FailureEstimate:
     @property
     def expected_failures(self) -> float:
         """Failures of the whole job, while it has all of its nodes."""
-        return self.days * SECONDS_PER_DAY / self.job.mean_seconds_between_failures
+        return self.simulated.days * SECONDS_PER_DAY / self.job.mean_seconds_between_failures
 
     @property
     def best_intervals(self) -> tuple[float, float]:
@@ -127,7 +126,7 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
         fewer = f"`--days {options.days * MOST_FAILURES / (runs * failures):.3g}`"
         raise ToolkitError(what, hint=fewer + (", or fewer --runs" if runs > 1 else ""))
     simulated = simulate_failures(job, days=options.days, runs=runs, seed=options.seed)
-    return FailureEstimate(job=job, gpus=options.gpus, days=options.days, simulated=simulated, checkpoint_source=source)
+    return FailureEstimate(job=job, gpus=options.gpus, simulated=simulated, checkpoint_source=source)
 
 
 def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:

@@ -18,8 +18,6 @@ DEFAULT_CHECKPOINT_SECONDS = 60.0
 POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
 DISTRIBUTIONS = ("constant", "lognormal", "exponential", "pareto")
 DEFAULT_DISTRIBUTION, DEFAULT_STEP_SECONDS, DEFAULT_SPREAD = "lognormal", 1.0, 0.2
-
-
 LEAST = 1e-9  # the low end of what must be more than nothing
 
 
@@ -40,23 +38,15 @@ class PipelineOptions:
     stages: Annotated[int, Option(help="stages of the pipeline: GPUs, or groups of GPUs with --tp")]
     micro_batches: Annotated[int, Option(help="micro-batches per step and pipeline")]
     schedule: Annotated[
-        tuple[str, ...],
-        Option(help=f"{', '.join(SCHEDULES)}; repeatable; by default all that are possible", metavar="NAME"),
+        tuple[str, ...], Option(help=f"{', '.join(SCHEDULES)}; repeatable; by default all possible", metavar="NAME")
     ] = ()
-    chunks: Annotated[
-        int | None, Option(help=f"chunks per stage of interleaved_1f1b; by default {INTERLEAVED_CHUNKS}")
-    ] = None
+    chunks: Annotated[int | None, Option(help=f"per stage of interleaved_1f1b; by default {INTERLEAVED_CHUNKS}")] = None
     forward_ms: Annotated[float | None, Option(help="forward of one micro-batch on one stage")] = None
-    backward_ms: Annotated[
-        float | None, Option(help="backward: gradient of the input, or all of it without --weight-ms")
-    ] = None
+    backward_ms: Annotated[float | None, Option(help="gradient of the input; without --weight-ms all of it")] = None
     weight_ms: Annotated[float | None, Option(help="backward: gradient of the weights")] = None
     transfer_ms: Annotated[float | None, Option(help="transfer from one stage to the next; by default 0")] = None
     num_layers: Annotated[int | None, Option(help="layers to divide among the stages; with --model its own")] = None
-    model: Annotated[
-        str | None,
-        Option(help="times and memory of this model: a hub id, a folder or a config.json, as `toolkit plan` reads it"),
-    ] = None
+    model: Annotated[str | None, Option(help="its times and memory: a hub id, a folder or a config.json")] = None
     gpu: GpuName = None
     gpu_memory_gib: GpuMemory = None
     gpu_tflops: GpuTflops = None
@@ -88,26 +78,17 @@ class FailureOptions:
         Option(help=f"training that one save costs; by default {DEFAULT_CHECKPOINT_SECONDS:g}", show_default=False),
     ] = None
     run_folder: Annotated[
-        Path | None,
-        Option(help="run of yours that saved checkpoints: the median of their stalls is --checkpoint-seconds"),
+        Path | None, Option(help="run of yours that saved: the median of its stalls is --checkpoint-seconds")
     ] = None
-    checkpoint_interval_minutes: Annotated[
-        float | None, Option(help="training between two saves; by default the best")
-    ] = None
+    checkpoint_interval_minutes: Annotated[float | None, Option(help="between two saves; by default the best")] = None
     restart_minutes: Annotated[float, Option(help="from the replacement of a node to the first new step")] = 5.0
     detection_minutes: Annotated[
         float, Option(help="from a failure until the job is stopped; torch waits 10 minutes for a collective")
     ] = 0.0
-    spare_nodes: Annotated[
-        int | None, Option(help="nodes that wait to replace a failed one; by default there is always one")
-    ] = None
-    repair_hours: Annotated[float | None, Option(help="with --spare-nodes: from a failure until the node is spare")] = (
-        None
-    )
+    spare_nodes: Annotated[int | None, Option(help="nodes that wait for a failure; by default always one")] = None
+    repair_hours: Annotated[float | None, Option(help="with --spare-nodes: from failure until spare again")] = None
     days: Annotated[float, Option(help="length of the job")] = 365.0
-    runs: Annotated[
-        int | None, Option(help="simulated runs of that length; by default 10, fewer of a job that fails very often")
-    ] = None
+    runs: Annotated[int | None, Option(help="simulated runs; by default 10, fewer where failures are many")] = None
     seed: Annotated[int, Option(help="seed of the simulation")] = 0
     output_dir: OutputFolder = None
 
@@ -129,12 +110,8 @@ class StragglerOptions:
     step_seconds: Annotated[
         float | None, Option(help=f"mean compute time of a worker's batch; by default {DEFAULT_STEP_SECONDS:g}")
     ] = None
-    spread: Annotated[
-        float | None, Option(help=f"standard deviation over mean of compute times; by default {DEFAULT_SPREAD:g}")
-    ] = None
-    run_folder: Annotated[
-        Path | None, Option(help="draw compute times from the measured steps of this run instead")
-    ] = None
+    spread: Annotated[float | None, Option(help=f"standard deviation over mean; by default {DEFAULT_SPREAD:g}")] = None
+    run_folder: Annotated[Path | None, Option(help="draw compute times from this run's measured steps")] = None
     untimed_steps: Annotated[int, Option(help="with --run-folder: first steps to leave out")] = 2
     slow_workers: Annotated[int, Option(help="workers that are slower in every step")] = 0
     slow_factor: Annotated[float, Option(help="their compute time over that of the others")] = 2.0
@@ -143,16 +120,9 @@ class StragglerOptions:
     learning_rate: Annotated[
         float | None, Option(help="of the small network, for one global batch; by default it grows with the workers")
     ] = None
-    model: Annotated[
-        str | None,
-        Option(help="a model (hub id, folder or config.json) whose gradients are communicated; by default none"),
-    ] = None
+    model: Annotated[str | None, Option(help="communicate its gradients: hub id, folder or config.json")] = None
     gpu: GpuName = None
-    gpus_per_node: Annotated[
-        int | None, Option(help="GPUs per node; by default the largest divisor of the workers up to 8")
-    ] = None
-    network_gb_per_second: Annotated[
-        float | None, Option(help="network bandwidth of a node, all cards, one direction")
-    ] = None
+    gpus_per_node: Annotated[int | None, Option(help="by default the largest divisor of the workers up to 8")] = None
+    network_gb_per_second: Annotated[float | None, Option(help="of a node: all cards, one direction")] = None
     parameter_servers: Annotated[int | None, Option(help="parameter servers; by default one per node")] = None
     output_dir: OutputFolder = None

@@ -88,10 +88,9 @@ class PipelineComparison:
     """Simulated steps of several schedules with the same stages, micro-batches and times."""
 
     heading: str
-    schedules: tuple[SimulatedSchedule, ...]
-    left_out: tuple[str, ...] = ()
+    schedules: list[SimulatedSchedule]
+    left_out: list[str]
     """Why schedules are missing that were not named."""
-    has_model: bool = False
 
     @property
     def fastest(self) -> SimulatedSchedule:
@@ -102,7 +101,7 @@ class PipelineComparison:
         """Return what `toolkit simulate pipeline --json` prints."""
         return {
             "schedules": [each.as_row() for each in self.schedules],
-            "left_out": list(self.left_out),
+            "left_out": self.left_out,
             "predicted_over_measured": list(PREDICTED_OVER_MEASURED),
         }
 
@@ -132,12 +131,8 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
         heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in zip(names, given, strict=True))
     else:
         heading = staged.heading
-    return PipelineComparison(
-        heading=f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}",
-        schedules=tuple(schedules),
-        left_out=tuple(left_out),
-        has_model=staged is not None,
-    )
+    heading = f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}"
+    return PipelineComparison(heading=heading, schedules=schedules, left_out=left_out)
 
 
 def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tuple[str, PipelineSize]], list[str]]:
@@ -216,7 +211,12 @@ def _given_times(options: PipelineOptions) -> ChunkTimes:
 def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: bool = False) -> SimulationReport:
     """Return the schedules for people: a table, and of a few memory by stage and the timeline; on a page of all."""
     schedules, fastest = comparison.schedules, comparison.fastest
-    sections: list[tuple[str, Table | Chart | str]] = [("", _comparison_table(comparison))]
+    numbers = ("chunks", "step", "bubble", "in flight,\nfirst", "in flight,\nmost")
+    headings = [text_heading("schedule"), *(Heading(text=text) for text in numbers)]
+    if fastest.memory is not None:
+        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
+    table = Table(headings=tuple(headings), rows=tuple(map(_cells, schedules)))
+    sections: list[tuple[str, Table | Chart | str]] = [("", table)]
     if on_page:
         timelines = [_drawn_timeline(each.run, expanded=each is fastest) for each in schedules]
         colors = list(zip(COLORS, KINDS, strict=True))
@@ -237,7 +237,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
         f"Optimistic: published throughputs predicted this way were {100 * low:.0f} to {100 * high:.0f} % above the"
         " measured ones, the most for interleaved_1f1b.",
     ]
-    if comparison.has_model:
+    if fastest.memory is not None:
         notes.append(
             "Planned, not measured: times are geometric means of the planned ranges; model states as under zero1, bf16"
             " with fp32 master weights and Adam's states."
@@ -251,15 +251,6 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
         sections=sections,
         notes=notes + [f"Left out: {reason}." for reason in comparison.left_out],
     )
-
-
-def _comparison_table(comparison: PipelineComparison) -> Table:
-    """One row per schedule."""
-    numbers = ("chunks", "step", "bubble", "in flight,\nfirst", "in flight,\nmost")
-    headings = [text_heading("schedule"), *(Heading(text=text) for text in numbers)]
-    if comparison.has_model:
-        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
-    return Table(headings=tuple(headings), rows=tuple(map(_cells, comparison.schedules)))
 
 
 def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:

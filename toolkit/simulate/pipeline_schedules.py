@@ -26,6 +26,8 @@ from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_C
 FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
 LETTERS = "FIBW"
 """The letter of each kind of operation."""
+NEEDED = ((FORWARD, FORWARD, -1), (BACKWARD_INPUT, BACKWARD_INPUT, 1), (BACKWARD, BACKWARD_INPUT, 1))
+"""Kinds that wait for another chunk: kind, kind of result that they need and leave, and whose it is."""
 ZB_H2, ZB_V, DUALPIPE_V = "zb_h2", "zb_v", "dualpipe_v"
 SCHEDULES = (*pipeline_schedule.SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
 V_SHAPED = (ZB_V, DUALPIPE_V)

@@ -17,22 +17,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from toolkit.simulate.pipeline_schedules import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    FORWARD,
-    LETTERS,
-    OperationOrder,
-    PipelineSize,
-    operation_order,
-)
+from toolkit.simulate.pipeline_schedules import LETTERS, NEEDED, OperationOrder, PipelineSize, operation_order
 
 # Predicted throughput over measured, minus one, of 1F1B, interleaved 1F1B and zero-bubble schedules on 8 to 32 A100s
 # (zero-bubble paper, Table 4 against Table 5, https://arxiv.org/abs/2401.10241; tests/simulate/test_pipeline_step.py).
 PREDICTED_OVER_MEASURED = (0.04, 0.18)
 NOT_RUN = -1.0
-# Kinds of operations that wait for another chunk: kind, kind of result that they need and leave, and whose it is.
-NEEDED = ((FORWARD, FORWARD, -1), (BACKWARD_INPUT, BACKWARD_INPUT, 1), (BACKWARD, BACKWARD_INPUT, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

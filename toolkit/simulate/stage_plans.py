@@ -1,7 +1,7 @@
 """Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
 
     shape = read_model("Qwen/Qwen2.5-72B")
-    staged = StagedModel(shape=shape, job=PlannedJob(max_seq_length=4096), gpu=find_gpu("h100"), tp=8)
+    staged = StagedModel(shape=shape, job=job, gpu=find_gpu("h100"), tp=8)
     times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
 
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
@@ -26,14 +26,7 @@ from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
-from toolkit.plan.planned_job import (
-    PlannedJob,
-    StageLoad,
-    TrainingSetup,
-    check_planned_job,
-    check_size,
-    model_part,
-)
+from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, check_planned_job, check_size, model_part
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
@@ -86,7 +79,7 @@ class StagedModel:
         shape, job = self.shape, self.job
         parts = [
             f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
-            f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per micro-batch",
+            f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per micro-batch",
             "activation checkpointing" if job.activation_checkpointing else "",
             f"tp {self.tp}" if self.tp > 1 else "",
             f"{self.gpu.name}, {gib(self.gpu.memory_bytes)}",
@@ -96,16 +89,13 @@ class StagedModel:
     def check(self) -> None:
         """Raise ToolkitError for a model without formulas, a GPU of unknown speed, or heads that tp does not divide."""
         if self.shape.activations_from != "formulas":
-            raise ToolkitError(
-                f"stages of {self.shape.model_type} cannot be planned: there are no formulas for its activations",
-                hint="give --forward-ms, --backward-ms and --weight-ms instead of --model",
-            )
+            what = f"stages of {self.shape.model_type} cannot be planned: there are no formulas for its activations"
+            raise ToolkitError(what, hint="give --forward-ms, --backward-ms and --weight-ms instead of --model")
         if self.gpu.peak_flops("bf16") is None:
             raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
         if self.tp > 1:
-            job, preset = self._split_job, self._split_preset
-            model = job.limits_on(self.shape)
-            check_supported(preset, job.as_trained, world_size=2 * self.tp, model=model, purpose="plan")
+            job, model = self._split_job, self._split_job.limits_on(self.shape)
+            check_supported(self._split_preset, job.as_trained, world_size=2 * self.tp, model=model, purpose="plan")
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
@@ -172,10 +162,9 @@ class StagedModel:
         """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""
         peak, job = self.gpu.peak_flops("bf16"), self.job
         assert peak is not None
-        flops = flops_of(
-            shape, seq_length=job.max_seq_length, recompute=job.activation_checkpointing, count_embeddings=False
-        )
-        total, tokens = flops.hardware_flops, job.tokens_per_micro_batch
+        recompute, tokens = job.activation_checkpointing, job.tokens_per_micro_batch
+        flops = flops_of(shape, seq_length=job.tokens_per_row, recompute=recompute, count_embeddings=False)
+        total = flops.hardware_flops
         of_rank = round(total * (tokens / self.tp))
         compute = compute_seconds(self.gpu, shape, tp=self.tp, peak=peak, tokens=tokens, flops=of_rank)
         seconds = at_end(compute, end) / max(total, 1)

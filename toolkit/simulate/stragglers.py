@@ -337,6 +337,14 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
         speed = row["steps_per_second"]
         bars.append((row["policy"], Bar(segments=((speed, "speed"),), text=number(speed, 3))))
     headings = (text_heading("policy"), *(Heading(text=text) for text, *_ in COLUMNS))
+    notes = [*NOTES, f"The loss to reach is {study.target_loss:.4f}, 5 % above the last of {study.target_policy}."]
+    if study.all_reduce_seconds is not None and study.push_pull_seconds is not None:
+        ranges = (study.all_reduce_seconds, study.push_pull_seconds)
+        reduced, pushed = (" to ".join(map(seconds_text, ends)) for ends in ranges)
+        notes.append(
+            f"Gradients of {gib(study.gradient_bytes)}: an all-reduce takes {reduced}, a push and pull through"
+            f" parameter servers {pushed}. Policies take the worst rates, nothing overlaps; no GPU has confirmed them."
+        )
     return SimulationReport(
         title="Stragglers and synchronization, simulated",
         summary=_summary(study),
@@ -345,7 +353,7 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
             ("Steps per second", BarChart(bars=tuple(bars))),
             ("Loss by time", loss_chart(study)),
         ],
-        notes=_notes(study),
+        notes=notes,
     )
 
 
@@ -372,16 +380,3 @@ def _summary(study: StragglerStudy) -> str:
         f"takes {study.slowdown:.3f} times the mean compute time: {waste:.1f} % of computing and waiting is waiting. "
         f"{backup}"
     )
-
-
-def _notes(study: StragglerStudy) -> list[str]:
-    target = f"The loss to reach is {study.target_loss:.4f}, 5 % above the last of {study.target_policy}."
-    if study.all_reduce_seconds is None or study.push_pull_seconds is None:
-        return [*NOTES, target]
-    ranges = (study.all_reduce_seconds, study.push_pull_seconds)
-    reduced, pushed = (" to ".join(map(seconds_text, ends)) for ends in ranges)
-    communication = (
-        f"Gradients of {gib(study.gradient_bytes)}: an all-reduce takes {reduced}, a push and pull through"
-        f" parameter servers {pushed}. Policies take the worst rates, nothing overlaps; no GPU has confirmed them."
-    )
-    return [*NOTES, target, communication]

@@ -18,7 +18,7 @@ from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.launch import resume
 from toolkit.observe.hang_detection import Watchdog
-from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folder, gather_from_ranks
+from toolkit.observe.observed_run import ObservedRun, barrier, check_visible, claim_folder, gather_from_ranks
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
@@ -65,12 +65,7 @@ class ActiveRun(ObservedRun):
 
 @contextmanager
 def open_run(
-    arguments: Arguments,
-    launch: LaunchContext,
-    progress: Progress,
-    *,
-    single_process: bool = False,
-    **facts: Any,
+    arguments: Arguments, launch: LaunchContext, progress: Progress, *, single_process: bool = False, **facts: Any
 ) -> Iterator[ActiveRun]:
     """Find the checkpoint to resume from and open the run folder; close the process group after a run that ended well.
 
@@ -114,7 +109,7 @@ def open_run(
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run
     # Not after an error: another rank may be waiting in a collective, and its swap files may still be read.
-    run.barrier()
+    barrier()
     if progress.swap_folder is not None and training.local_process_index == 0:
         shutil.rmtree(progress.swap_folder, ignore_errors=True)
     if dist.is_initialized():

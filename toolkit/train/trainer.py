@@ -281,9 +281,9 @@ def callbacks(run: ActiveRun, trainer: SupervisedTrainer, timer: StepTimer) -> I
     if evaluates:
         yield Evaluations(run.folder)
     if job.ddp_comm_hook is not None:
-        yield CommunicationHook(run, trainer)
-    if offload_blocks(run.arguments.training):
-        yield NvmeOffload(run)
+        yield CommunicationHook(run, trainer, job)
+    if blocks := offload_blocks(run.arguments.training):
+        yield NvmeOffload(run, blocks)
     # After the timer: at a step's end it records whether that step was profiled, and then these decide about the next.
     if job.profile_steps is not None:
         first, last = profiled_steps(job.profile_steps)

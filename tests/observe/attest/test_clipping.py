@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.observe.attest.clipping import (
-    NormReader,
-    clipping_differences,
-    gradient_replicas,
-    was_clipped,
-)
+from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
 from toolkit.observe.attest.differences import Values
 from toolkit.parallel.layout import ParallelLayout
 
@@ -53,14 +48,11 @@ def test_a_wrongly_clipped_gradient_is_reported_with_both_norms(
     assert reported == ([message] if found else [])
 
 
-def test_where_the_first_gradient_is_small_a_synthetic_one_shows_missing_clipping() -> None:
+def test_a_small_first_gradient_leaves_it_to_a_synthetic_one_and_without_a_threshold_nothing_may_be_clipped() -> None:
     readings = norms(0.3, 0.4, reported=0.5)
     readings[1]["synthetic_norm"] = 10.0  # ten times the threshold
     (difference,) = clipping_differences(readings, 1.0, replicas=1)
     assert (difference.rank, difference.found) == (1, "10.0000")
-
-
-def test_without_a_threshold_nothing_may_be_clipped() -> None:
     assert clipping_differences(norms(1.2, 1.6, synthetic_norm=None), 0.0, replicas=1) == []
     (difference,) = clipping_differences(norms(0.6, 0.8, synthetic_norm=None), 0.0, replicas=1)
     assert difference.found == "1.0000"
@@ -80,42 +72,31 @@ def test_replicas_of_the_gradient_follow_from_the_sharding(reading: Any, ranks: 
     assert gradient_replicas([reading] * ranks) == replicas
 
 
-@pytest.mark.parametrize(
-    ("reported", "threshold", "clipped"), [(2.0, 1.0, True), (0.5, 1.0, False), (None, 1.0, None), (2.0, 0.0, False)]
-)
-def test_clipped_records_a_norm_above_the_threshold(
-    reported: float | None, threshold: float, clipped: bool | None
-) -> None:
-    assert was_clipped(norms(1.0, reported=reported), threshold) is clipped
-
-
-class OneParameter:
-    """The parts of a Trainer that compute and clip its gradient norm."""
-
-    def __init__(self) -> None:
-        self.parameter = torch.nn.Parameter(torch.zeros(2))
-        self.optimizer = torch.optim.AdamW([self.parameter])
-        self.model_wrapped = torch.nn.ParameterList([self.parameter])
-        self.args = SimpleNamespace(max_grad_norm=1.0, fp16=False, process_index=1)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    def step(self, reader: NormReader) -> None:
-        self.parameter.grad = torch.tensor([3.0, 4.0])
-        reader.add_grad_norm(self._clip_grad_norm(self.model_wrapped))
-        self.optimizer.step()
+def test_clipped_records_a_norm_above_the_threshold() -> None:
+    cases = [(2.0, 1.0), (0.5, 1.0), (None, 1.0), (2.0, 0.0)]
+    found = [was_clipped(norms(1.0, reported=reported), threshold) for reported, threshold in cases]
+    assert found == [True, False, None, False]
 
 
 def test_norms_are_read_until_the_reader_stops() -> None:
-    trainer, reader = OneParameter(), NormReader()
+    parameter, reader = torch.nn.Parameter(torch.zeros(2)), NormReader()
+    trainer = SimpleNamespace(
+        optimizer=torch.optim.AdamW([parameter]),
+        model_wrapped=torch.nn.ParameterList([parameter]),
+        args=SimpleNamespace(max_grad_norm=1.0, fp16=False, process_index=1),
+        _clip_grad_norm=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    )
+
+    def step() -> None:
+        parameter.grad = torch.tensor([3.0, 4.0])
+        reader.add_grad_norm(trainer._clip_grad_norm(trainer.model_wrapped))
+        trainer.optimizer.step()
+
     reader.start(trainer)
-    trainer.step(reader)
+    step()
     reader.stop(tries_clipping=True)
     read = dict(reader.reading)
-    assert read["rank"] == 1
-    assert read["grad_norm"] == pytest.approx(5.0)
-    assert read["optimizer_norm"] == pytest.approx(1.0)
-    assert read["synthetic_norm"] == pytest.approx(1.0)
-    trainer.step(reader)
+    names = ("rank", "grad_norm", "optimizer_norm", "synthetic_norm")
+    assert [read[name] for name in names] == pytest.approx([1, 5.0, 1.0, 1.0])
+    step()
     assert reader.reading == read

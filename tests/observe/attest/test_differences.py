@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.observe.attest.differences import (
     Values,
@@ -20,39 +22,29 @@ from toolkit.presets import load_preset
 from toolkit.presets.shard_bytes import shard_byte_limits
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
-FP32_BYTES = 4
 LAYOUT = ParallelLayout(dp_shard=2, tp=2)
 
 
 def expected(
-    name: str | None, world_size: int | None = 2, *, dtype: str = "float32", on_cpu: bool = False, **facts: Any
+    name: str | None, world_size: int | None = 2, *, dtype: str = "no", on_cpu: bool = False, **facts: Any
 ) -> Values:
     preset = None if name is None else load_preset(name)
     run = ExpectedRun(preset=preset, world_size=world_size, settings=SETTINGS, **facts)
-    return expected_values(run, compute_dtype=dtype, on_cpu=on_cpu)
-
-
-def matching_ranks(name: str, world_size: int = 2) -> list[Values]:
-    """Readings without a difference."""
-    return [{"rank": rank, **expected(name, world_size)} for rank in range(world_size)]
-
-
-# -- expected values
+    names = {"mixed_precision": dtype, "optim": "unknown", "optim_args": None}
+    args = SimpleNamespace(**names, device=torch.device("cpu" if on_cpu else "cuda"))
+    return expected_values(run, SimpleNamespace(args=args, model=torch.nn.Linear(1, 1)))
 
 
 def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> None:
-    assert expected("zero3_cpu_offload", 4, dtype="bfloat16") == {
-        "gradient_clipping": 1.0,
-        "activation_checkpointing": False,
-        "world_size": 4,
-        "engine": "deepspeed",
-        "sharding": "full_shard",
-        "offload_optimizer": "cpu",
-        "offload_param": "cpu",
-        "compute_dtype": "bfloat16",
-        "master_dtype": "float32",
-        "optimizer_dtype": "float32",
-    }
+    required = {"world_size": 4, "engine": "deepspeed", "sharding": "full_shard", "compute_dtype": "bfloat16"}
+    required |= {"offload_optimizer": "cpu", "offload_param": "cpu"}
+    required |= {"master_dtype": "float32", "optimizer_dtype": "float32"}
+    assert expected("zero3_cpu_offload", 4, dtype="bf16") == SETTINGS | required
+    hybrid = expected("fsdp2_hybrid", 8, dp_shard_size=4)
+    assert (hybrid["sharding"], hybrid["dp_shard_size"]) == ("hybrid_shard", 4)
+    assert "dp_shard_size" not in expected("fsdp2_hybrid", 8)
+    # Without a preset only settings and the world size are checked.
+    assert (expected(None, None), expected(None, 2)) == (SETTINGS, SETTINGS | {"world_size": 2})
 
 
 def test_ddp_wraps_a_single_process_on_a_cpu_only() -> None:
@@ -60,53 +52,28 @@ def test_ddp_wraps_a_single_process_on_a_cpu_only() -> None:
     assert [expected(preset, 1)["engine"] for preset in ("zero1", "fsdp2")] == ["deepspeed", "fsdp2"]
 
 
-def test_a_hybrid_mesh_requires_the_launched_shard_degree() -> None:
-    found = expected("fsdp2_hybrid", 8, dp_shard_size=4)
-    assert (found["sharding"], found["dp_shard_size"]) == ("hybrid_shard", 4)
-    assert "dp_shard_size" not in expected("fsdp2_hybrid", 8)
-
-
-def test_without_a_preset_only_settings_and_world_size_are_checked() -> None:
-    assert expected(None, None) == SETTINGS
-    assert expected(None, 2) == SETTINGS | {"world_size": 2}
-
-
-# -- differences
-
-
-@pytest.mark.parametrize(
-    ("name", "fact", "found", "sentence"),
-    [
-        ("fsdp2", "engine", "ddp", "engine on rank 0 is ddp, expected fsdp2"),
-        ("zero2", "sharding", "shard_optimizer", "sharding on rank 0 is shard_optimizer, expected shard_grad_op"),
-        ("zero3", "offload_param", "cpu", "offload_param on rank 0 is cpu, expected None"),
-    ],
-)
-def test_a_difference_is_reported_with_both_values(name: str, fact: str, found: object, sentence: str) -> None:
-    ranks = matching_ranks(name)
-    assert differences(expected(name), ranks) == []
-    ranks[0][fact] = found
-    (difference,) = differences(expected(name), ranks)
-    assert difference.to_json() == {"fact": fact, "rank": 0, "expected": expected(name)[fact], "found": found}
-    assert str(difference) == sentence
-
-
-def test_every_rank_that_differs_is_reported_and_a_missing_value_is_a_difference() -> None:
-    ranks = matching_ranks("fsdp2", 4)
+def test_every_rank_that_differs_is_reported_with_both_values_and_a_missing_value_is_a_difference() -> None:
+    required = expected("fsdp2", 4)
+    ranks = [{"rank": rank, **required} for rank in range(4)]
+    assert differences(required, ranks) == []
     ranks[1]["engine"] = "ddp"
     del ranks[3]["optimizer_dtype"]
-    assert [(d.rank, d.found) for d in differences(expected("fsdp2", 4), ranks)] == [(1, "ddp"), (3, None)]
+    engine, dtype = differences(required, ranks)
+    assert str(engine) == "engine on rank 1 is ddp, expected fsdp2"
+    assert dtype.to_json() == {"fact": "optimizer_dtype", "rank": 3, "expected": "float32", "found": None}
+
+
+def test_an_optimizer_whose_dtypes_follow_from_its_tensors_is_checked_on_each_rank() -> None:
+    own = ("uint8", "float32")  # of large tensors, and of small ones
+    ranks = [{"rank": rank, "optimizer_dtype": "uint8", "expected_optimizer_dtype": own[rank]} for rank in (0, 1)]
+    assert [str(found) for found in differences({}, ranks)] == ["optimizer_dtype on rank 1 is uint8, expected float32"]
 
 
 def test_initial_weights_must_be_equal_on_all_ranks() -> None:
     ranks = [{"rank": rank, "initial_weights_sha256": digest} for rank, digest in enumerate(("aa", "aa", "bb"))]
-    assert [str(difference) for difference in rank_differences("initial_weights_sha256", ranks)] == [
-        "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
-    ]
+    (found,) = rank_differences("initial_weights_sha256", ranks)
+    assert str(found) == "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
     assert rank_differences("initial_weights_sha256", ranks[:2]) == []
-
-
-# -- bytes
 
 
 @pytest.mark.parametrize(
@@ -117,30 +84,19 @@ def test_initial_weights_must_be_equal_on_all_ranks() -> None:
         ("zero1", [4000, 4000], [f"optimizer_bytes on rank {rank} is 4000, expected 0 to 2032" for rank in (0, 1)]),
         ("ddp", [4000, 2000], ["optimizer_bytes on rank 1 is 2000, expected 4000"]),
         ("zero1", [2000, 1996], ["optimizer_bytes of all ranks is 3996, expected at least 4000"]),
+        # each replica of a hybrid mesh holds the complete model
+        ("fsdp2_hybrid", [2000] * 4, []),
+        ("fsdp2_hybrid", [2000] * 3 + [1999], ["optimizer_bytes of all ranks is 7999, expected at least 8000"]),
     ],
 )
 def test_bytes_that_the_sharding_does_not_allow_or_that_are_missing_are_reported(
     name: str, held: list[int], found: list[str]
 ) -> None:
-    limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], FP32_BYTES, ranks=2)}
-    ranks = [
-        {"rank": rank, "optimizer_bytes": own, "byte_limits": limits, "whole_bytes": {"optimizer": 4000}}
-        for rank, own in enumerate(held)
-    ]
+    limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], 4, ranks=2)}
+    facts = {"byte_limits": limits, "whole_bytes": {"optimizer": 4000}}
+    facts |= {"dp_shard_size": 2} if name == "fsdp2_hybrid" else {}
+    ranks = [{"rank": rank, "optimizer_bytes": own, **facts} for rank, own in enumerate(held)]
     assert [str(difference) for difference in byte_differences(ranks)] == found
-
-
-def test_each_replica_of_a_hybrid_mesh_must_hold_the_complete_model() -> None:
-    facts = {"dp_shard_size": 2, "parameter_bytes": 5, "byte_limits": {}, "whole_bytes": {"parameter": 10}}
-    ranks = [{"rank": rank, **facts} for rank in range(4)]
-    assert byte_differences(ranks) == []
-    ranks[3]["parameter_bytes"] = 4
-    assert [str(difference) for difference in byte_differences(ranks)] == [
-        "parameter_bytes of all ranks is 19, expected at least 20"
-    ]
-
-
-# -- layouts
 
 
 @pytest.mark.parametrize(
@@ -170,4 +126,3 @@ def test_another_degree_than_the_expected_one_is_a_difference() -> None:
     required = expected("fsdp2_tp", 4, layout=LAYOUT)
     found = {"rank": 0, **required, "layout": ParallelLayout(dp_shard=4).degrees()}
     assert [difference.name for difference in differences(required, [found])] == ["layout"]
-    assert differences(required, [{"rank": 0, **required}]) == []

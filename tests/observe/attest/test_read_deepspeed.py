@@ -1,4 +1,4 @@
-"""Swapped states count only as far as a swap file holds them, and only large ones must be"""
+"""Swapped states count only as far as a swap file holds them, and only large ones must be swapped."""
 
 from __future__ import annotations
 
@@ -40,22 +40,13 @@ def optimizer(path: Path, *, numel: int, in_memory: bool) -> Any:
     )
 
 
-def file_of(folder: Path, size: int) -> Path:
-    path = folder / "7_param.tensor.swp"
-    path.write_bytes(bytes(size))
-    return path
-
-
-def test_a_swapped_shard_counts_only_the_bytes_in_its_file(tmp_path: Path) -> None:
-    path = file_of(tmp_path, 4096)  # padded: 1,000 floats are 4,000 bytes
+def test_swapped_states_count_only_the_bytes_in_their_files_and_only_out_of_memory(tmp_path: Path) -> None:
+    path = tmp_path / "7_param.tensor.swp"
+    path.write_bytes(bytes(4096))  # padded: 1,000 floats are 4,000 bytes
     assert swapped_parameter_bytes([parameter(path, numel=1000, on_disk=True)]) == 4000
     assert swapped_parameter_bytes([parameter(path, numel=2000, on_disk=True)]) == 4096
     assert swapped_parameter_bytes([parameter(tmp_path / "gone", numel=1000, on_disk=True)]) == 0
     assert swapped_parameter_bytes([parameter(path, numel=1000, on_disk=False)]) == 0
-
-
-def test_an_optimizer_state_counts_only_while_it_is_out_of_memory(tmp_path: Path) -> None:
-    path = file_of(tmp_path, 4096)
     assert swapped_optimizer_bytes(optimizer(path, numel=1000, in_memory=False)) == 4000
     assert swapped_optimizer_bytes(optimizer(path, numel=1000, in_memory=True)) == 0
     assert swapped_optimizer_bytes(SimpleNamespace()) == 0  # an engine that swaps nothing
@@ -64,7 +55,7 @@ def test_an_optimizer_state_counts_only_while_it_is_out_of_memory(tmp_path: Path
 def test_only_large_states_must_be_out_of_memory(tmp_path: Path) -> None:
     small = parameter(None, numel=MIB_OF_FLOATS - 1, on_disk=False)
     in_memory = parameter(None, numel=MIB_OF_FLOATS, on_disk=False)
-    out = parameter(file_of(tmp_path, 2**20), numel=MIB_OF_FLOATS, on_disk=True)
+    out = parameter(tmp_path, numel=MIB_OF_FLOATS, on_disk=True)
     assert swaps_every_large_shard([small, out])
     assert not swaps_every_large_shard([out, in_memory])
     assert swaps_every_large_group(optimizer(tmp_path, numel=100, in_memory=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,14 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.observe.attest.read_rank import RecomputeDetector, uses_activation_checkpointing
-
-
-@pytest.fixture
-def detector() -> Iterator[RecomputeDetector]:
-    detector = RecomputeDetector()
-    detector.start()
-    yield detector
-    detector.stop()
 
 
 class Block(torch.nn.Module):
@@ -32,11 +23,11 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("flagged", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_forward_in_backward_is_detected_whatever_the_flag(
-    detector: RecomputeDetector, checkpointed: bool, flagged: bool
-) -> None:
-    block = Block(checkpointed=checkpointed, flagged=flagged)
+def test_a_forward_in_backward_is_detected_whatever_the_flag(checkpointed: bool, flagged: bool) -> None:
+    block, detector = Block(checkpointed=checkpointed, flagged=flagged), RecomputeDetector()
+    detector.start()
     block(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    detector.stop()
     assert detector.detected is checkpointed
     assert uses_activation_checkpointing(block, detector.detected) is checkpointed
 

@@ -23,19 +23,16 @@ def test_one_process_instead_of_two_is_detected(tmp_path: Path, words: list[str]
     ended = accelerate_launch(config, *words, num_processes=2)
     assert ended.returncode != 0
     assert "world_size on rank 0 is 1, expected 2" in ended.stderr
-    failure = read(tmp_path / "out" / "failure.json")
-    assert failure["kind"] == "attestation_failed"
-    assert read(tmp_path / "out" / "run.json")["status"] == "attestation_failed"
-    differences = read(tmp_path / "out" / "attestation.json")["differences"]
-    assert {"fact": "world_size", "rank": 0, "expected": 2, "found": 1} in differences
+    assert read(tmp_path / "out" / "failure.json")["kind"] == "attestation_failed"
 
 
 def test_ddp_instead_of_fsdp_is_detected(tmp_path: Path, words: list[str]) -> None:
-    ended = accelerate_launch(ROOT / "accelerate_configs/fsdp2.yaml", *words, script="ddp_for_fsdp.py")
+    ended = accelerate_launch(ROOT / "accelerate_configs/fsdp2.yaml", *words, script="ddp_for_fsdp")
     assert ended.returncode != 0
     assert "engine on rank 0 is ddp, expected fsdp2" in ended.stderr
     assert ended.stderr.count("the run does not match its preset") == 1  # once, not once a rank
     differences = read(tmp_path / "out" / "attestation.json")["differences"]
     assert {"fact": "sharding", "rank": 1, "expected": "full_shard", "found": "replicate"} in differences
-    assert read(tmp_path / "out" / "run.json")["exit_code"] == 1
+    run = read(tmp_path / "out" / "run.json")
+    assert (run["status"], run["exit_code"]) == ("attestation_failed", 1)
     assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -142,11 +142,6 @@ FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
-def trains(doc: Document) -> JobScript | None:
-    """Return the script of an sbatch file that starts a launcher."""
-    return doc.script if doc.script.launches else None
-
-
 @rule(ERROR, SBATCH, library="slurm", fix="single quotes around srun's command, or torchrun, which needs no rank")
 def rank_of_first_node(doc: Document) -> Iterator[Match]:
     """The batch script runs once, on the first node: it expands `$SLURM_PROCID` to 0 before srun copies the command, so
@@ -164,8 +159,8 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")
 def only_first_node(doc: Document) -> Iterator[Match]:
     """SLURM runs the batch script on the first node only; the launchers of the others are never started."""
-    script = trains(doc)
-    if script and (script.nodes or 1) > 1 and not script.mentions(STARTERS):
+    script = doc.script
+    if script.launches and (script.nodes or 1) > 1 and not script.mentions(STARTERS):
         call = script.launches[0]
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
@@ -175,8 +170,8 @@ def only_first_node(doc: Document) -> Iterator[Match]:
 def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts one rank per GPU itself. srun with a task per GPU starts it as often, so that each GPU gets as
     many ranks as the node has GPUs."""
-    script = trains(doc)
-    if script is None or "ntasks-per-node" not in script.directives:
+    script = doc.script
+    if not script.launches or "ntasks-per-node" not in script.directives:
         return
     count, line = script.directives["ntasks-per-node"]
     if count.isdigit() and int(count) > 1 and not script.mentions(r"srun\b.*--ntasks(-per-node)?[= ]"):
@@ -199,8 +194,8 @@ def fixed_port(doc: Document) -> Iterator[Match]:
 def killed_at_limit(doc: Document) -> Iterator[Match]:
     """At the time limit SLURM sends SIGTERM and, 30 s later (KillWait), SIGKILL: what was trained since the last
     checkpoint is lost unless a save fits into that time."""
-    script = trains(doc)
-    if script and "signal" not in script.directives:
+    script = doc.script
+    if script.launches and "signal" not in script.directives:
         message = "nothing is saved before the time limit"
         fix = "`#SBATCH --signal=TERM@300`, or more than a save takes"
         yield Match("--signal", message, fix, line=script.directives.get("time", ("", script.launches[0].line))[1])
@@ -218,8 +213,12 @@ def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
 @rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --requeue, and scontrol requeue after a signal")
 def never_requeued(doc: Document) -> Iterator[Match]:
     """The run saves when the signal comes, and nothing starts it again."""
-    script = trains(doc)
-    if script and "signal" in script.directives and not (_requeues(script) or "no-requeue" in script.directives):
+    script = doc.script
+    if (
+        script.launches
+        and "signal" in script.directives
+        and not (_requeues(script) or "no-requeue" in script.directives)
+    ):
         message = "the job ends after its signal, and is not put back into the queue"
         fix = '`#SBATCH --requeue` and `scontrol requeue "$SLURM_JOB_ID"`; `--no-requeue` if that is meant'
         yield Match("--requeue", message, fix, line=script.directives["signal"][1])
@@ -233,8 +232,8 @@ def _requeues(script: JobScript) -> bool:
 def requeued_from_start(doc: Document) -> Iterator[Match]:
     """A job that is requeued runs its script again from the first line: without an argument that resumes, training
     starts again at step 0."""
-    script = trains(doc)
-    if script and _requeues(script) and not script.mentions(r"resume|\bcheckpoint-|--ckpt|--load\b"):
+    script = doc.script
+    if script.launches and _requeues(script) and not script.mentions(r"resume|\bcheckpoint-|--ckpt|--load\b"):
         message = "a requeued job trains again from step 0"
         fix = "`--resume_from_checkpoint latest`"
         yield Match("--resume_from_checkpoint", message, fix, line=script.launches[0].line)
@@ -253,8 +252,8 @@ def short_shutdown(doc: Document) -> Iterator[Match]:
 def waits_for_lost_node(doc: Document) -> Iterator[Match]:
     """A launcher that fails on one node leaves those of the others waiting for a collective: the job pays for all nodes
     until a timeout."""
-    script = trains(doc)
-    if script is None or not spans_nodes(script) or script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
+    script = doc.script
+    if not script.launches or not spans_nodes(script) or script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
         return
     for _, line in list(script.find(r"\bsrun\b"))[:1]:
         yield Match("srun", "the other nodes wait after one has failed", "`srun --kill-on-bad-exit=1`", line=line)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,20 +22,14 @@ from toolkit.observe.attest.differences import (
     layout_differences,
     pipeline_differences,
     rank_differences,
-    state_dtype_differences,
 )
-from toolkit.observe.attest.expected import expected_bytes, expected_optimizer, expected_values, named_optimizer
+from toolkit.observe.attest.expected import expected_bytes, expected_values
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
 from toolkit.observe.attest.read_rank import RecomputeDetector, read_accumulated, read_gradients, read_rank
-from toolkit.observe.attest.tensors import (
-    compiled_modules,
-    compute_dtype,
-    dtype_name,
-    frozen_weights,
-    weights_sha256,
-)
+from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, weights_sha256
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
+from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 
@@ -44,28 +37,17 @@ from toolkit.record.folder import write_json
 class Attestation(TrainerCallback):  # type: ignore[misc]
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
 
-    `first_batches` are the digests of this rank's batches, filled while the first step is trained. If the run differs,
-    it ends where `strict` (AttestationFailed on every rank). `on_done` is called when training resumes after a
-    verification, so that a timer can leave it out.
+    The `timer` has the digests of this rank's first batches, and leaves out the time that a verification takes. If the
+    run differs, it ends where `strict` (AttestationFailed on every rank).
     """
 
     def __init__(
-        self,
-        run: ObservedRun,
-        parts: ObserverParts,
-        *,
-        trainer: Any,
-        first_batches: Sequence[str] = (),
-        strict: bool = True,
-        on_done: Callable[[], None] = lambda: None,
+        self, run: ObservedRun, parts: ObserverParts, timer: StepTimer, *, trainer: Any, strict: bool = True
     ) -> None:
-        self.path, self.progress, self.parts, self.trainer = run.folder.attestation_json, run.progress, parts, trainer
-        self.first_batches, self.strict, self.on_done = first_batches, strict, on_done
-        self.compute_dtype = compute_dtype(trainer.args)
+        self.run, self.progress, self.parts, self.timer = run, run.progress, parts, timer
+        self.trainer, self.strict, self.first_step = trainer, strict, 0
         self.reading: Values | None = None
         """This rank's reading, once the first step is over."""
-        self.first_step = 0
-        self.initial_weights: str | None = None
         self.gradients: Values | None = None
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
@@ -77,15 +59,14 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         wrapped = self.trainer.model_wrapped
         plain = self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
-        self.initial_weights = self.hash_weights(plain)
+        self.before_training = self.read_before_training(plain)
         if hasattr(wrapped, "zero_optimization_stage"):
-            call_at_gradient_peak(wrapped, self._read_gradients)
-        self.before_training = self.read_before_training()
+            call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
             self.recompute.start()
         self.progress.enter("train")
-        self.on_done()
+        self.timer.restart_clock()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
@@ -94,7 +75,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.gradients is None:
-            self._read_gradients()
+            self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
@@ -103,43 +84,32 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
         self.recompute.stop()
-        reading = read_rank(
-            self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
-        )
+        recomputes, readers = self.recompute.detected, self.parts.read
+        reading = read_rank(self.trainer, self.gradients or {}, readers=readers, recompute_detected=recomputes)
         self.reading = reading | {
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
             **self.before_training,
-            "initial_weights_sha256": self.initial_weights,
-            "first_rows_sha256": hashlib.sha256("+".join(self.first_batches).encode()).hexdigest(),
+            "first_rows_sha256": hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest(),
         }
         self.verify(self.reading)
         self.progress.enter("train")
-        self.on_done()
+        self.timer.restart_clock()
 
-    def hash_weights(self, model: Any) -> str | None:
-        """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
-        return weights_sha256(model, self.compute_dtype)
-
-    def read_before_training(self) -> Values:
-        """Return what the script reads with forwards of its own. A rehearsal has no weights of other ranks for them."""
-        return self.parts.read_before_training(self.trainer)
+    def read_before_training(self, model: Any) -> Values:
+        """Return the digest of the initial weights, and what the script reads with forwards of its own. Collective."""
+        digest = weights_sha256(model, compute_dtype(self.trainer.args))
+        return {"initial_weights_sha256": digest, **self.parts.read_before_training(self.trainer)}
 
     def verify(self, reading: Values) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
-        gathered = gather_from_ranks((reading, self.norms.reading))
+        gathered = gather_from_ranks((reading, self.norms.reading), single_process=self.run.single_process)
         ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
-        expected, threshold = self.expected_values(), self.trainer.args.max_grad_norm
-        preset, layout = self.parts.expected.preset, self.parts.expected.layout
-        found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
-        found += state_dtype_differences(ranks) + layout_differences(ranks, layout)
-        found += pipeline_differences(ranks, layout)
-        found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
-        # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
-        found = found or byte_differences(ranks)
-        ranks = [reading | {"clipped": was_clipped(norms, threshold)} for reading in ranks]
-        if self.trainer.args.process_index == 0:
-            write_json(self.path, attestation_json(preset, expected, ranks, found))
+        expected, preset, path = self.expected_values(), self.parts.expected.preset, self.run.folder.attestation_json
+        found = self.differences(expected, ranks, norms)
+        clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm)}
+        if self.run.writes:
+            write_json(path, attestation_json(preset, expected, [reading | clipped for reading in ranks], found))
             if preset is None:
                 print("attestation: no preset is known for this run, so its readings are not checked", flush=True)
             elif not found:
@@ -147,8 +117,17 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
             raise AttestationFailed(
-                f"the run does not match its preset and arguments: {first}", hint=f"all values are in {self.path}"
+                f"the run does not match its preset and arguments: {first}", hint=f"all values are in {path}"
             )
+
+    def differences(self, expected: Values, ranks: list[Values], norms: list[Values]) -> list[Difference]:
+        """Return where the readings of all ranks, or their gradient norms, are not as expected."""
+        layout = self.parts.expected.layout
+        found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
+        found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout)
+        found += clipping_differences(norms, self.trainer.args.max_grad_norm, replicas=gradient_replicas(ranks))
+        # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
+        return found or byte_differences(ranks)
 
     def expected_values(self) -> Values:
         """Return the values that every rank must read, from the preset and the training arguments."""
@@ -163,16 +142,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             settings.pop("accumulate", None)
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
             settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
-        return expected_values(
-            replace(expected, settings=settings),
-            compute_dtype=dtype_name(self.compute_dtype),
-            on_cpu=args.device.type == "cpu",
-            has_frozen_weights=bool(frozen_weights(self.trainer.model)),
-            optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
-        )
-
-    def _read_gradients(self) -> None:
-        self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
+        return expected_values(replace(expected, settings=settings), self.trainer)
 
 
 def attestation_json(
@@ -195,7 +165,6 @@ def verified_line(preset: PresetSpec, reading: Values) -> str:
     """Return the log line of a verified run."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
-    if reading["frozen_dtype"] is not None:
-        dtypes += f", {reading['frozen_dtype']} frozen weights"
+    dtypes += "" if reading["frozen_dtype"] is None else f", {reading['frozen_dtype']} frozen weights"
     engine = f"{reading['engine']}, {reading['sharding']}"
     return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"

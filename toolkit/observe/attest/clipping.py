@@ -31,9 +31,8 @@ SYNTHETIC_NORM = 10
 class NormReader:
     """Records the norms of the first step in `reading`, None where the engine does not show one.
 
-    `grad_norm` is the Trainer's, over all ranks; `local_grad_norm` this rank's share of a sharded norm, with the number
-    of shares (`grad_norm_ranks`); `optimizer_norm` that of the gradients that this rank's optimizer steps with;
-    `synthetic_norm` that of a gradient of `SYNTHETIC_NORM` times the threshold, after clipping.
+    Those of `grad_norm_facts` are the Trainer's; `optimizer_norm` is that of the gradients that this rank's optimizer
+    steps with, `synthetic_norm` that of a gradient of `SYNTHETIC_NORM` times the threshold, after clipping.
     """
 
     def __init__(self) -> None:
@@ -43,12 +42,9 @@ class NormReader:
         self.reading: Values = {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
 
     def start(self, trainer: Any, layout_at_load: ParallelLayout | None = None) -> None:
-        """Hook the step of torch's optimizers inside accelerate's and DeepSpeed's; partial offload has a second one.
-
-        Does nothing in a rehearsal, where no norm is reduced.
-        """
+        """Hook the step of torch's optimizers inside accelerate's and DeepSpeed's; partial offload has a second one."""
         if dist.is_initialized() and dist.get_backend() == "fake":
-            return
+            return  # no norm is reduced in a rehearsal
         self.trainer, self.layout = trainer, layout_at_load
         self.reading["rank"] = trainer.args.process_index
         wrapped = trainer.model_wrapped
@@ -83,9 +79,8 @@ class NormReader:
             return int(self.trainer.gradient_copies(parameter))
         if self.layout is None or self.layout.tp == self.layout.ep == 1:
             return 1
-        gradient = parameter.grad
-        placements = getattr(gradient, "placements", ())
-        sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()
+        placements = getattr(parameter.grad, "placements", ())
+        sizes = zip(placements, map(int, parameter.grad.device_mesh.shape), strict=True) if placements else ()
         return int(dist.get_world_size()) // math.prod(size for placement, size in sizes if is_shard(placement))
 
 
@@ -120,24 +115,18 @@ def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas:
     """
     shares = [norm["optimizer_norm"] for norm in norms if norm["optimizer_norm"] is not None]
     at_optimizer = math.hypot(*shares) / math.sqrt(replicas) if len(shares) == len(norms) else None
-    tried = [("norm of a large gradient, clipped", norm["rank"], norm["synthetic_norm"]) for norm in norms]
-    before = _reported_norm(norms)
-    return _unclipped([("gradient norm at the optimizer", None, at_optimizer)], before, threshold) or _unclipped(
-        tried, SYNTHETIC_NORM * threshold, threshold
-    )
 
+    def unclipped(name: str, rank: int | None, before: float | None, after: float | None) -> list[Difference]:
+        if before is None or after is None or not math.isfinite(before):
+            return []
+        expected = min(before, threshold or math.inf)
+        clipped = f"{expected:.4f} ({before:.4f}, clipped at {threshold:g})"
+        is_clipped = math.isclose(after, expected, rel_tol=RELATIVE_TOLERANCE)
+        return [] if is_clipped else [Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")]
 
-def _unclipped(
-    norms: Sequence[tuple[str, int | None, float | None]], before: float | None, threshold: float
-) -> list[Difference]:
-    if before is None or not math.isfinite(before):
-        return []
-    expected = min(before, threshold or math.inf)
-    clipped = f"{expected:.4f} ({before:.4f}, clipped at {threshold:g})"
-    return [
-        Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")
-        for name, rank, after in norms
-        if after is not None and not math.isclose(after, expected, rel_tol=RELATIVE_TOLERANCE)
+    synthetic, large = SYNTHETIC_NORM * threshold, "norm of a large gradient, clipped"
+    return unclipped("gradient norm at the optimizer", None, _reported_norm(norms), at_optimizer) or [
+        each for norm in norms for each in unclipped(large, norm["rank"], synthetic, norm["synthetic_norm"])
     ]
 
 

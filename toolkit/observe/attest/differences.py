@@ -44,13 +44,17 @@ class Difference:
 
 
 def differences(expected: Values, ranks: Readings) -> list[Difference]:
-    """Return every expected value that a rank does not read."""
-    return [
-        Difference(name=name, rank=reading["rank"], expected=value, found=reading.get(name))
-        for reading in ranks
-        for name, value in expected.items()
-        if reading.get(name) != value
-    ]
+    """Return every expected value that a rank does not read; some optimizers' dtypes follow from the rank's tensors."""
+    found: list[Difference] = []
+    for reading in ranks:
+        own = "expected_optimizer_dtype"
+        values = expected | ({"optimizer_dtype": reading[own]} if own in reading else {})
+        found += [
+            Difference(name=name, rank=reading["rank"], expected=value, found=reading.get(name))
+            for name, value in values.items()
+            if reading.get(name) != value
+        ]
+    return found
 
 
 def rank_differences(name: str, ranks: Readings) -> list[Difference]:
@@ -63,25 +67,14 @@ def rank_differences(name: str, ranks: Readings) -> list[Difference]:
     ]
 
 
-def state_dtype_differences(ranks: Readings) -> list[Difference]:
-    """Return the ranks whose optimizer states have other dtypes than the optimizer gives to their tensors."""
-    name = "optimizer_dtype"
-    return [
-        Difference(name=name, rank=reading["rank"], expected=reading[f"expected_{name}"], found=reading[name])
-        for reading in ranks
-        if reading.get(f"expected_{name}", reading[name]) != reading[name]
-    ]
-
-
 def byte_differences(ranks: Readings) -> list[Difference]:
     """Return the parts of the model states whose bytes the preset's sharding does not allow: on a rank, or together.
 
     The shards of all ranks must add up to the whole: none is lost or empty.
     """
-    found = byte_limit_differences(ranks)
+    found, layout = byte_limit_differences(ranks), ranks[0].get("layout")
     replicas = max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))
-    if ranks[0].get("layout"):
-        replicas = ranks[0]["layout"]["dp_replicate"]
+    replicas = layout["dp_replicate"] if layout else replicas
     for part, whole in ranks[0]["whole_bytes"].items():
         total = sum(reading[f"{part}_bytes"] for reading in ranks)
         if total < whole * replicas:
@@ -120,18 +113,14 @@ def pipeline_differences(ranks: Readings, layout: ParallelLayout | None) -> list
 
 
 def layout_differences(ranks: Readings, expected: ParallelLayout | None) -> list[Difference]:
-    """Return ranks whose group or rows are not those that the layout gives them.
-
-    The rows are those of the rank's group, and of no other group.
-    """
+    """Return ranks whose group is not the layout's, or whose rows are not the group's alone."""
     if expected is None:
         return []
     found, owner_of = [], dict[str, int]()
     size = expected.ranks_per_batch
     for reading in ranks:
         rank, rows = reading["rank"], reading["first_rows_sha256"]
-        first = rank - rank % size
-        group = list(range(first, first + size))
+        group = list(range(first := rank - rank % size, first + size))
         if reading["batch_group"] != group:
             found.append(Difference(name="batch_group", rank=rank, expected=group, found=reading["batch_group"]))
         theirs = ranks[first]["first_rows_sha256"]

@@ -12,7 +12,9 @@ from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor, optimizer_sp
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.read_deepspeed import master_weights
 from toolkit.observe.attest.tensors import (
+    compute_dtype,
     constant_bytes,
+    dtype_name,
     frozen_weights,
     local,
     quantized_modules,
@@ -23,18 +25,8 @@ from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
 
 
-def expected_values(
-    run: ExpectedRun,
-    *,
-    compute_dtype: str,
-    on_cpu: bool = False,
-    has_frozen_weights: bool = False,
-    optimizer: Values | None = None,
-) -> Values:
-    """Return the values that every rank must read; `optimizer` is from the specification of `--optim`.
-
-    Without a preset only the settings and the world size can be checked.
-    """
+def expected_values(run: ExpectedRun, trainer: Any) -> Values:
+    """Return the values that every rank must read; without a preset the settings and the world size alone."""
     preset, world_size, layout, expected = run.preset, run.world_size, run.layout, dict(run.settings)
     if world_size is not None:
         expected["world_size"] = world_size
@@ -43,20 +35,21 @@ def expected_values(
     if preset.replicas > 1 and run.dp_shard_size is not None:
         expected["dp_shard_size"] = run.dp_shard_size
     # accelerate 1.15 wraps a single process in DDP on a CPU only.
-    unwrapped = preset.engine == "ddp" and world_size == 1 and not on_cpu
+    unwrapped = preset.engine == "ddp" and world_size == 1 and trainer.args.device.type != "cpu"
     if layout is not None:
         expected["layout"] = layout.degrees()
         unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
-    if has_frozen_weights:
-        expected["frozen_dtype"] = compute_dtype
+    dtype = dtype_name(compute_dtype(trainer.args))
+    if frozen_weights(trainer.model):
+        expected["frozen_dtype"] = dtype
     return expected | {
         "engine": "none" if unwrapped else preset.engine,
         "sharding": preset.sharding,
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
-        "compute_dtype": compute_dtype,
+        "compute_dtype": dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
-        **({"optimizer_dtype": "float32"} if optimizer is None else optimizer),
+        **_expected_optimizer(named_optimizer(trainer.args), preset),
     }
 
 
@@ -117,11 +110,8 @@ def named_optimizer(args: Any) -> OptimizerSpec | None:
     return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
 
 
-def expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:
-    """Return the values that every rank must read of its optimizer.
-
-    The dtypes of AdamW's states are the numerics contract's; those of others follow from each rank's tensors.
-    """
+def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:
+    """The dtypes of AdamW's states are the numerics contract's; those of others follow from each rank's tensors."""
     contract = {"optimizer_dtype": "float32"}
     if spec is None:
         return contract

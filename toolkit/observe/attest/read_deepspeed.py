@@ -14,7 +14,7 @@ from toolkit.observe.attest.tensors import device_types, dtype_names, local_byte
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
 
 
-def read_deepspeed(engine: Any, parameters: list[Any]) -> Values:
+def read(engine: Any, parameters: list[Any]) -> Values:
     """Read an engine of any ZeRO stage after its first optimizer step."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
     sharding = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
@@ -32,7 +32,7 @@ def read_deepspeed(engine: Any, parameters: list[Any]) -> Values:
             swaps = getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters)
             offload_param = "nvme" if swaps else "cpu" if "cpu" in device_types(held) else None
     optimizer_disk_bytes = swapped_optimizer_bytes(zero)
-    reading: Values = {
+    return {
         "engine": "deepspeed",
         "sharding": sharding,
         "parameter_disk_bytes": parameter_disk_bytes,
@@ -45,10 +45,8 @@ def read_deepspeed(engine: Any, parameters: list[Any]) -> Values:
         "offload_optimizer": offload_optimizer,
         "offload_param": offload_param,
         "gradient_clipping": engine.gradient_clipping(),
+        **({"adam_w_mode": zero.optimizer.adam_w_mode} if hasattr(zero.optimizer, "adam_w_mode") else {}),
     }
-    if hasattr(zero.optimizer, "adam_w_mode"):
-        reading["adam_w_mode"] = zero.optimizer.adam_w_mode
-    return reading
 
 
 def master_weights(engine: Any) -> list[torch.Tensor]:
@@ -131,7 +129,7 @@ def _in_memory(tensors: list[torch.Tensor], zero: Any) -> list[torch.Tensor]:
 # -- gradients
 
 
-def deepspeed_gradients(engine: Any) -> list[Any]:
+def gradients(engine: Any) -> list[Any]:
     """Return the gradients that this rank holds: complete under ZeRO-1, its partition under ZeRO-2 and 3.
 
     Reduction buckets are not counted.
@@ -147,14 +145,14 @@ def deepspeed_gradients(engine: Any) -> list[Any]:
 
 
 def accumulated_gradients(engine: Any) -> list[Any]:
-    """Return what ZeRO-2 and ZeRO-3 keep of the gradients between accumulation steps.
+    """Return the shards that ZeRO-2 and ZeRO-3 keep of the gradients between accumulation steps.
 
     ZeRO-2 keeps every tensor that its partition has a part of (deepspeed 0.19.8, `get_all_grad_tensors`), and offloaded
     only that part, in host memory.
     """
-    zero = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        return deepspeed_gradients(engine)
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage < 2 or stage == 3:
+        return gradients(engine) if stage == 3 else []
     if zero.cpu_offload:
         return list(zero.accumulated_grads_in_cpu.values())
     return [gradient for group in zero.all_grad_tensors.values() for gradient in group or []]

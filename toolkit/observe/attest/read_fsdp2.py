@@ -10,13 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import (
-    dtype_name,
-    dtype_names,
-    local_bytes,
-    optimizer_state_tensors,
-    without_adapters,
-)
+from toolkit.observe.attest.tensors import dtype_name, without_adapters
 
 SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
 """Mesh dimensions that divide layers or experts."""
@@ -32,46 +26,37 @@ def is_fsdp2(model: Any) -> bool:
     return isinstance(model, FSDPModule) or isinstance(without_adapters(model), FSDPModule)
 
 
-def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> Values:
-    """Read a sharded model after its first step. Its sharded parameters are the fp32 master weights."""
+def read(model: Any, parameters: list[Any]) -> Values:
+    """Read what differs from a model that nothing shards, after the first step."""
     groups = _parameter_groups(model)
-    states = optimizer_state_tensors(trainer.optimizer)
-    trained = [p for p in parameters if p.requires_grad]
+    dtype = next(p.dtype for p in parameters if p.requires_grad)
     offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
-    compute = {dtype_name(g.mp_policy.param_dtype or trained[0].dtype) for g in groups}
+    shards = [[size for placement, size in _data_parallel(p) if is_shard(placement)] for p in parameters]
     return {
         "engine": "fsdp2",
         "sharding": _sharding(groups, parameters),
-        "dp_shard_size": next((size for size in map(_shard_size, parameters) if size is not None), None),
-        "parameter_bytes": local_bytes(parameters),
-        "optimizer_bytes": local_bytes(states),
-        "compute_dtype": "+".join(sorted(compute)),
-        "master_dtype": dtype_names(trained),
-        "optimizer_dtype": dtype_names(states),
+        "dp_shard_size": next((math.prod(sizes) for sizes in shards if sizes), None),
+        "compute_dtype": "+".join(sorted({dtype_name(g.mp_policy.param_dtype or dtype) for g in groups})),
         "offload_optimizer": offload,
         "offload_param": offload,
     }
 
 
-def fsdp2_reduce_dtype(model: Any) -> str:
+def reduce_dtype(model: Any) -> str:
     """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
     policy, parameter = _parameter_groups(model)[0].mp_policy, next(model.parameters())
     return dtype_name(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
 
 
 def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:
-    """Yield the whole gradients of sharded parameters that this rank holds.
+    """Yield the whole gradients of sharded parameters that wait for their reduction on this rank.
 
-    They wait for their reduction there (torch 2.13, `_fsdp_param.py`, `to_accumulated_grad_if_needed`): in the dtype of
-    the computation, or apart where the reduction's differs.
+    torch 2.13 (`to_accumulated_grad_if_needed`) keeps them apart where the reduction has another dtype.
     """
     for group in _parameter_groups(model):
         for parameter in group.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            computed = None if unsharded is None else unsharded.grad
-            for gradient in (computed, parameter.unsharded_accumulated_grad):
-                if gradient is not None:
-                    yield gradient
+            computed = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            yield from (each for each in (computed, parameter.unsharded_accumulated_grad) if each is not None)
 
 
 def is_replicated_over_data_parallelism(tensor: Any) -> bool:
@@ -104,11 +89,6 @@ def _sharding(groups: list[Any], parameters: list[Any]) -> str:
     if any(not is_shard(placement) and size > 1 for placement, size in divided):
         return "hybrid_shard"
     return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
-
-
-def _shard_size(parameter: Any) -> int | None:
-    shards = [size for placement, size in _data_parallel(parameter) if is_shard(placement)]
-    return math.prod(shards) if shards else None
 
 
 def _data_parallel(parameter: Any) -> list[tuple[Any, int]]:

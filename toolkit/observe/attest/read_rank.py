@@ -12,34 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.job.accumulation import SHARDED, WHOLE
+from toolkit.observe.attest import read_deepspeed, read_fsdp2, tensors
 from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.read_deepspeed import (
-    accumulated_gradients,
-    deepspeed_gradients,
-    read_deepspeed,
-    zero3_parameters,
-)
-from toolkit.observe.attest.read_fsdp2 import (
-    fsdp2_reduce_dtype,
-    is_fsdp2,
-    is_replicated_over_data_parallelism,
-    read_fsdp2,
-    unsharded_gradients,
-)
-from toolkit.observe.attest.tensors import (
-    compiled_modules,
-    constant_bytes,
-    dtype_name,
-    dtype_names,
-    frozen_weights,
-    full_size,
-    local_bytes,
-    num_params,
-    optimizer_state_tensors,
-    quantized_modules,
-    uncompiled,
-    without_adapters,
-)
 from toolkit.observe.timer import CompilerEvents
 from toolkit.parallel.layout import DIMENSIONS
 
@@ -56,17 +30,15 @@ def read_rank(
     readers: Sequence[Callable[[Any, Any], Values]] = (),
     recompute_detected: bool | None,
 ) -> Values:
-    """Read one rank after its first optimizer step, except for packing, byte limits and digests.
-
-    `readers` are the script's own, called with the Trainer and the model without wrappers; they override what is here.
-    """
-    wrapped = uncompiled(trainer.model_wrapped)
+    """Read one rank after its first optimizer step; the script's own `readers` override what is read here."""
+    wrapped = tensors.uncompiled(trainer.model_wrapped)
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
     engine = read_engine(trainer, wrapped, parameters)
-    compiled, compiler = compiled_modules(plain), CompilerEvents.read()
-    in_4bit = [module.weight for module in quantized_modules(plain)]
-    held_in_4bit = zero3_parameters(in_4bit) if in_4bit and hasattr(in_4bit[0], "ds_id") else in_4bit
+    compiled, compiler = tensors.compiled_modules(plain), CompilerEvents.read()
+    in_4bit = [module.weight for module in tensors.quantized_modules(plain)]
+    zero3 = any(hasattr(weight, "ds_id") for weight in in_4bit)
+    held_in_4bit = read_deepspeed.zero3_parameters(in_4bit) if zero3 else in_4bit
     reading = {
         "rank": trainer.args.process_index,
         "world_size": trainer.args.world_size,
@@ -74,13 +46,13 @@ def read_rank(
         "wrapper": type(wrapped).__name__,
         **engine,
         **gradients,
-        "quantized_bytes": local_bytes(held_in_4bit) if in_4bit else None,
-        "quantization_constant_bytes": constant_bytes(plain) if in_4bit else None,
-        "quantized_storage_dtype": dtype_names(in_4bit),
+        "quantized_bytes": tensors.local_bytes(held_in_4bit) if in_4bit else None,
+        "quantization_constant_bytes": tensors.constant_bytes(plain) if in_4bit else None,
+        "quantized_storage_dtype": tensors.dtype_names(in_4bit),
         "load_in_4bit": bool(in_4bit),
-        "parameter_bytes": engine["parameter_bytes"] + constant_bytes(plain),
-        "num_params": num_params(plain),
-        "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
+        "parameter_bytes": engine["parameter_bytes"] + tensors.constant_bytes(plain),
+        "num_params": tensors.num_params(plain),
+        "num_trainable_params": sum(tensors.full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),
         "activation_checkpointing_offload": _offloads_activations(plain),
         "seed": torch.initial_seed(),
@@ -116,34 +88,34 @@ def _neftune(plain: Any) -> float | None:
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
-        reading, optimizer = read_deepspeed(wrapped, parameters), wrapped.optimizer.optimizer
+        reading, optimizer = read_deepspeed.read(wrapped, parameters), wrapped.optimizer.optimizer
     else:
-        read = read_fsdp2 if is_fsdp2(wrapped) else read_torch
-        reading, optimizer = read(trainer, wrapped, parameters), trainer.optimizer
-        reading["gradient_clipping"] = trainer.args.max_grad_norm
+        reading, optimizer = read_torch(trainer, wrapped, parameters), trainer.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     return reading | {
         "optimizer_class": f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}",
         "optimizer_paged": bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
-        "frozen_dtype": dtype_names(frozen_weights(wrapped)),
+        "frozen_dtype": tensors.dtype_names(tensors.frozen_weights(wrapped)),
     }
 
 
 def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
-    """Read DDP, or a model that nothing shards: the parameter is its own fp32 master weight."""
-    states = optimizer_state_tensors(trainer.optimizer)
+    """Read FSDP2, DDP, or a model that nothing wraps: the parameter is its own fp32 master weight."""
+    states = tensors.optimizer_state_tensors(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
     precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
     return {
         "engine": next((engine for kind, engine in _WRAPPERS.items() if isinstance(wrapped, kind)), "none"),
         "sharding": "replicate",
-        "parameter_bytes": local_bytes(parameters),
-        "optimizer_bytes": local_bytes(states),
-        "compute_dtype": precision or dtype_names(trained),
-        "master_dtype": dtype_names(trained),
-        "optimizer_dtype": dtype_names(states),
+        "parameter_bytes": tensors.local_bytes(parameters),
+        "optimizer_bytes": tensors.local_bytes(states),
+        "compute_dtype": precision or tensors.dtype_names(trained),
+        "master_dtype": tensors.dtype_names(trained),
+        "optimizer_dtype": tensors.dtype_names(states),
         "offload_optimizer": None,
         "offload_param": None,
+        "gradient_clipping": trainer.args.max_grad_norm,
+        **(read_fsdp2.read(wrapped, parameters) if read_fsdp2.is_fsdp2(wrapped) else {}),
     }
 
 
@@ -152,19 +124,16 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
 
     `sent_dtype` returns the dtype that ranks exchange where the script itself sends the wrapped model's gradients.
     """
-    wrapped = uncompiled(trainer.model_wrapped)
-    reduce_dtype: str | None
+    wrapped = tensors.uncompiled(trainer.model_wrapped)
     if hasattr(wrapped, "zero_optimization_stage"):
-        tensors, reduce_dtype = deepspeed_gradients(wrapped), dtype_name(wrapped.communication_data_type)
+        held = read_deepspeed.gradients(wrapped)
+        reduce_dtype: str | None = tensors.dtype_name(wrapped.communication_data_type)
     else:
-        tensors = [p.grad for p in wrapped.parameters() if p.grad is not None]
-        reduce_dtype = fsdp2_reduce_dtype(wrapped) if is_fsdp2(wrapped) else dtype_names(tensors)
-        reduce_dtype = sent_dtype(wrapped) or reduce_dtype
-    return {
-        "gradient_bytes": local_bytes(tensors),
-        "gradient_dtype": dtype_names(tensors),
-        "reduce_dtype": reduce_dtype,
-    }
+        held = [p.grad for p in wrapped.parameters() if p.grad is not None]
+        of_fsdp2 = read_fsdp2.reduce_dtype(wrapped) if read_fsdp2.is_fsdp2(wrapped) else None
+        reduce_dtype = sent_dtype(wrapped) or of_fsdp2 or tensors.dtype_names(held)
+    dtypes = {"gradient_dtype": tensors.dtype_names(held), "reduce_dtype": reduce_dtype}
+    return {"gradient_bytes": tensors.local_bytes(held), **dtypes}
 
 
 # -- what only the first step shows
@@ -176,8 +145,7 @@ class RecomputeDetector:
     A flag on a module only shows that checkpointing was requested. `detected` is None if it was never started.
     """
 
-    def __init__(self) -> None:
-        self.detected: bool | None = None
+    detected: bool | None = None
 
     def start(self) -> None:
         self.detected = False
@@ -188,8 +156,7 @@ class RecomputeDetector:
             self.hook.remove()
 
     def _on_forward(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD:
-            self.detected = True
+        self.detected = self.detected or torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
 
 
 def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
@@ -208,16 +175,16 @@ def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
 
 def read_accumulated(trainer: Any) -> Values:
     """Read the gradients that wait for the next accumulation step: `sharded`, `whole`, or both names joined by `+`."""
-    wrapped = uncompiled(trainer.model_wrapped)
-    stage = int(wrapped.zero_optimization_stage()) if hasattr(wrapped, "zero_optimization_stage") else 0
-    own = [p.grad for p in wrapped.parameters() if p.grad is not None]
-    shards, whole = (accumulated_gradients(wrapped) if stage >= 2 else []), own
-    if is_fsdp2(wrapped):
-        shards = [gradient for gradient in own if not is_replicated_over_data_parallelism(gradient)]
-        whole = [gradient for gradient in own if is_replicated_over_data_parallelism(gradient)]
-        whole += unsharded_gradients(wrapped)
-    names = "+".join(name for name, tensors in ((SHARDED, shards), (WHOLE, whole)) if tensors)
-    return {"accumulate": names or None, "accumulated_gradient_bytes": local_bytes([*shards, *whole])}
+    wrapped = tensors.uncompiled(trainer.model_wrapped)
+    shards, whole = [], [p.grad for p in wrapped.parameters() if p.grad is not None]
+    if hasattr(wrapped, "zero_optimization_stage"):
+        shards = read_deepspeed.accumulated_gradients(wrapped)
+    elif read_fsdp2.is_fsdp2(wrapped):
+        shards = [gradient for gradient in whole if not read_fsdp2.is_replicated_over_data_parallelism(gradient)]
+        whole = [gradient for gradient in whole if read_fsdp2.is_replicated_over_data_parallelism(gradient)]
+        whole += read_fsdp2.unsharded_gradients(wrapped)
+    names = "+".join(name for name, held in ((SHARDED, shards), (WHOLE, whole)) if held)
+    return {"accumulate": names or None, "accumulated_gradient_bytes": tensors.local_bytes([*shards, *whole])}
 
 
 # -- how the ranks are divided, from the live meshes and process groups
@@ -228,10 +195,15 @@ def read_layout(trainer: Any, model: Any) -> Values:
 
     Both are None where the ranks are data parallel only.
     """
-    manager = getattr(without_adapters(model), "_mesh_manager", None)
+    manager = getattr(tensors.without_adapters(model), "_mesh_manager", None)
     config = getattr(trainer.accelerator, "parallelism_config", None)
+
+    def sizes(mesh: Any) -> dict[str, int]:
+        names = [DIMENSION_OF_MESH.get(name, name) for name in mesh.mesh_dim_names]
+        return dict(zip(names, map(int, mesh.shape), strict=True))
+
     if manager is not None:
-        degrees = _sizes(manager._dense_mesh) | {"ep": _sizes(manager._expert_mesh)["ep"]}
+        degrees = sizes(manager._dense_mesh) | {"ep": sizes(manager._expert_mesh)["ep"]}
         group = manager._dense_mesh["tp"].get_group()
     elif config is None or max(config.cp_size, config.sp_size) == 1:
         return {"layout": None, "batch_group": None}
@@ -242,13 +214,8 @@ def read_layout(trainer: Any, model: Any) -> Values:
         degrees = {"sp": dist.get_world_size(group), "dp_shard": dist.get_world_size() // dist.get_world_size(group)}
     else:
         mesh = trainer.accelerator.torch_device_mesh
-        degrees, group = _sizes(mesh), mesh["cp"].get_group()
+        degrees, group = sizes(mesh), mesh["cp"].get_group()
     return {
         "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
         "batch_group": list(map(int, dist.get_process_group_ranks(group))),
     }
-
-
-def _sizes(mesh: Any) -> dict[str, int]:
-    names = [DIMENSION_OF_MESH.get(name, name) for name in mesh.mesh_dim_names]
-    return dict(zip(names, map(int, mesh.shape), strict=True))

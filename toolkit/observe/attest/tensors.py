@@ -18,6 +18,11 @@ def compute_dtype(training: Any) -> torch.dtype:
     return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[training.mixed_precision]
 
 
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's values as they are stored, on the CPU."""
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
@@ -59,13 +64,8 @@ def compiled_modules(model: Any) -> int:
 
 def local_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes that this rank holds of the tensors, each storage region once."""
-    seen: dict[tuple[int, int], int] = {}
-    for tensor in tensors:
-        for part in _plain(local(tensor)):
-            size = part.numel() * part.element_size()
-            if size:
-                seen[part.data_ptr(), size] = size
-    return sum(seen.values())
+    parts = (part for tensor in tensors for part in _plain(local(tensor)))
+    return sum(size for _, size in {(part.data_ptr(), part.numel() * part.element_size()) for part in parts})
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -109,9 +109,9 @@ def num_params(model: Any) -> int:
     """Return the parameters of the unsharded model, 4-bit ones before they were packed. Collective for a pipeline."""
     if hasattr(model, "num_params_of_all_stages"):
         return int(model.num_params_of_all_stages())
-    packed = sum(full_size(module.weight) for module in quantized_modules(model))
-    unpacked: int = sum(math.prod(module.quant_state.shape) for module in quantized_modules(model))
-    return sum(map(full_size, model.parameters())) - packed + unpacked
+    in_4bit = quantized_modules(model)
+    hidden: int = sum(math.prod(module.quant_state.shape) - full_size(module.weight) for module in in_4bit)
+    return sum(map(full_size, model.parameters())) + hidden
 
 
 def constant_bytes(model: Any) -> int:
@@ -138,15 +138,11 @@ def weights_sha256(model: Any, dtype: torch.dtype) -> str:
     digest = hashlib.sha256()
     for name, full in model.whole_weights() if hasattr(model, "whole_weights") else _whole_weights(model):
         digest.update(name.encode())
-        digest.update(_content(full.detach().to(dtype=dtype)))
+        digest.update(raw_bytes(full.to(dtype=dtype)))
     for module in quantized_modules(model):
         for tensor in constants(module.quant_state):
-            digest.update(_content(tensor))
+            digest.update(raw_bytes(tensor))
     return digest.hexdigest()
-
-
-def _content(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

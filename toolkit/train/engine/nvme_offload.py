@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
-from toolkit.train.active_run import ActiveRun
+from toolkit.observe.observed_run import ObservedRun, barrier
 from toolkit.train.arguments import Arguments
 from toolkit.train.model.loading import model_without_weights
 
@@ -45,13 +45,13 @@ def offload_blocks(training: Any) -> dict[str, dict[str, Any]]:
 class NvmeOffload(TrainerCallback):  # type: ignore[misc]
     """Records in run.json the buffers in effect, and when training ends the bytes on the disk."""
 
-    def __init__(self, run: ActiveRun) -> None:
-        self.run, blocks = run, offload_blocks(run.arguments.training)
+    def __init__(self, run: ObservedRun, blocks: dict[str, dict[str, Any]]) -> None:
+        self.run = run
         self.swap_folder, param = Path(next(iter(blocks.values()))["nvme_path"]), blocks.get("offload_param", {})
         self.buffers = {name: param[name] for name in ("buffer_size", "buffer_count") if param}
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.run.barrier()
+        barrier()
         if self.run.writes:
             measured_disk = (self.run.folder.read_run() or {}).get("nvme") or {}  # by the launcher
             on_disk = sum(file.stat().st_size for file in self.swap_folder.rglob("*.swp"))  # of this node's ranks

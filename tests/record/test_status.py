@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.record.checkpoints import SAVING_PREFIX
-from toolkit.record.resource_exhaustion import describe_full_disk, is_disk_full, is_out_of_memory
+from toolkit.record.checkpoints import SAVING_PREFIX, describe_full_disk
+from toolkit.record.status import is_disk_full, is_out_of_memory
 
 
 def test_messages_of_full_disks_and_exhausted_memory_are_recognised() -> None:
-    assert is_out_of_memory("terminate called after throwing an instance of 'std::bad_alloc'")
+    assert is_out_of_memory("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
     assert not is_out_of_memory("CUDA out of memory")
     assert is_disk_full(OSError(28, "No space left on device"))
     error = RuntimeError("unexpected pos 64 vs 0")

@@ -1,0 +1,124 @@
+"""The training script with one thing changed inside its ranks, to see what notices.
+
+accelerate launch --config_file ... tests/scripts/changed_training.py CHANGE training arguments ...
+"""
+
+import importlib
+import os
+import signal
+import sys
+
+import toolkit.train.__main__ as door
+
+MORE_BYTES_THAN_THERE_ARE = 2**60
+
+
+def ddp_for_fsdp() -> None:
+    """Leave out the shim that makes FSDP2 real on a CPU: accelerate then runs DDP, silently."""
+    from toolkit.presets import training_arguments
+
+    training_arguments.enable_fsdp_on_cpu = lambda: None
+
+
+def defer_reduction() -> None:
+    """Forget `sync_each_batch`: FSDP2 keeps whole gradients meanwhile."""
+    from transformers import Trainer
+
+    build = Trainer.create_accelerator_and_postprocess
+
+    def forgetful(self) -> None:
+        self.args.accelerator_config.gradient_accumulation_kwargs = None
+        build(self)
+
+    Trainer.create_accelerator_and_postprocess = forgetful
+
+
+def muon_in_fp32() -> None:
+    """Run torch's Muon in fp32: it iterates in bf16, and amplifies the rounding."""
+    import torch
+
+    setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # noqa: B010  (mypy takes no assignment to a method)
+
+
+def unsupported_optimizer() -> None:
+    """Leave out the rules that refuse an optimizer: the library's own behaviour."""
+    import toolkit.presets.preset_checks as preset_checks
+
+    preset_checks.check_supported = lambda *_, **__: None
+
+
+def stage_out_of_memory() -> None:
+    """Let a pipeline's second rank ask for more memory than there is, in its fourth forward."""
+    import torch
+
+    from toolkit.train.engine.pipeline_model import Stage
+
+    forward, calls = Stage.forward, 0
+
+    def forward_and_allocate(stage, inputs, *, micro_batch):
+        nonlocal calls
+        calls += 1
+        if os.environ["RANK"] == "1" and calls == 4:
+            torch.empty(MORE_BYTES_THAN_THERE_ARE)
+        return forward(stage, inputs, micro_batch=micro_batch)
+
+    Stage.forward = forward_and_allocate
+
+
+def without_fix() -> None:
+    """Leave out one of the toolkit's fixes of a library: `TOOLKIT_WITHOUT_FIX` is MODULE:FUNCTION."""
+    module, function = os.environ["TOOLKIT_WITHOUT_FIX"].split(":")
+    found = importlib.import_module(module)
+    assert callable(getattr(found, function))
+    setattr(found, function, lambda: None)
+
+
+def signal_while_writing() -> None:
+    """Signal a rank while a checkpoint is written.
+
+    TOOLKIT_SIGNAL is NAME:STEP:MOMENT:RANK...: the signal, the checkpoint, and the ranks that it is sent to. Moments:
+    `shards` (the weights are written, the optimizer is not), `checksums` (all files are written), `rename` (the
+    manifest is written too, and the folder still has its temporary name).
+    """
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from toolkit.observe import checkpoint_saver
+    from toolkit.record import checkpoints
+
+    name, step, moment, *ranks = os.environ["TOOLKIT_SIGNAL"].split(":")
+    write_data, file_entries, write_json = FileSystemWriter.write_data, checkpoints.file_entries, checkpoints.write_json
+
+    def signal_if_at(path: object) -> None:
+        if os.environ["RANK"] in ranks and f"checkpoint-{step}" in str(path):
+            os.kill(os.getpid(), signal.Signals[name])
+
+    def write_optimizer(self, *args, **kwargs):
+        if "optimizer" in str(self.path):
+            signal_if_at(self.path)
+        return write_data(self, *args, **kwargs)
+
+    def signal_before_checksums(folder, paths):
+        signal_if_at(folder)
+        return file_entries(folder, paths)
+
+    def write_and_signal(path, content):
+        write_json(path, content)
+        signal_if_at(path)
+
+    if moment == "shards":
+        FileSystemWriter.write_data = write_optimizer
+    elif moment == "checksums":
+        checkpoint_saver.file_entries = signal_before_checksums
+    else:
+        checkpoints.write_json = write_and_signal
+
+
+def main() -> int:
+    change = sys.argv.pop(1)
+    door.prepare_environment()
+    globals()[change]()
+    return door.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    door.leave(main())
