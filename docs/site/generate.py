@@ -29,7 +29,8 @@ SECTIONS = {
     "tutorials": ["first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "from-other-tools"],
     "how-to": [
         *("choose-a-preset", "your-own-script", "training", "data", "optimizers", "checkpoints", "faults"),
-        *("multi-node", "doctor", "simulate", "simulate-stragglers", "rehearsal", "report", "offline-clusters", "report-a-problem"),
+        *("multi-node", "doctor", "simulate", "simulate-stragglers", "rehearsal", "report"),
+        *("offline-clusters", "report-a-problem"),
     ],
     "concepts": [
         *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),
