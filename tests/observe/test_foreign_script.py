@@ -180,7 +180,12 @@ def test_a_script_that_cannot_be_launched_is_refused_before_any_rank(tmp_path: P
 
 PREFERENCE = {"prompt": "Question?", "chosen": "Yes, it is.", "rejected": "Never."}
 COMPLETION = {"prompt": "Question?", "completion": "Yes, it is."}
-TRL_ROWS = {"sft": COMPLETION, "dpo": PREFERENCE, "reward": PREFERENCE, "kto": COMPLETION | {"label": True}}
+PROMPT = {"prompt": [{"role": "user", "content": "Question?"}]}
+TRL_ROWS: dict[str, dict[str, Any]] = {
+    **{"sft": COMPLETION, "dpo": PREFERENCE, "reward": PREFERENCE, "kto": COMPLETION | {"label": True}},
+    **{"grpo": PROMPT, "rloo": PROMPT},  # their collator returns rows, and each rank has a seed of its own
+}
+GENERATES = ["--num_generations", "2", "--max_completion_length", "8", "--reward_funcs", "think_format_reward"]
 NIGHTLY = [
     pytest.param(script, preset, marks=pytest.mark.nightly)
     for script in TRL_ROWS
@@ -192,12 +197,15 @@ NIGHTLY = [
 @pytest.mark.launch
 @pytest.mark.parametrize(("script", "preset"), [("dpo", "zero2"), ("dpo", "fsdp2"), *NIGHTLY])
 def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny_model: Path, tmp_path: Path) -> None:
-    rows = [TRL_ROWS[script] | {"prompt": f"Question {number}?"} for number in range(32)]
+    rows = [TRL_ROWS[script] for _ in range(32)]
+    if script not in ("grpo", "rloo"):
+        rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(tmp_path / "rows"), "--max_steps", "2"]
     words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--use_cpu", "true", "--bf16", "false"]
     words += ["--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    words += GENERATES if script in ("grpo", "rloo") else []
     own = ["--output-dir", str(tmp_path / "run"), "--require", preset, "-m", f"trl.scripts.{script}"]
     config = ROOT / "accelerate_configs" / f"{preset}.yaml"
     ended = accelerate_launch(config, *own, *words, module="toolkit.observe")
@@ -205,7 +213,8 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
     assert f"verified: {preset} (" in ended.stdout
     first, second = (read_rows(RunFolder(tmp_path / "run").rank_rows(rank)) for rank in (0, 1))
     assert [row.step for row in first] == [row.step for row in second] == [1, 2]
-    assert first[0].batch_sha256 != second[0].batch_sha256
+    digests = {row.batch_sha256 for row in (*first, *second)}
+    assert digests == {""} if script in ("grpo", "rloo") else len(digests) == 4
     assert read(tmp_path / "run" / "attestation.json")["verdict"] == "attested"
 
 

@@ -253,6 +253,7 @@ def expected_readings(arguments: Arguments) -> Values:
     """Return the values that every rank must read under these arguments."""
     job, training, pipeline = arguments.job, arguments.training, arguments.pipeline
     always: Values = {
+        "seed": training.seed,
         "ddp_comm_hook": job.ddp_comm_hook,
         "activation_checkpointing_offload": job.activation_checkpointing_offload,
         "torch_compile": job.compilation is not None,

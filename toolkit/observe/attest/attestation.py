@@ -136,7 +136,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
         fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
         checkpointing = bool(args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing"))
-        settings = {"seed": args.seed, "gradient_clipping": args.max_grad_norm} | expected.settings
+        settings = {"gradient_clipping": args.max_grad_norm} | expected.settings
         settings.setdefault("activation_checkpointing", checkpointing)
         if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
