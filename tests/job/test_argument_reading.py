@@ -31,11 +31,7 @@ def test_every_spelling_of_a_flag_means_the_same(argv: list[str]) -> None:
 
 def test_a_value_may_hold_an_equals_sign_or_a_minus_or_be_several_words() -> None:
     given = ["--run_name=a=b", "--max_steps", "-1", "--lora_target_modules", "q_proj", "v_proj"]
-    assert read_arguments(given) == {
-        "run_name": "a=b",
-        "max_steps": -1,
-        "lora_target_modules": ("q_proj", "v_proj"),
-    }
+    assert read_arguments(given) == {"run_name": "a=b", "max_steps": -1, "lora_target_modules": ("q_proj", "v_proj")}
 
 
 @pytest.mark.parametrize(

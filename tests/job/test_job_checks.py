@@ -50,11 +50,7 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("ddp", STREAM | {"val_size": "0.1"}, "--val_size with --streaming"),
         ("ddp", STREAM | {"train_sampling_strategy": "group_by_length"}, "group_by_length with --streaming"),
         ("ddp", STREAM | {"dataloader_num_workers": "3"}, "is 3, and a stream is divided among 0, 1, 2, 4 or 8"),
-        (
-            "ddp",
-            {"dataset": ["a.csv", "b.csv"], "dataset_weights": "0.7"},
-            "has length 1, expected 2: a weight for",
-        ),
+        ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": "0.7"}, "has length 1, expected 2: a weight for"),
         ("ddp", {"dataset": "a.csv", "dataset_weights": ["0.7", "0.3"]}, "has length 2, expected 1: a weight for"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": ["0.7", "0"]}, "has 0, expected numbers above 0"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": [0.7, -1.5]}, "has -1.5, expected numbers above 0"),
@@ -67,11 +63,7 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("zero3", {"torch_compile": "true", "torch_compile_backend": "eager"}, "graph ends at each linear layer"),
         ("ddp", {"accumulate": "sharded", **TWO_STEPS}, "under preset 'ddp': every GPU holds all gradients"),
         ("zero1", {"accumulate": "sharded", **TWO_STEPS}, "below ZeRO-2, gradients are reduced in the last"),
-        (
-            "zero3",
-            {"accumulate": "whole", **TWO_STEPS},
-            "in every accumulation step\n  hint: leave it out, or `--",
-        ),
+        ("zero3", {"accumulate": "whole", **TWO_STEPS}, "in every accumulation step\n  hint: leave it out, or `--"),
     ],
 )
 def test_an_unsupported_combination_is_refused(preset: str, arguments: dict[str, Any], words: str) -> None:

@@ -36,11 +36,7 @@ def test_every_parameter_that_transformers_makes_is_known_by_name(
     [
         ({"freeze": ["nope"]}, "--freeze 'nope' matches no parameter", "there is `"),
         ({"freeze": ["*"]}, "--freeze leaves nothing to train", "freeze fewer parameters"),
-        (
-            {"train_only": ["model.layer.*"]},
-            "--train_only 'model.layer.*' matches no parameter",
-            "there is `model.",
-        ),
+        ({"train_only": ["model.layer.*"]}, "--train_only 'model.layer.*' matches no parameter", "there is `model."),
         (
             {"lora_r": "4", "lora_target_modules": ["qproj"]},
             "--lora_target_modules qproj names no module of the model",
