@@ -34,11 +34,11 @@ def write_report(document: Document, folder: Path) -> None:
 
 
 def html_text(document: Document) -> str:
-    return comparison_report.html_text(Results.model_validate(document))
+    return comparison_report.report_text(Results.model_validate(document), "html")
 
 
 def markdown_text(document: Document) -> str:
-    return comparison_report.markdown_text(Results.model_validate(document))
+    return comparison_report.report_text(Results.model_validate(document), "md")
 
 
 def csv_text(document: Document) -> str:
