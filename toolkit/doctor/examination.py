@@ -1,9 +1,4 @@
-"""Run the checks of a node and show what was found; compare the reports of several nodes.
-
->>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
->>> [difference.fact for difference in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
-['version torch']
-"""
+"""Run the checks of a node and show what was found; compare the reports of several nodes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """`toolkit simulate failures`: closed forms and a Monte Carlo simulation side by side, as JSON, a table and a chart.
 
-    >>> job = FailingJob(nodes=1500, failures_per_1000_node_days=6.5, checkpoint_seconds=60, restart_seconds=300)
-    >>> simulated = simulate_failures(job, days=30, runs=20, seed=0)
-    >>> abs(simulated.effective_time_ratio - job.effective_time_ratio) < 0.01
-    True
-
 The simulation has the same assumptions as the closed forms (`toolkit.plan.failures`), without their approximations.
 Times between failures are exponential. A failure during a restart starts another one; while a job is stopped, none of
 its nodes fails.
