@@ -63,6 +63,8 @@ def measure(root: Path) -> Structure:
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     references = [count for tree in trees.values() for count in private_functions(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    cycles = networkx.strongly_connected_components(graph)
     script = {TRAINING_SCRIPT} | networkx.descendants(graph, TRAINING_SCRIPT)
     return Structure(
         toolkit_files=len(texts),
@@ -75,13 +77,8 @@ def measure(root: Path) -> Structure:
         private_functions=len(references),
         private_functions_referenced_once=references.count(1),
         longest_import_chain=networkx.dag_longest_path_length(networkx.condensation(graph)) + 1,
-        modules_in_import_cycles=sum(
-            len(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1
-        ),
-        argument_reads=sum(
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ARGUMENT_READERS
-            for node in nodes
-        ),
+        modules_in_import_cycles=sum(size for size in map(len, cycles) if size > 1),
+        argument_reads=sum(getattr(call.func, "id", None) in ARGUMENT_READERS for call in calls),
         files_naming_max_seq_length=sum(SPREAD_ARGUMENT in text for text in texts.values()),
         training_script_files=len(script),
         training_script_lines=sum(len(texts[name].splitlines()) for name in script),
