@@ -183,8 +183,12 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(each, f"{name}.{key}")
 
 
+def rank_rows(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of one rank, a step each."""
+    return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path, ranks: int = 2) -> list[float]:
     """Mean over ranks of each step's loss."""
-    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in range(ranks)]
-    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    rows = [rank_rows(folder, rank) for rank in range(ranks)]
     return [sum(row["loss"] for row in step) / ranks for step in zip(*rows, strict=True)]

@@ -16,16 +16,19 @@ from published_runs import MPT
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
+from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.memory import (
     DOES_NOT_FIT,
     FITS,
     MemoryPlan,
     memory_verdict,
+    plan_engine_memory,
     plan_memory,
 )
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
+from toolkit.presets.characteristics import STATE_BYTES
 from toolkit.units import GIB
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -113,6 +116,65 @@ def test_what_others_called_enough_is_not(vocab: int, preset: str, ranks: int, g
     job = PlannedJob(max_seq_length=2048, activation_checkpointing=preset == "zero2")
     plan = plan_memory(llama(4096, 11008, 32, 32, vocab=vocab), load_preset(preset), world_size=ranks, job=job)
     assert memory_verdict(plan, memory_bytes=gpu_gib * GIB) == DOES_NOT_FIT
+
+
+# --- ZeRO paper, table 1 (https://arxiv.org/abs/1910.02054): states a GPU, K = 12 ---
+STAGES = {"shard_optimizer_gb": "zero1", "shard_grad_op_gb": "zero2", "full_shard_gb": "zero3"}
+
+
+@pytest.mark.parametrize(
+    "row", rows("zero_paper_table1"), ids=lambda row: f"{row['model']}-{row['data_parallel_size']}"
+)
+def test_table_1_of_the_zero_paper(row: dict[str, str]) -> None:
+    parts = dict(zip(("parameter", "gradient", "optimizer"), STATE_BYTES["deepspeed"], strict=True))
+    for column, name in STAGES.items():
+        ranks, sharded = int(row["data_parallel_size"]), load_preset(name).sharded_parts
+        each = sum(size / (ranks if part in sharded else 1) for part, size in parts.items())
+        # The paper cuts some of its figures off where it does not round them (1.875 is 1.88, 2013.67 of 2013.672).
+        assert each * int(row["num_params"]) / GB == pytest.approx(float(row[column]), rel=2e-3, abs=0.006), column
+
+
+# --- torchtune's measurements, one change at a time (README; Llama-3.2-3B, one GPU): sign and size of each lever ---
+# 8,192 tokens once rows are packed: all levers below agree with it, the README does not say. bf16 weights, gradients
+# and states, so 8 bytes a parameter; compilation is no lever of a plan.
+TORCHTUNE = {row["step"]: float(row["peak_gib"]) for row in rows("torchtune_ladder")}
+
+
+def allocated_gib(**how: Any) -> float:
+    """Activations and logits at their worst, beside 8 bytes a trained parameter and 2 a frozen one."""
+    shape = llama(3072, 8192, 28, 24, vocab=128256, num_key_value_heads=8, tie_word_embeddings=True)
+    job = PlannedJob(per_device_train_batch_size=1, max_seq_length=8192, **{"loss": "full", **how})
+    engine = EngineSettings(
+        kind="deepspeed", sharding="replicate", shards_parameters=False, world_size=1, shard_ranks=1
+    )
+    plan = plan_engine_memory(shape, engine, job)
+    _, forward, backward, _ = plan.phases
+    worst = max(phase.activation_bytes + phase.logits_bytes for phase in (forward, backward))
+    trained = job_weights(shape, job.lora_r, job.load_in_4bit).num_trained
+    return (plan.states.parameter_bytes + 6 * trained + worst) / GIB
+
+
+def test_torchtunes_run_and_its_levers_have_the_planned_size() -> None:
+    full, chunked = allocated_gib(), allocated_gib(loss="chunked_output")
+    assert full == pytest.approx(TORCHTUNE["+packing"], rel=0.1)
+    assert full - chunked == pytest.approx(TORCHTUNE["+compile"] - TORCHTUNE["+chunked_cross_entropy"], rel=0.25)
+    how: dict[str, Any] = {"loss": "chunked_output", "activation_checkpointing": True}
+    # Compilation had taken 9 GiB of the activations away already.
+    recomputed = TORCHTUNE["+chunked_cross_entropy"] - TORCHTUNE["+activation_checkpointing"]
+    recomputed += TORCHTUNE["+packing"] - TORCHTUNE["+compile"]
+    assert chunked - allocated_gib(**how) == pytest.approx(recomputed, rel=0.25)
+    saved = allocated_gib(**how, lora_r=8) - allocated_gib(**how, lora_r=8, load_in_4bit=True)
+    assert saved == pytest.approx(TORCHTUNE["lora"] - TORCHTUNE["qlora"], rel=0.25)
+
+
+def test_from_8_to_128_gpus_only_the_shards_of_an_8b_shrink() -> None:
+    """Short rows, so that the peak falls when all gradients are there; long ones put it before."""
+    shape = llama(4096, 14336, 32, 32, vocab=128256, num_key_value_heads=8)
+    job = PlannedJob(per_device_train_batch_size=1, max_seq_length=256, activation_checkpointing=True)
+    plans = [plan_memory(shape, load_preset("fsdp2"), world_size=ranks, job=job) for ranks in (8, 128)]
+    peaks, states = [[plan.peak.allocated_bytes for plan in plans], [plan.states.total_bytes for plan in plans]]
+    assert (states[0] - states[1]) / GIB == pytest.approx(14.0, abs=0.05)
+    assert (peaks[0] - peaks[1]) / GIB == pytest.approx(14.0, rel=0.1)
 
 
 # --- MosaicML's runs (llm-foundry, scripts/train/benchmarking/README.md): they ran, so they fit ---

@@ -15,9 +15,9 @@ MORE_BYTES_THAN_THERE_ARE = 2**60
 
 def ddp_for_fsdp() -> None:
     """Leave out the shim that makes FSDP2 real on a CPU: accelerate then runs DDP, silently."""
-    import toolkit.train.arguments as arguments
+    from toolkit.presets import training_arguments
 
-    arguments.enable_fsdp_on_cpu = lambda: None
+    training_arguments.enable_fsdp_on_cpu = lambda: None
 
 
 def defer_reduction() -> None:

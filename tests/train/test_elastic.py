@@ -5,11 +5,11 @@ Two elastic agents on this host stand for the nodes; in tests/cluster a node los
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accelerate.utils.other import get_free_port
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
 from launching import torchrun_preset
 
@@ -21,11 +21,6 @@ LOSS_TOLERANCE = 1e-6  # observed: 7e-8
 @pytest.fixture
 def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
     return elastic_job(tiny_model, faq_alpaca)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture
@@ -41,7 +36,7 @@ def started() -> Iterator[list[Nodes]]:
 def test_a_run_that_loses_and_regains_a_node_trains_on_the_same_rows(
     job: list[str], started: list[Nodes], tmp_path: Path
 ) -> None:
-    nodes = Nodes("zero2", tmp_path, job, f"127.0.0.1:{free_port()}")
+    nodes = Nodes("zero2", tmp_path, job, f"127.0.0.1:{get_free_port()}")
     started.append(nodes)
     nodes.start("first")
     nodes.start("second")

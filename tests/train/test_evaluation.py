@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conversations import tokenized
-from launching import ROOT, accelerate_launch, read
+from launching import read
+from transformers import AutoModelForCausalLM
 
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import Collator, batch_facts
@@ -37,28 +39,18 @@ def test_fill_rows_have_no_supervised_tokens(tokenizer: Any) -> None:
     assert (len(filled), facts.supervised_tokens) == (4, 3)
 
 
-def evaluated(folder: Path, model: Path, rows: Path, *more: str, ranks: int) -> dict[str, Any]:
-    words = ["--model_name_or_path", str(model), "--dataset", str(rows), "--output_dir", str(folder)]
-    words += ["--max_seq_length", "128", "--max_steps", "2", "--per_device_train_batch_size", str(2 // ranks)]
-    words += ["--val_size", "7", "--learning_rate", "0", "--save_strategy", "no", *more]
-    preset = "ddp" if ranks > 1 else "single"
-    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, num_processes=ranks)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    run: dict[str, Any] = read(folder / "run.json")
-    return run
-
-
 @pytest.mark.launch
 def test_two_ranks_and_one_process_agree_with_a_manual_sum(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path, tokenizer: Any
+    start: Callable[..., Path], tmp_path: Path, tiny_model: Path, faq_alpaca: Path, tokenizer: Any
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:40]))
-    steps = ("--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "2")
-    two = evaluated(tmp_path / "two", tiny_model, rows, *steps, "--train_sampling_strategy", "group_by_length", ranks=2)
-    one = evaluated(tmp_path / "one", tiny_model, rows, "--per_device_eval_batch_size", "3", ranks=1)
+    job = ["--dataset", str(rows), "--max_seq_length", "128", "--max_steps", "2", "--val_size", "7"]
+    job += ["--learning_rate", "0", "--save_model", "false"]
+    steps = ["--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "2"]
+    steps += ["--train_sampling_strategy", "group_by_length", "--per_device_train_batch_size", "1"]
+    two = read(start("ddp", *job, *steps) / "run.json")
+    one = read(start("single", *job, "--per_device_eval_batch_size", "3", num_processes=1) / "run.json")
     assert [row["step"] for row in two["evaluations"]] == [1, 2]
     assert [row["step"] for row in one["evaluations"]] == [2]
     assert (one["data"]["rows"], one["eval_data"]["rows"]) == (33, 7)

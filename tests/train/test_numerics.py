@@ -85,10 +85,8 @@ def test_a_lora_base_is_held_once_in_bf16_as_planned(start: Start, preset: str, 
         assert rank["parameter_bytes"] == LORA_BYTES.get(preset, rank["parameter_bytes"]) < 2.1 * P
     saved = load_file(folder / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in saved.values()) == ADAPTERS
-    # in the dtype in which the engine holds them
-    assert {str(tensor.dtype) for tensor in saved.values()} == {
-        "torch.bfloat16" if preset.startswith("zero") else "torch.float32"
-    }
+    held = "torch.bfloat16" if preset.startswith("zero") else "torch.float32"
+    assert {str(tensor.dtype) for tensor in saved.values()} == {held}
     assert_same_losses(folder, start("ddp", *LORA))
 
 

@@ -9,11 +9,10 @@ q 64x64, k and v 32x64, o 64x64, gate, up and down 128x64 each, two norms of 64;
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from launching import CPU_PRESETS, GLOBAL_BATCH, attested_ranks, losses, read
+from launching import CPU_PRESETS, GLOBAL_BATCH, attested_ranks, losses, rank_rows, read
 
 from toolkit.presets import list_presets
 
@@ -86,14 +85,12 @@ def test_weights_batches_and_losses_equal_those_of_ddp(runs: dict[str, Path], pr
     ranks = [rank for name in ("ddp", preset) for rank in attested_ranks(runs[name])]
     assert len({rank["initial_weights_sha256"] for rank in ranks}) == 1
     if CPU_PRESETS[preset] == 2:
-        own, baseline = ([batches(runs[name], rank) for rank in (0, 1)] for name in (preset, "ddp"))
+        own, baseline = (
+            [[row["batch_sha256"] for row in rank_rows(runs[name], rank)] for rank in (0, 1)]
+            for name in (preset, "ddp")
+        )
         assert own == baseline
         assert own[0] != own[1]  # each rank has its own rows
-
-
-def batches(folder: Path, rank: int) -> list[str]:
-    rows = (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()
-    return [json.loads(row)["batch_sha256"] for row in rows]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

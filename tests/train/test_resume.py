@@ -6,13 +6,13 @@ after kills and signals in test_faults.py.
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, read, toolkit
+from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, rank_rows, read, toolkit
 
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
@@ -34,44 +34,45 @@ def job(saved_job: list[str]) -> list[str]:
 
 def rows_after(folder: Path, step: int) -> list[list[tuple[Any, ...]]]:
     """Each rank's batches, losses and norms for the steps after `step`."""
-    found = []
-    for rank in (0, 1):
-        rows = [json.loads(line) for line in RunFolder(folder).rank_rows(rank).read_text().splitlines()]
-        keys = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
-        found.append([tuple(row[key] for key in keys) for row in rows if row["step"] > step])
-    return found
+    keys = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
+    ranks = (rank_rows(folder, rank) for rank in (0, 1))
+    return [[tuple(row[key] for key in keys) for row in rows if row["step"] > step] for rows in ranks]
+
+
+@pytest.fixture
+def resume(saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+    def run(case: str, *words: str, num_processes: int = 2) -> Path:
+        preset, _, lora = case.partition("-")
+        words = (*saved_job, *(LORA if lora else []), *words, "--save_strategy", "no", "--save_model", "false")
+        words += ("--resume_from_checkpoint", str(saved_runs[case] / f"checkpoint-{SAVED[case]}"))
+        config, out = ROOT / "accelerate_configs" / f"{preset}.yaml", tmp_path / "out"
+        ended = accelerate_launch(config, *words, "--output_dir", str(out), num_processes=num_processes)
+        assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+        return out
+
+    return run
 
 
 @pytest.mark.parametrize("case", some("zero2-lora", "fsdp2"))
 def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
-    case: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+    case: str, resume: Callable[..., Path], saved_runs: dict[str, Path]
 ) -> None:
-    preset, _, lora = case.partition("-")
-    whole, step = saved_runs[case], SAVED[case]
-    words = [*saved_job, *(LORA if lora else []), "--save_strategy", "no", "--save_model", "false"]
-    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(whole / f"checkpoint-{step}")]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words)
-    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    whole, step, out = saved_runs[case], SAVED[case], resume(case)
     expected = rows_after(whole, step)
     assert [len(rank) for rank in expected] == [SAVED_STEPS - step] * 2
-    assert rows_after(tmp_path / "out", 0) == expected
-    run = read(tmp_path / "out" / "run.json")
-    assert run["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
-    assert read(tmp_path / "out" / "attestation.json")["verdict"] == "attested"
+    assert rows_after(out, 0) == expected
+    assert read(out / "run.json")["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
+    assert read(out / "attestation.json")["verdict"] == "attested"
 
 
 @pytest.mark.nightly  # ZeRO-2 in every test: test_elastic.py
 @pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
 def test_a_run_resumes_on_fewer_ranks_with_the_same_losses(
-    preset: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+    preset: str, resume: Callable[..., Path], saved_runs: dict[str, Path]
 ) -> None:
-    whole, step = saved_runs[preset], SAVED[preset]
-    words = [*saved_job, "--gradient_accumulation_steps", "4", "--save_strategy", "no", "--save_model", "false"]
-    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(whole / f"checkpoint-{step}")]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, num_processes=1)
-    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    out = resume(preset, "--gradient_accumulation_steps", "4", num_processes=1)
     # In another order of the sums of a step.
-    assert losses(tmp_path / "out", ranks=1) == pytest.approx(losses(whole)[step:], rel=1e-6)
+    assert losses(out, ranks=1) == pytest.approx(losses(saved_runs[preset])[SAVED[preset] :], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", some("ddp", "zero2-lora", "fsdp2"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, attested_ranks, losses, read
+from launching import ROOT, accelerate_launch, attested_ranks, losses, rank_rows, read
 
 from toolkit.versions import is_importable
 
@@ -19,10 +17,6 @@ needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reaso
 P, NORMS = 3_219_776, 5 * 64
 NOT_SAVED = ("--save_model", "false")
 Start = Callable[..., Path]
-
-
-def rows_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
 
 
 def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start) -> None:
@@ -59,20 +53,17 @@ def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
     assert len(set(map(frozenset, saved))) == 1
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=pytest.mark.nightly if name != "zero3" else ()) for name in ("zero3", "fsdp2")]
-)
+@pytest.mark.parametrize("preset", ["zero3", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_the_chunked_loss_is_that_of_the_full_logits_where_checkpointed_layers_are_sharded(
     start: Start, preset: str
 ) -> None:
     sizes = (*NOT_SAVED, "--gradient_accumulation_steps", "2", "--max_steps", "2")
     full = start("ddp", "--loss", "full", *sizes)
-    chunked = start(
-        preset, "--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true", *sizes
-    )
+    how = ("--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true")
+    chunked = start(preset, *how, *sizes)
     assert losses(chunked) == pytest.approx(losses(full), rel=1e-6)
     # Each engine computes the norm in its own way: theirs are 1.8e-4 from DDP's with full logits too.
-    norms = [[row["grad_norm"] for row in rows_of(folder)] for folder in (chunked, full)]
+    norms = [[row["grad_norm"] for row in rank_rows(folder)] for folder in (chunked, full)]
     assert norms[0] == pytest.approx(norms[1], rel=3e-4)
     for folder, expected in ((chunked, ("chunked", 16, True)), (full, ("full", None, False))):
         for rank in attested_ranks(folder):
@@ -97,7 +88,7 @@ def test_qlora_computes_in_bf16_on_a_gpu(start: Start) -> None:
     assert rank["device"].startswith("cuda")
     assert (rank["load_in_4bit"], rank["compute_dtype"], rank["master_dtype"]) == (True, "bfloat16", "float32")
     assert rank["parameter_bytes"] < 4 * rank["num_params"]
-    assert all(math.isfinite(row["loss"]) for row in rows_of(folder))
+    assert all(math.isfinite(row["loss"]) for row in rank_rows(folder))
 
 
 # A rank's flat partition of everything with weight decay: 8 bits for each moment and one fp32 scale per 256 elements.
@@ -105,7 +96,7 @@ DECAYED = (P - NORMS) // 2
 BNB_BYTES = 4 * P // 2 + 2 * (DECAYED + 4 * DECAYED // 256) + 2 * 4 * NORMS // 2 + 2 * 4 * 256
 # One row and one column of each matrix: q and o, k and v, gate, up and down; and the norms' own variance.
 LAYER_ROWS_AND_COLUMNS = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64)
-ADAFACTOR_BYTES = 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS)
+ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS))
 
 
 @needs_bitsandbytes
@@ -113,9 +104,7 @@ ADAFACTOR_BYTES = 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS)
     ("preset", "optim", "expected"),
     [
         ("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)),
-        pytest.param(
-            "ddp", "adafactor", ("transformers.Adafactor", "float32", ADAFACTOR_BYTES), marks=pytest.mark.nightly
-        ),
+        pytest.param("ddp", "adafactor", ADAFACTOR, marks=pytest.mark.nightly),
     ],
 )
 def test_an_optimizer_holds_its_own_states_and_resumes(

@@ -192,6 +192,11 @@ class DataArguments:
         None, "processes for tokenization; default: one", limits=Range(lowest=1, highest=WORKERS_PER_RANK)
     )
 
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of a row at its full length."""
+        return self.max_seq_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:

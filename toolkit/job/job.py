@@ -144,11 +144,6 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
         return PipelineSettings.of(ranks=self.pp, schedule=self.pipeline_schedule, chunks=self.pipeline_chunks)
 
     @property
-    def tokens_per_row(self) -> int:
-        """Tokens of a row at its full length."""
-        return self.max_seq_length
-
-    @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens in one micro-batch of a GPU, or of the GPUs that train on the same rows; all rows at full length."""
         return self.per_device_train_batch_size * self.tokens_per_row

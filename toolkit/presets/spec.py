@@ -5,6 +5,7 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,3 +136,8 @@ def default_accumulate(preset: PresetSpec) -> str:
     FSDP2 reduces them in every accumulation step, also where it shards over one rank, beside tensor parallelism.
     """
     return SHARDED if "gradient" in preset.sharded_parts or preset.engine == "fsdp2" else WHOLE
+
+
+def uses_fsdp() -> bool:
+    """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

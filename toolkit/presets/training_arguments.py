@@ -28,7 +28,7 @@ from toolkit.parallel import sharded_at_load, split_sequences
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.compatibility import CPU
 from toolkit.presets.known_keys import PARALLEL_KEY
-from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate
+from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate, uses_fsdp
 from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
@@ -220,11 +220,6 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
     if preset.engine != "fsdp2":
         return others
     return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
-
-
-def uses_fsdp() -> bool:
-    """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def enable_fsdp_on_cpu() -> None:

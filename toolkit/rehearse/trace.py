@@ -60,7 +60,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
         with memory.tagged("buckets"):  # DDP's are a second copy of all gradients
             has_buckets = launch.preset.engine == "ddp" and launch.world_size != 1
             buckets = torch.empty(sum(parameter.numel() for parameter in trained)) if has_buckets else None
-        rows, length = args.training.per_device_train_batch_size, args.job.max_seq_length
+        rows, length = args.training.per_device_train_batch_size, args.job.tokens_per_row
         tokens = torch.zeros(rows, length, dtype=torch.int64)  # without padding
         batch = {"input_ids": tokens, "labels": tokens}
         # Without positions a model reads the values of the mask.

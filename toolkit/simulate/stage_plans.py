@@ -1,7 +1,7 @@
 """Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
 
     shape = read_model("Qwen/Qwen2.5-72B")
-    staged = StagedModel(shape=shape, job=PlannedJob(max_seq_length=4096), gpu=find_gpu("h100"), tp=8)
+    staged = StagedModel(shape=shape, job=job, gpu=find_gpu("h100"), tp=8)
     times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
 
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
@@ -79,7 +79,7 @@ class StagedModel:
         shape, job = self.shape, self.job
         parts = [
             f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
-            f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per micro-batch",
+            f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per micro-batch",
             "activation checkpointing" if job.activation_checkpointing else "",
             f"tp {self.tp}" if self.tp > 1 else "",
             f"{self.gpu.name}, {gib(self.gpu.memory_bytes)}",
@@ -163,7 +163,7 @@ class StagedModel:
         peak, job = self.gpu.peak_flops("bf16"), self.job
         assert peak is not None
         recompute, tokens = job.activation_checkpointing, job.tokens_per_micro_batch
-        flops = flops_of(shape, seq_length=job.max_seq_length, recompute=recompute, count_embeddings=False)
+        flops = flops_of(shape, seq_length=job.tokens_per_row, recompute=recompute, count_embeddings=False)
         total = flops.hardware_flops
         of_rank = round(total * (tokens / self.tp))
         compute = compute_seconds(self.gpu, shape, tp=self.tp, peak=peak, tokens=tokens, flops=of_rank)

@@ -65,12 +65,7 @@ class ActiveRun(ObservedRun):
 
 @contextmanager
 def open_run(
-    arguments: Arguments,
-    launch: LaunchContext,
-    progress: Progress,
-    *,
-    single_process: bool = False,
-    **facts: Any,
+    arguments: Arguments, launch: LaunchContext, progress: Progress, *, single_process: bool = False, **facts: Any
 ) -> Iterator[ActiveRun]:
     """Find the checkpoint to resume from and open the run folder; close the process group after a run that ended well.
 

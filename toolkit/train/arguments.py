@@ -1,9 +1,8 @@
 """How this rank was launched, and its arguments: argv, read once into a job, and `TrainingArguments` made of it.
 
-`toolkit train` passes preset and world size in environment variables. A plain `accelerate launch --config_file F
---num_processes N` passes its ranks neither, so they are read from the launcher's own command line, among this process's
-parents. Under torchrun alone, as on several nodes, the user names the preset, and each rank gives itself what
-`accelerate launch` would: after an elastic restart that may be for another number of ranks.
+`toolkit train` passes preset and world size in the environment. Under a plain `accelerate launch --config_file F` they
+are read from the launcher's own command line, among this process's parents. Under torchrun alone the user names the
+preset, and each rank gives itself what `accelerate launch` would: after an elastic restart for another world size.
 """
 
 from __future__ import annotations
@@ -36,16 +35,10 @@ from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.presets import training_arguments
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.spec import PresetSpec, default_accumulate
-from toolkit.presets.training_arguments import (
-    SDPA,
-    enable_fsdp_on_cpu,
-    parallelism_arguments,
-    resolve_precision,
-    uses_fsdp,
-)
+from toolkit.presets.spec import PresetSpec, default_accumulate, uses_fsdp
 from toolkit.train.model.loading import choose_attention
 
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
@@ -67,9 +60,8 @@ class LaunchContext:
     def from_env(cls) -> LaunchContext:
         """Read it from the environment, or from the command line of the `accelerate launch` above this process.
 
-        This completes the environment: by the preset's under torchrun alone, and by the absolute path of the preset's
-        JSON, which accelerate looks for in the working directory. Raises ToolkitError for several nodes without a
-        preset, for another number of ranks than the job asked for, and for a preset that needs a launcher without one.
+        Completes the environment: by the preset's under torchrun alone, and by the absolute path of its JSON. Raises
+        ToolkitError for several nodes without a preset, a preset without its launcher, and other ranks than asked for.
         """
         started_by_torchrun = ACCELERATE_VARIABLE not in os.environ
         nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
@@ -153,7 +145,7 @@ def set_up_libraries(progress: Progress) -> None:
     check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
-    enable_fsdp_on_cpu()
+    training_arguments.enable_fsdp_on_cpu()
     candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
     if (disk := next(filter(None, candidates), None)) is not None:
         # The ranks of a node agree on the run's own folder: they share the launcher's id, or the launcher itself.
@@ -251,7 +243,7 @@ def _resolved(
     preset = launch.preset
     specified = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if preset is None else preset.mixed_precision
     given: dict[str, Any] = {name: job.value(name) for name in ("bf16", "fp16") if name in job.given}
-    precision = resolve_precision(given, specified, on_cpu=on_cpu)
+    precision = training_arguments.resolve_precision(given, specified, on_cpu=on_cpu)
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     values: dict[str, Any] = {"use_cpu": on_cpu, "bf16": precision == "bf16", "fp16": precision == "fp16"}
     values["remove_unused_columns"] = False  # the collator reads columns that no model takes
@@ -267,8 +259,8 @@ def _resolved(
     if layout is not None and preset is not None:
         if layout.ranks_per_batch > 1 and job.loss == "auto":
             job = replace(job, loss="full")  # the head is split, or sees a part of each sequence, or of the layers
-        attention = job.attn_implementation or SDPA
-        if parallelism := parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
+        attention = job.attn_implementation or training_arguments.SDPA
+        if parallelism := training_arguments.parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
             values, job = values | parallelism, replace(job, attn_implementation=attention)
     # One switch means the same under every engine.
     offload = job.activation_checkpointing_offload

@@ -44,7 +44,13 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     else:
         state = full_state_dict(trainer)
         if writes:
-            _write_weights(plain, state, temporary)
+            # `from_pretrained` loads a model in one dtype: fp32 where some weights are. An adapter's are all trained.
+            dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+            mixed = len(dtypes) != 1 and not hasattr(plain, "peft_config")
+            plain.save_pretrained(temporary, state_dict=in_fp32(state) if mixed else state)
+            if mixed:
+                plain.config.dtype = torch.float32
+                plain.config.save_pretrained(temporary)
     if not writes:
         return
     tokenizer.save_pretrained(temporary)
@@ -72,16 +78,6 @@ def full_state_dict(trainer: Any) -> dict[str, Any]:
     return trainer.accelerator.get_state_dict(wrapped)  # type: ignore[no-any-return]
 
 
-def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:
-    """Write weights in the one dtype that `from_pretrained` loads a model in: fp32 where some are in fp32."""
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    one_dtype = len(dtypes) == 1 or hasattr(plain, "peft_config")  # an adapter's file has no frozen weights
-    plain.save_pretrained(folder, state_dict=state if one_dtype else in_fp32(state))
-    if not one_dtype:
-        plain.config.dtype = torch.float32
-        plain.config.save_pretrained(folder)
-
-
 def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with floating-point tensors in fp32; tied weights stay tied."""
     raised = {tensor.data_ptr(): tensor.float() for tensor in state.values() if tensor.is_floating_point()}
@@ -89,10 +85,9 @@ def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
-    """A part of a Trainer: saves and loads optimizer and scheduler of a model that was sharded at load.
+    """Saves and loads optimizer and scheduler of a model that was sharded at load, which transformers 5.23 refuses.
 
-    transformers 5.23 refuses to resume such a model, but has helpers for torch's distributed checkpoints that do it.
-    Its weights come back through `from_pretrained(checkpoint, distributed_config=...)`, so on any mesh.
+    Weights come back through `from_pretrained(checkpoint, distributed_config=...)`, and all of it on any mesh.
     """
 
     def __init__(self, *, run: Any, **kwargs: Any) -> None:

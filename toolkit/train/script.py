@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import set_seed
 
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
-from toolkit.train.active_run import ActiveRun, open_run
+from toolkit.train.active_run import open_run
 from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.checkpointing import save_final_model
 from toolkit.train.data.dataset import load_data
@@ -38,21 +37,17 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         data = load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
         progress.enter("load")
         size_swap_buffers(args)
-        model, parts = load_parts(run)
+        dtype, parts = compute_dtype(args.training), TrainerParts()
+        checkpoint = None if run.checkpoint is None else run.checkpoint.path
+        if args.pipeline is None:
+            model = load_model(args.job, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
+        else:
+            parts = TrainerParts(trainer=PipelineTrainer)
+            model = load_pipeline(args, compute_dtype=dtype, checkpoint=checkpoint)
         trainer = build_trainer(run, model, tokenizer, data, parts)
-        trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint.path))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         run.stop_on_signal.raise_if_stopped()
         progress.enter("save")
         if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
         run.complete(untimed_steps=args.job.untimed_steps, saves=trainer.observer.saver.saves)
-
-
-def load_parts(run: ActiveRun) -> tuple[Any, TrainerParts]:
-    """Load the model, from the run's checkpoint where the engine divides it, and choose the Trainer that trains it."""
-    args, dtype = run.arguments, compute_dtype(run.arguments.training)
-    checkpoint = None if run.checkpoint is None else run.checkpoint.path
-    if args.pipeline is not None:
-        return load_pipeline(args, compute_dtype=dtype, checkpoint=checkpoint), TrainerParts(trainer=PipelineTrainer)
-    model = load_model(args.job, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
-    return model, TrainerParts()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from launching import ROOT, accelerate_launch, read
+from launching import ROOT, accelerate_launch, rank_rows, read
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from toolkit.errors import AttestationFailed, ToolkitError
@@ -20,7 +19,6 @@ from toolkit.job.job import Job
 from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
-from toolkit.train.data import packing
 from toolkit.train.data.collation import PackCollator, batch_facts
 from toolkit.train.data.packing import (
     OpenPacks,
@@ -28,7 +26,6 @@ from toolkit.train.data.packing import (
     best_fit,
     check_model_packs,
     joined,
-    read_packing,
     verify_packing,
 )
 from toolkit.train.model.varlen_attention import register
@@ -116,9 +113,11 @@ def model(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
 
 def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) -> Any:
     """The parts of a Trainer that are read: one process, no engine."""
+    collator = kind(tokenizer, one_row=needs_no_mask(model.config._attn_implementation))
     return SimpleNamespace(
+        args=SimpleNamespace(mixed_precision="no"),
         model_wrapped=model,
-        data_collator=kind(tokenizer, one_row=needs_no_mask(model.config._attn_implementation)),
+        data_collator=ObservedCollator(collator),
         accelerator=SimpleNamespace(unwrap_model=lambda model, **_: model),
         _prepare_inputs=lambda inputs: inputs,
         compute_loss_context_manager=nullcontext,
@@ -126,7 +125,7 @@ def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) ->
 
 
 def test_documents_of_a_pack_are_isolated_in_the_live_model_and_its_masks_counted(model: Any, tokenizer: Any) -> None:
-    reading = read_packing(live(model, tokenizer), compute_dtype="float32")
+    reading = verify_packing(live(model, tokenizer))
     assert reading["packing"] == "isolated"
     assert reading["packing_loss_difference"] < 1e-5
     assert reading["packing_neighbour_difference"] == 0
@@ -140,7 +139,7 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
     """transformers can fall back to another function than the one that was asked for."""
     job, training = Job(attn_implementation="sdpa_varlen", packing=True), SimpleNamespace(neftune_noise_alpha=None)
     parsed: Any = SimpleNamespace(job=job, training=training, pipeline=None)
-    reading = read_packing(live(model, tokenizer), compute_dtype="float32")
+    reading = verify_packing(live(model, tokenizer))
     rank: Any = {**reading, "rank": 0, "attn_implementation": model.config._attn_implementation}
     names = ("packing_mask_bytes", "attn_implementation")
     expected = {name: value for name, value in expected_readings(parsed).items() if name in names}
@@ -150,18 +149,14 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
     ]
 
 
-def test_documents_that_attend_to_each_other_end_the_run(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "compute_dtype", lambda _: torch.float32)
-    trainer = live(model, tokenizer, Leaky)
-    trainer.args, trainer.data_collator.collator = None, trainer.data_collator
+def test_documents_that_attend_to_each_other_end_the_run(model: Any, tokenizer: Any) -> None:
     with pytest.raises(AttestationFailed, match="packed rows are not isolated") as caught:
-        verify_packing(trainer)
+        verify_packing(live(model, tokenizer, Leaky))
     assert "group_by_length" in str(caught.value)
     if not needs_no_mask(model.config._attn_implementation):  # a cache makes transformers ignore the documents
         model.config.use_cache = True
-        assert read_packing(live(model, tokenizer), compute_dtype="float32")["packing"] == "leaks"
+        with pytest.raises(AttestationFailed, match="packed rows are not isolated"):
+            verify_packing(live(model, tokenizer))
 
 
 @pytest.mark.launch
@@ -181,8 +176,7 @@ def test_a_packed_run_is_isolated_without_a_mask_and_counts_every_supervised_tok
         assert rank["attn_implementation"] == run["spec"]["model"]["attn_implementation"] == "sdpa_varlen"
     assert "packed rows: attention sdpa_varlen, no mask" in (folder / "train.log").read_text()
     assert [row["supervised_tokens"] for row in run["evaluations"]] == [2409]
-    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
-    steps = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    steps = [*rank_rows(folder, 0), *rank_rows(folder, 1)]
     packs = run["data"]["packs"]
     assert packs % 2 == 0, "otherwise accelerate repeats packs to fill the last step, and the sums below differ"
     assert sum(step["supervised_tokens"] for step in steps) == run["data"]["supervised_tokens"] == 2409

@@ -70,16 +70,13 @@ def assert_equal_to_full(model: Any, inputs: dict[str, Any], **options: Any) -> 
         torch.testing.assert_close(chunked[name], expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": torch.tensor(123)}])  # of all steps and ranks
 @pytest.mark.parametrize("name", SCALES)
-def test_loss_and_gradients_are_those_of_the_full_logits(name: str) -> None:
+def test_loss_and_gradients_are_those_of_the_full_logits(name: str, items: dict[str, Any]) -> None:
     settings, scale = SCALES[name]
     model = tiny(name, **settings)
     assert read_logit_scale(model) == scale
-    assert_equal_to_full(model, batch())
-
-
-def test_the_loss_is_divided_by_the_tokens_of_all_accumulation_steps_and_ranks() -> None:
-    assert_equal_to_full(tiny("llama"), batch(num_items_in_batch=torch.tensor(123)))
+    assert_equal_to_full(model, batch(**items))
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -21,11 +21,7 @@ pytestmark = [
 ]
 LORA_R = 4
 SHARDED = ("fsdp2", "zero3")
-PRESETS = [
-    pytest.param("zero2", marks=pytest.mark.nightly),
-    "fsdp2",
-    pytest.param("zero3", marks=pytest.mark.nightly),
-]
+PRESETS = [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.nightly) for name in ("zero2", *SHARDED)]
 # zero3 also keeps tensors of up to ten times the hidden size gathered: the four weights of attention in each of two
 # layers, packed into 512, 256, 256 and 512 fp32 numbers.
 GATHERED_BYTES = {"zero3": 2 * 4 * (512 + 256 + 256 + 512)}

@@ -18,32 +18,22 @@ from toolkit.job.job import Job
 from toolkit.train.checkpointing import in_fp32
 from toolkit.train.model.loading import choose_attention, freeze, loaded_dtype, prepare_model
 
+SAVES_HEAD: dict[str, Any] = {"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}}
+
 
 @pytest.mark.parametrize(
-    ("arguments", "dtype"),
-    [
-        ({}, torch.float32),
-        ({"train_only": ["lm_head.*"]}, torch.float32),
-        ({"lora_r": 4}, torch.bfloat16),
-        ({"lora_r": 4, "lora_config": {"use_dora": True}}, torch.bfloat16),
-        ({"lora_r": 4, "lora_config": {"bias": "all"}}, torch.float32),
-        ({"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}}, torch.float32),
-    ],
+    "fields", [{"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, None, "none"]
 )
-def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(arguments: Any, dtype: torch.dtype) -> None:
-    assert loaded_dtype(ModelArguments(model_name_or_path="m", **arguments), torch.bfloat16) == dtype
+def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(fields: Any) -> None:
+    how = {"train_only": ["lm_head.*"]} if fields == "none" else {"lora_r": 4, "lora_config": fields}
+    dtype = torch.bfloat16 if fields in (None, {"use_dora": True}) else torch.float32
+    assert loaded_dtype(ModelArguments(model_name_or_path="m", **how), torch.bfloat16) == dtype
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"lora_r": 4},
-        {"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}},
-        {"freeze": ["model.layers.0.*"]},
-        {"train_only": ["lm_head.*"]},
-    ],
+    "how", [{"lora_r": 4}, SAVES_HEAD, {"freeze": ["model.layers.0.*"]}, {"train_only": ["lm_head.*"]}]
 )
 def test_every_weight_has_the_dtype_of_its_role_and_a_gradient_if_it_is_trained(
     how: dict[str, Any], compute: torch.dtype
@@ -75,21 +65,17 @@ def tied_model() -> Any:
     return model
 
 
+TIED = "head.weight is tied to embed.weight: the pattern applies to all of them"
+
+
 @pytest.mark.parametrize(
-    ("patterns", "left", "lines"),
-    [
-        ({"frozen": ["layer.b*"], "trained": None}, {"embed.weight", "layer.weight"}, []),
-        (
-            {"frozen": None, "trained": ["head.*"]},
-            {"embed.weight"},
-            ["head.weight is tied to embed.weight: the pattern applies to all of them"],
-        ),
-    ],
+    "patterns", [{"frozen": ["layer.b*"], "trained": None}, {"frozen": None, "trained": ["head.*"]}]
 )
-def test_patterns_freeze_what_they_name_and_tied_weights_with_it(patterns: Any, left: set[str], lines: Any) -> None:
+def test_patterns_freeze_what_they_name_and_tied_weights_with_it(patterns: Any) -> None:
     model = tied_model()
-    assert freeze(model, **patterns) == lines
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == left
+    assert freeze(model, **patterns) == ([TIED] if patterns["trained"] else [])
+    left = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert left == ({"embed.weight"} if patterns["trained"] else {"embed.weight", "layer.weight"})
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_the_nearest() -> None:
@@ -100,17 +86,11 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest() -> None:
         freeze(tied_model(), frozen=["*"], trained=None)
 
 
-@pytest.mark.parametrize(
-    ("name", "packing", "chosen"),
-    [
-        (None, True, "sdpa_varlen"),
-        ("auto", True, "sdpa_varlen"),
-        ("sdpa", True, "sdpa"),
-        (None, False, None),
-        ("auto", False, None),
-        ("eager", False, "eager"),
-    ],
-)
+PACKED = [(None, True, "sdpa_varlen"), ("auto", True, "sdpa_varlen"), ("sdpa", True, "sdpa")]
+PADDED = [(None, False, None), ("auto", False, None), ("eager", False, "eager")]
+
+
+@pytest.mark.parametrize(("name", "packing", "chosen"), PACKED + PADDED)
 def test_packed_rows_get_attention_without_a_mask_unless_one_is_named(
     name: str | None, packing: bool, chosen: str | None, tiny_model: Path
 ) -> None:

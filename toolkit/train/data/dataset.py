@@ -21,26 +21,13 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.observe.batches import IGNORED
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
+from toolkit.train.data import data_report
 from toolkit.train.data.collation import Collator, PackCollator
-from toolkit.train.data.data_report import (
-    DataStats,
-    of_all_sources,
-    of_one_source,
-    preflight_lines,
-    system_prompt_lines,
-)
 from toolkit.train.data.packing import PackedRows
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
-from toolkit.train.data.tokenization import (
-    EncodedSource,
-    encode_rows,
-    encoded_dataset,
-    load_rows,
-    row_encoder,
-)
+from toolkit.train.data.tokenization import ENCODED, EncodedSource, encode_rows, load_rows, row_encoder
 
-REPORTED_STREAM_ROWS = 100
-"""Rows of a stream that are tokenised before training, for the report."""
+REPORTED_STREAM_ROWS = 100  # of a stream, tokenised before training for the report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +35,9 @@ class Data:
     """Datasets for training and evaluation, with their statistics."""
 
     train: Any
-    stats: DataStats
+    stats: data_report.DataStats
     evaluation: Any = None
-    evaluation_stats: DataStats | None = None
+    evaluation_stats: data_report.DataStats | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -79,7 +66,7 @@ def load_data(
             hint="lower `--per_device_train_batch_size` or `--max_seq_length`, or leave `--packing` out",
         )
     if training.process_index == 0:
-        print("\n".join([*preflight_lines(data.stats), *data.warnings]), flush=True)
+        print("\n".join([*data_report.preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
         if (stats := data.evaluation_stats) is not None:
             rows = f"{stats.rows:,} rows, {stats.rows - stats.dropped_rows:,} kept"
@@ -95,9 +82,8 @@ class _Loader:
     def __init__(self, tokenizer: Any, arguments: DataArguments, training: Any) -> None:
         self.tokenizer, self.arguments, self.training = tokenizer, arguments, training
         self.seed = int(training.seed if training.data_seed is None else training.data_seed)
-        weights = arguments.dataset_weights or None
-        self.weights = None if weights is None else tuple(weights)
-        self.shares = data_files.fractions(weights) if weights else [None] * len(arguments.dataset)
+        self.weights = tuple(arguments.dataset_weights) or None
+        self.shares = data_files.fractions(self.weights) if self.weights else [None] * len(arguments.dataset)
 
     def load_all_rows(self, sources: Sequence[data_files.DataSource]) -> Data:
         """Tokenise every row before the first step; `val_size` holds some out for evaluation."""
@@ -110,7 +96,7 @@ class _Loader:
             encoded[index] = replace(source, rows=rows)
         train, evaluation = self._hold_out(encoded)
         packs, stats = self._packed(*self._mixed(train))
-        warnings = system_prompt_lines([source.rows for source in encoded], self.arguments.system_prompt)
+        warnings = data_report.system_prompt_lines([source.rows for source in encoded], self.arguments.system_prompt)
         data = Data(train=packs, stats=stats, warnings=warnings)
         if evaluation is None:
             return data
@@ -126,19 +112,20 @@ class _Loader:
             encoder = row_encoder(self.tokenizer, stream.data_format, self.arguments)
             head = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
             rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(source.name)) for n, row in head]
-            first.append(EncodedSource(name=source.name, rows=encoded_dataset(rows), encoder=encoder))
+            encoded = datasets.Dataset.from_list(rows, features=ENCODED)
+            first.append(EncodedSource(name=source.name, rows=encoded, encoder=encoder))
         parts = [replace(source.supervised()[1], streamed=True, epoch_rows=None) for source in first]
         named = zip(parts, sources, self.shares, strict=True)
-        described = [of_one_source(part, source.name, share) for part, source, share in named]
+        described = [data_report.of_one_source(part, source.name, share) for part, source, share in named]
         mixed = MixedRows(streams=tuple(streams), weights=self.weights)
         encoders = [source.encoder for source in first]
         return Data(
             train=TokenStream(mixed, encoders, self.training, packing=self.arguments.packing),
-            stats=replace(of_all_sources(parts, described), streamed=True),
-            warnings=system_prompt_lines([source.rows for source in first], self.arguments.system_prompt),
+            stats=replace(data_report.of_all_sources(parts, described), streamed=True),
+            warnings=data_report.system_prompt_lines([source.rows for source in first], self.arguments.system_prompt),
         )
 
-    def _mixed(self, sources: Sequence[EncodedSource]) -> tuple[datasets.Dataset, DataStats]:
+    def _mixed(self, sources: Sequence[EncodedSource]) -> tuple[datasets.Dataset, data_report.DataStats]:
         """The rows of an epoch: every row once, or as often as the weights ask for."""
         parts = [source.supervised() for source in sources]
         counts = data_files.rows_per_epoch([len(rows) for rows, _ in parts], self.weights)
@@ -146,10 +133,11 @@ class _Loader:
         for index, (source, (rows, stats), count) in enumerate(zip(sources, parts, counts, strict=True)):
             if count > len(rows):
                 rows = rows.select(data_files.repeated_rows(len(rows), count, seed=f"{self.seed} {index}"))
-            tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
+            own = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
+            own["epoch_rows"] = count
             epochs.append(rows)
-            described.append(of_one_source(stats, source.name, self.shares[index], epoch_rows=count, **tokens))
-        return _concatenated(epochs), of_all_sources([stats for _, stats in parts], described)
+            described.append(data_report.of_one_source(stats, source.name, self.shares[index], **own))
+        return _concatenated(epochs), data_report.of_all_sources([stats for _, stats in parts], described)
 
     def _hold_out(self, sources: Sequence[EncodedSource]) -> tuple[Sequence[EncodedSource], datasets.Dataset | None]:
         """Rows for training and rows held out by `val_size`, chosen by index and seed before any row is repeated."""
@@ -168,7 +156,7 @@ class _Loader:
             evaluation.append(source.rows.select(own))
         return train, _concatenated(evaluation)
 
-    def with_evaluation(self, data: Data, dataset: datasets.Dataset, stats: DataStats) -> Data:
+    def with_evaluation(self, data: Data, dataset: datasets.Dataset, stats: data_report.DataStats) -> Data:
         """Add evaluation rows, packed like the training rows and sorted by length, since their order has no effect."""
         lengths = dataset["length"][:]
         longest_first = dataset.select(sorted(range(len(lengths)), key=lambda row: -lengths[row]))
@@ -184,11 +172,11 @@ class _Loader:
         encoded = encode_rows(rows, encoder, num_proc=self.arguments.preprocessing_num_workers)
         return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
 
-    def _packed(self, dataset: datasets.Dataset, stats: DataStats) -> tuple[Any, DataStats]:
+    def _packed(self, dataset: datasets.Dataset, stats: data_report.DataStats) -> tuple[Any, data_report.DataStats]:
         """Packs of the rows, or the rows themselves without `--packing`."""
         if not self.arguments.packing:
             return dataset, stats
-        packed = PackedRows(dataset, max_tokens=self.arguments.max_seq_length)
+        packed = PackedRows(dataset, max_tokens=self.arguments.tokens_per_row)
         return packed, replace(stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
 
 

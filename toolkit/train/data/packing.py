@@ -1,4 +1,4 @@
-"""Pack rows into sequences of at most `max_seq_length` tokens whose documents do not attend to each other.
+"""Pack rows into sequences of limited length whose documents do not attend to each other.
 
 >>> best_fit([3, 5, 2, 4], max_tokens=7)
 [[1, 2], [3, 0]]
@@ -27,8 +27,7 @@ from toolkit.observe.attest.tensors import compute_dtype, dtype_name, without_ad
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, PackCollator
 
-TokenRow = dict[str, Any]
-"""A tokenised row or pack: `input_ids`, `labels`, and the columns of its data set."""
+TokenRow = dict[str, Any]  # a tokenised row or pack: `input_ids`, `labels`, and the columns of its data set
 
 UNPACKABLE_HINT = "leave `--packing` out; `--train_sampling_strategy group_by_length` also pads less"
 
@@ -112,8 +111,7 @@ def check_model_packs(model: Any) -> None:
         )
 
 
-DOCUMENT_TOKENS = (19, 26, 13)
-"""Lengths of the test documents. The first two share a pack; the third has its own, which adds padding."""
+DOCUMENT_TOKENS = (19, 26, 13)  # of the test documents: two share a pack, the third has its own, which adds padding
 
 # Mean absolute difference of a token's loss. Observed: 1e-6 in fp32; 1e-2 for a leak in a random tiny model.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
@@ -129,68 +127,52 @@ def verify_packing(trainer: Any) -> Values:
     """
     if not isinstance(getattr(trainer.data_collator, "collator", None), PackCollator):
         return {"packing": None}
-    with torch.compiler.set_stance("force_eager"):
-        reading = read_packing(trainer, compute_dtype=dtype_name(compute_dtype(trainer.args)))
-    if reading["packing"] != "isolated":
-        plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-        raise AttestationFailed(
-            "packed rows are not isolated: a token's loss differs by"
-            f" {reading['packing_loss_difference']:.2g} from the row alone, and by"
-            f" {reading['packing_neighbour_difference']:.2g} when its neighbour changes"
-            f" (attention {getattr(plain.config, '_attn_implementation', None)})",
-            hint=UNPACKABLE_HINT,
-        )
-    return reading
-
-
-def read_packing(trainer: Any, *, compute_dtype: str) -> Values:
-    """Measure the isolation of documents in the collator's packs."""
-    model, vocabulary = trainer.model_wrapped, trainer.accelerator.unwrap_model(trainer.model_wrapped).config.vocab_size
+    model, dtype = trainer.model_wrapped, dtype_name(compute_dtype(trainer.args))
+    config = trainer.accelerator.unwrap_model(model, keep_torch_compile=False).config
     # The same random tokens on every rank, drawn without touching the run's own random state.
-    first, second, third, other = (
-        torch.randint(vocabulary, (DOCUMENT_TOKENS[seed % 3],), generator=torch.Generator().manual_seed(seed)).tolist()
-        for seed in range(4)
-    )
-
-    def losses(*packs: list[list[int]]) -> Sequence[torch.Tensor]:
-        rows = [joined([{"input_ids": document, "labels": document} for document in pack]) for pack in packs]
-        batch = trainer.data_collator(rows)
-        for name in (BATCH_FACTS, SUPERVISED_POSITIONS):
-            batch.pop(name, None)
-        targets = batch.pop("labels")[:, 1:].flatten()
-        inputs = trainer._prepare_inputs(batch)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            logits = model(**inputs).logits.float().cpu()
-        every = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
-        lengths = [len(document) - 1 for pack in packs for document in pack]  # nothing predicts the first token
-        split: Sequence[torch.Tensor] = every[targets != IGNORED].split(lengths)
-        return split
-
+    draws = [(DOCUMENT_TOKENS[seed % 3], torch.Generator().manual_seed(seed)) for seed in range(4)]
+    first, second, third, other = (torch.randint(config.vocab_size, (n,), generator=g).tolist() for n, g in draws)
     was_training = model.training
     model.eval()
     try:
-        with _recorded_masks() as masks:
-            packed = losses([first, second], [third])
-        other_neighbour = losses([other, second], [third])
-        alone = [losses([document])[0] for document in (first, second, third)]
+        with torch.compiler.set_stance("force_eager"):
+            with _recorded_masks() as masks:
+                packed = _losses(trainer, [first, second], [third])
+            other_neighbour = _losses(trainer, [other, second], [third])
+            alone = [_losses(trainer, [document])[0] for document in (first, second, third)]
     finally:
         model.train(was_training)
     pairs = [*zip(packed, alone, strict=True), (packed[1], other_neighbour[1])]
     *from_each, by_neighbour = (float((one - other).abs().mean()) for one, other in pairs)
     from_alone = max(from_each)
-    isolated = from_alone <= LOSS_TOLERANCE[compute_dtype] and by_neighbour <= NEIGHBOUR_TOLERANCE[compute_dtype]
+    if not (from_alone <= LOSS_TOLERANCE[dtype] and by_neighbour <= NEIGHBOUR_TOLERANCE[dtype]):
+        raise AttestationFailed(
+            f"packed rows are not isolated: a token's loss differs by {from_alone:.2g} from the row alone, and by"
+            f" {by_neighbour:.2g} when its neighbour changes"
+            f" (attention {getattr(config, '_attn_implementation', None)})",
+            hint=UNPACKABLE_HINT,
+        )
+    # A mask is a tensor, or FlexAttention's `BlockMask` of several.
+    parts = [part for mask in masks for part in (mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,))]
     return {
-        "packing": "isolated" if isolated else "leaks",
+        "packing": "isolated",
         "packing_loss_difference": from_alone,
         "packing_neighbour_difference": by_neighbour,
-        # of tensors, or of the tensors of FlexAttention's `BlockMask`
-        "packing_mask_bytes": sum(
-            part.untyped_storage().nbytes()
-            for mask in masks
-            for part in (mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,))
-            if isinstance(part, torch.Tensor)
-        ),
+        "packing_mask_bytes": sum(p.untyped_storage().nbytes() for p in parts if isinstance(p, torch.Tensor)),
     }
+
+
+def _losses(trainer: Any, *packs: list[list[int]]) -> Sequence[torch.Tensor]:
+    batch = trainer.data_collator([joined([{"input_ids": tokens, "labels": tokens} for tokens in p]) for p in packs])
+    for name in (BATCH_FACTS, SUPERVISED_POSITIONS):
+        batch.pop(name, None)
+    targets = batch.pop("labels")[:, 1:].flatten()
+    inputs = trainer._prepare_inputs(batch)
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        logits = trainer.model_wrapped(**inputs).logits.float().cpu()
+    every = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+    lengths = [len(document) - 1 for pack in packs for document in pack]  # nothing predicts the first token
+    return every[targets != IGNORED].split(lengths)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -153,8 +153,7 @@ class LaneState:
     """The rows in packs that are not full yet, by their number in the lane."""
 
 
-LaneStates = dict[int, LaneState]
-"""Lane number to its position."""
+LaneStates = dict[int, LaneState]  # by the number of the lane
 
 
 class Lanes:
@@ -174,7 +173,7 @@ class Lanes:
     def next(self, lane: int) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
         if self.stream.packing and lane not in self.packs:
-            opened, length = self.states[lane].open, self.stream.encoders[0].max_seq_length
+            opened, length = self.states[lane].open, self.stream.encoders[0].tokens_per_row
             rows = {number: self._next_row(lane) for number in sorted(sum(opened, ()))}
             packs = ([rows[number] for number in pack] for pack in opened)
             self.packs[lane] = OpenPacks(max_tokens=length, at_most=OPEN_PACKS, packs=packs)
@@ -246,18 +245,15 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
 
     def __iter__(self) -> Iterator[TokenRow]:
         """Yield sequences. Errors are yielded as `STREAM_ERROR`: raised in a worker they would be tracebacks."""
-        try:
-            yield from self._sequences()
-        except ToolkitError as error:
-            yield from itertools.repeat({STREAM_ERROR: error})
-
-    def _sequences(self) -> Iterator[TokenRow]:
         worker = torch.utils.data.get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         lanes = Lanes(self, self._states_of(range(first, LANE_GROUPS * self.accumulation, stride)))
-        for batch in itertools.count(first, stride):
-            for lane in self.lanes(batch):
-                yield {PLACEHOLDER: True} if batch < self.skipped_batches else lanes.next(lane)
+        try:
+            for batch in itertools.count(first, stride):
+                for lane in self.lanes(batch):
+                    yield {PLACEHOLDER: True} if batch < self.skipped_batches else lanes.next(lane)
+        except ToolkitError as error:
+            yield from itertools.repeat({STREAM_ERROR: error})
 
     def _states_of(self, batches: Iterable[int]) -> LaneStates:
         lanes = itertools.chain.from_iterable(map(self.lanes, batches))

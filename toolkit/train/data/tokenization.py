@@ -106,7 +106,7 @@ def _fingerprint(*parts: object) -> str:
 
 
 COLUMNS = ["input_ids", "labels", "length", "row", "supervised"]
-_FEATURES = datasets.Features(
+ENCODED = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
         "labels": datasets.List(datasets.Value("int32")),
@@ -122,7 +122,7 @@ class RowEncoder:
 
     tokenizer: Any
     data_format: str
-    max_seq_length: int
+    tokens_per_row: int
     supervise_all: bool
     system_prompt: str | None
 
@@ -138,16 +138,16 @@ class RowEncoder:
             original = to_sample(row, self.data_format)
             sample = with_system_prompt(original, self.system_prompt)
             input_ids, supervised = encode(
-                sample, self.tokenizer, supervise_all=self.supervise_all, max_tokens=self.max_seq_length
+                sample, self.tokenizer, supervise_all=self.supervise_all, max_tokens=self.tokens_per_row
             )
         except ToolkitError as error:
             raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
         except (UnicodeError, RecursionError) as error:
             raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
-        pairs = list(zip(input_ids, supervised, strict=True))[: self.max_seq_length]
+        pairs = list(zip(input_ids, supervised, strict=True))[: self.tokens_per_row]
         labels = [token if learned else IGNORED for token, learned in pairs]
         return {
-            "input_ids": input_ids[: self.max_seq_length],
+            "input_ids": input_ids[: self.tokens_per_row],
             "labels": labels,
             "length": len(labels),
             "row": number,
@@ -155,13 +155,6 @@ class RowEncoder:
             "uncut_tokens": len(input_ids),
             "got_system_prompt": sample is not original,
         }
-
-    def cache_key(self) -> tuple[object, ...]:
-        """Return everything that the tokens depend on, beside the rows."""
-        tokenizer, backend = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
-        vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-        parts = vocabulary, str(sorted(tokenizer.special_tokens_map.items())), str(tokenizer.chat_template)
-        return *parts, self.data_format, self.max_seq_length, self.supervise_all, self.system_prompt
 
 
 def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> RowEncoder:
@@ -172,27 +165,26 @@ def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> R
     return RowEncoder(
         tokenizer=tokenizer,
         data_format=data_format,
-        max_seq_length=arguments.max_seq_length,
+        tokens_per_row=arguments.tokens_per_row,
         supervise_all=arguments.loss_on == "all" or data_format == "text",
         system_prompt=arguments.system_prompt,
     )
 
 
 def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int | None = None) -> datasets.Dataset:
-    """Tokenise all rows, or read them from the cache of `datasets`."""
+    """Tokenise all rows, or read them from the cache of `datasets`, by everything that the tokens depend on."""
+    tokenizer, backend = encoder.tokenizer, getattr(encoder.tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    options = [value for name, value in vars(encoder).items() if name != "tokenizer"]
+    key = vocabulary, sorted(tokenizer.special_tokens_map.items()), str(tokenizer.chat_template), *options
     return dataset.map(
         encoder,
         with_indices=True,
         remove_columns=dataset.column_names,
-        features=_FEATURES,
-        new_fingerprint=_fingerprint(dataset._fingerprint, *encoder.cache_key()),
+        features=ENCODED,
+        new_fingerprint=_fingerprint(dataset._fingerprint, *key),
         num_proc=None if num_proc is None else min(num_proc, len(dataset)),
     )
-
-
-def encoded_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
-    """Return a dataset of a few encoded rows, in memory."""
-    return datasets.Dataset.from_list(rows, features=_FEATURES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +197,7 @@ class EncodedSource:
 
     def supervised(self) -> tuple[datasets.Dataset, DataStats]:
         """Return the `COLUMNS` of rows with a supervised token, and statistics. Raises ToolkitError if none is left."""
-        rows, limit = self.rows, self.encoder.max_seq_length
+        rows, limit = self.rows, self.encoder.tokens_per_row
         uncut, supervised = rows["uncut_tokens"][:], rows["supervised"][:]
         kept = [index for index, tokens in enumerate(supervised) if tokens]
         if not kept:
@@ -226,10 +218,8 @@ class EncodedSource:
 
 # -- supervised tokens
 
-Encoded = tuple[list[int], list[bool]]
-"""Input ids, and True for each that is supervised."""
-Span = tuple[int, int]
-"""First character, and the character after the last."""
+Encoded = tuple[list[int], list[bool]]  # input ids, and True for each that is supervised
+Span = tuple[int, int]  # the first character, and the character after the last
 
 TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block around the assistant's turns"
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -38,7 +38,26 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         self.hook: CountedHook | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.arguments)
+        """Register the hook on the live model. Raises ToolkitError where DDP does not wrap it."""
+        wrapped, job = uncompiled(self.trainer.model_wrapped), self.arguments
+        if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
+            raise ToolkitError(
+                f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
+                hint="`--preset ddp`, with two processes or more",
+            )
+        self.hook, state = CountedHook(str(job.ddp_comm_hook)), None
+        for module in (default_hooks, powerSGD_hook, quantization_hooks):
+            setattr(module, "dist", self.hook)  # noqa: B010  (mypy)
+        if self.hook.name == "power_sgd":
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=job.ddp_comm_hook_power_sgd_rank,
+                start_powerSGD_iter=job.ddp_comm_hook_power_sgd_start,
+            )
+            self.hook.hook = powerSGD_hook.powerSGD_hook
+        elif self.hook.name == "top_k":
+            self.hook.hook = TopK(job.ddp_comm_hook_top_k_fraction, self.hook)
+        wrapped.register_comm_hook(state, self.hook)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.hook is not None
@@ -100,29 +119,6 @@ class _Gathered:
         return self.work.get_future().then(lambda _: [torch.stack(self.tensors)])
 
 
-def register_hook(wrapped: Any, arguments: ModelArguments) -> CountedHook:
-    """Register `arguments.ddp_comm_hook` on the live DDP model. Raises ToolkitError where DDP does not wrap it."""
-    if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-        raise ToolkitError(
-            f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
-            hint="`--preset ddp`, with two processes or more",
-        )
-    hook, state = CountedHook(str(arguments.ddp_comm_hook)), None
-    for module in (default_hooks, powerSGD_hook, quantization_hooks):
-        setattr(module, "dist", hook)  # noqa: B010  (mypy)
-    if hook.name == "power_sgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=arguments.ddp_comm_hook_power_sgd_rank,
-            start_powerSGD_iter=arguments.ddp_comm_hook_power_sgd_start,
-        )
-        hook.hook = powerSGD_hook.powerSGD_hook
-    elif hook.name == "top_k":
-        state, hook.hook = TopK(arguments.ddp_comm_hook_top_k_fraction, hook), top_k_hook
-    wrapped.register_comm_hook(state, hook)
-    return hook
-
-
 def registered_hook(wrapped: Any) -> CountedHook | None:
     """Return the hook that the live DDP model has called; None where none was called."""
     hooks = [hook for hook, _ in getattr(wrapped, "_comm_hooks", ()) if isinstance(hook, CountedHook)]
@@ -136,7 +132,7 @@ def hook_dtype(wrapped: Any) -> str | None:
 
 
 class TopK:
-    """Top-k compression with error feedback: state of `top_k_hook`.
+    """Top-k compression with error feedback, as a hook of DDP.
 
     Each rank sends the `fraction` of a bucket's elements that is largest in magnitude and holds the rest back for the
     next step's gradient, so that nothing is lost, only late (Stich et al., https://arxiv.org/abs/1809.07599).
@@ -147,31 +143,30 @@ class TopK:
         self.unsent: dict[torch.Tensor, torch.Tensor] = {}
         """What was not sent yet, by parameter: DDP rebuilds its buckets after the first step."""
 
+    def __call__(self, _state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
+        buffer = bucket.buffer()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter in self.unsent:
+                gradient.add_(self.unsent[parameter].view_as(gradient))
+        k = max(1, math.ceil(self.fraction * buffer.numel()))
+        indices = buffer.abs().topk(k, sorted=False).indices
+        values = buffer[indices]
+        buffer[indices] = 0
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.unsent[parameter] = gradient.clone()
+        ranks = dist.get_world_size()
+        sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
+        all_indices = [torch.empty_like(sent) for _ in range(ranks)]
+        all_values = [torch.empty_like(values) for _ in range(ranks)]
+        pairs = ((all_indices, sent), (all_values, values))
+        gathers = [self.collectives.all_gather(*pair, async_op=True).get_future() for pair in pairs]
 
-def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
-    buffer = bucket.buffer()
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in state.unsent:
-            gradient.add_(state.unsent[parameter].view_as(gradient))
-    k = max(1, math.ceil(state.fraction * buffer.numel()))
-    indices = buffer.abs().topk(k, sorted=False).indices
-    values = buffer[indices]
-    buffer[indices] = 0
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        state.unsent[parameter] = gradient.clone()
-    ranks = dist.get_world_size()
-    sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
-    all_indices = [torch.empty_like(sent) for _ in range(ranks)]
-    all_values = [torch.empty_like(values) for _ in range(ranks)]
-    pairs = ((all_indices, sent), (all_values, values))
-    gathers = [state.collectives.all_gather(*pair, async_op=True).get_future() for pair in pairs]
+        def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            buffer.zero_()
+            for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
+                buffer.index_add_(0, rank_indices, rank_values / ranks)
+            return buffer
 
-    def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        buffer.zero_()
-        for rank_indices, rank_values in zip(all_indices, all_values, strict=True):
-            buffer.index_add_(0, rank_indices, rank_values / ranks)
-        return buffer
-
-    # Wait for both: gloo's threads may finish the second before the first.
-    return torch.futures.collect_all(gathers).then(add_up)
+        # Wait for both: gloo's threads may finish the second before the first.
+        return torch.futures.collect_all(gathers).then(add_up)

@@ -1,9 +1,7 @@
-"""Compile a model layer by layer.
+"""Compile a model layer by layer: the layers of a decoder are the same code, so that compiling one of them is enough.
 
-The layers of a decoder are the same code, so that compiling one of them is enough
-(https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). `module.compile` works in place: the layers keep
-class, names and hooks, and engines wrap them like any others. accelerate's `compile_regions` compiles embedding, norm
-and head too under DDP, each with kernels of its own, and leaves `_orig_mod.` in the names of the parameters.
+`module.compile` works in place: layers keep class, names and hooks, and engines wrap them like any others. accelerate's
+`compile_regions` compiles embedding, norm and head too under DDP, and leaves `_orig_mod.` in the parameters' names.
 """
 
 from __future__ import annotations

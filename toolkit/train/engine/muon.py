@@ -1,8 +1,8 @@
 """torch's Muon for the weights of hidden layers and AdamW for everything else, as the one optimizer that a Trainer has.
 
-Muon orthogonalises the momentum of a matrix (https://kellerjordan.github.io/posts/muon/). Embeddings, heads, norms and
-biases are no such matrices, and are left to AdamW. Both follow `--learning_rate` and `--weight_decay`: Muon's updates
-are scaled to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2).
+Muon orthogonalises the momentum of a matrix (https://kellerjordan.github.io/posts/muon/); embeddings, heads, norms and
+biases are left to AdamW. Both follow `--learning_rate` and `--weight_decay`: Muon's updates are scaled to the size of
+AdamW's (https://arxiv.org/abs/2502.16982, section 2.2).
 """
 
 from __future__ import annotations

@@ -130,10 +130,6 @@ class PipelineRanks:
             group = dist.new_group(both)  # every rank takes part in making each group
             self.ends = group if dist.get_rank() in both else self.ends
 
-    def global_rank(self, rank: int) -> int:
-        """Return the rank in the world of a rank of this pipeline."""
-        return int(dist.get_global_rank(self.pipeline, rank))
-
 
 class PipelineModel(torch.nn.Module):  # type: ignore[misc]
     """This rank's stages. `forward`, `save_pretrained` and `whole_weights` are collective."""
@@ -191,7 +187,7 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
         sizes, group = self.config.get_text_config(), self.ranks.pipeline
 
         def rank_of(stage: int) -> int:
-            return self.ranks.global_rank(self.settings.rank_of(stage))
+            return int(dist.get_global_rank(group, self.settings.rank_of(stage)))
 
         result = input_ids
         for stage in self.stages:
@@ -210,12 +206,12 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter of the whole model in name order, one at a time. Collective."""
-        own = self.own_weights()
+        own, group = self.own_weights(), self.ranks.pipeline
         holders = self._gathered({name: tuple(parameter.shape) for name, parameter in own.items()})
         of_all = {name: (rank, shape) for rank, found in enumerate(holders) for name, shape in found.items()}
         for name, (rank, shape) in sorted(of_all.items()):
             weight = own[name].detach().clone() if rank == self.ranks.rank else torch.empty(shape, device=self.device)
-            dist.broadcast(weight, src=self.ranks.global_rank(rank), group=self.ranks.pipeline)
+            dist.broadcast(weight, src=dist.get_global_rank(group, rank), group=group)
             yield name, weight
 
     def num_params_of_all_stages(self) -> int:

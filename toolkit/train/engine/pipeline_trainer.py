@@ -28,67 +28,11 @@ from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from toolkit.record.checkpoints import STAGE_OPTIMIZER
 from toolkit.train.checkpointing import SCHEDULER
 from toolkit.train.data.collation import SUPERVISED_POSITIONS
-from toolkit.train.engine.pipeline_model import PipelineModel, Stage
+from toolkit.train.engine.pipeline_model import PipelineModel
 from toolkit.train.trainer import SupervisedTrainer
 
 Batch = dict[str, Any]
-ROWS = ("input_ids", "attention_mask", "position_ids", "labels")
 SCHEDULES = {GPIPE: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B, INTERLEAVED: ScheduleInterleaved1F1B}
-
-
-class PipelineSteps:
-    """Runs the micro-batches of an optimizer step through the stages, and adds up their gradients."""
-
-    def __init__(self, model: PipelineModel, *, micro_batches: int) -> None:
-        self.model, self.micro_batches = model, micro_batches
-        self.shape: tuple[int, ...] = ()
-        self.schedule: Any = None
-
-    def run(self, batches: list[Batch], *, num_items: Any) -> list[torch.Tensor]:
-        """Return each micro-batch's share of the loss per token of `num_items`; zeros but on the last stage's rank."""
-        shaped = in_one_shape(batches, count=self.micro_batches)
-        if shaped[0]["input_ids"].shape != self.shape:
-            self._build(shaped[0]["input_ids"].shape)
-        for stage in self.model.stages:
-            own = {"num_items_in_batch": num_items} if stage.is_last else {}
-            dropped = {"input_ids"} if stage.is_last else {"input_ids", "labels"}
-            stage.micro_batches = [{n: v for n, v in batch.items() if n not in dropped} | own for batch in shaped]
-        numbers, losses = torch.arange(self.micro_batches), list[torch.Tensor]()
-        first = [torch.cat([batch["input_ids"] for batch in shaped])] if self.model.stages[0].is_first else []
-        try:
-            self.schedule.step(*first, target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
-        except RuntimeError as error:  # torch puts its own in front of what a stage's forward raises
-            raise error.__cause__ or error from None
-        found = [loss.detach() for loss in losses[: len(batches)]]
-        return found or [torch.zeros((), device=self.model.device) for _ in batches]
-
-    def _build(self, shape: tuple[int, ...]) -> None:
-        """Make the schedule and its buffers: they are of one shape."""
-        self.schedule = None  # frees the buffers of the shape before
-        stages = [self._stage(stage, shape) for stage in self.model.stages]
-        name = self.model.settings.schedule
-        self.schedule = SCHEDULES[name](
-            stages if name == INTERLEAVED else stages[0],
-            n_microbatches=self.micro_batches,
-            loss_fn=lambda loss, _: loss,  # the last stage returns it: the logits are freed where they were made
-            scale_grads=False,
-        )
-        self.shape = shape
-
-    def _stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
-        """Describe what a stage takes and returns, so that torch does not run it: fp32, under autocast too."""
-        width = self.model.config.get_text_config().hidden_size
-        hidden = torch.empty((*shape, width), device="meta", requires_grad=True)
-        tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
-        return PipelineStage(
-            stage,
-            stage.number,
-            self.model.settings.stages,
-            self.model.device,
-            input_args=tokens if stage.is_first else hidden,
-            output_args=loss.requires_grad_() if stage.is_last else hidden,
-            group=self.model.ranks.pipeline,
-        )
 
 
 def in_one_shape(batches: Sequence[Batch], *, count: int) -> list[Batch]:
@@ -116,7 +60,7 @@ def _padded(batch: Batch, rows: int, tokens: int) -> Batch:
         starts = torch.cat([starts, starts.new_tensor([tokens])])
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     if held < rows:
-        for name in inputs.keys() & set(ROWS):
+        for name in inputs.keys() & {"input_ids", "attention_mask", "position_ids", "labels"}:
             inputs[name] = torch.cat([inputs[name], inputs[name][:1].expand(rows - held, -1)])
         inputs["labels"][held:] = IGNORED
     return inputs
@@ -133,7 +77,11 @@ class PipelineTrainer(SupervisedTrainer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.accelerator.prepare_data_loader = self._rows_of_pipeline
-        self.steps = PipelineSteps(self.model, micro_batches=self.args.gradient_accumulation_steps)
+        self.schedule: Any = None
+        self.shape: tuple[int, ...] = ()
+        """Rows and tokens of the schedule's buffers."""
+        self.gradient_parts = self.model.settings.ranks
+        """Ranks whose parameters together are those of the model."""
         self.samples: list[Any] = []
         """The micro-batches of the step."""
         self.losses: list[torch.Tensor] = []
@@ -182,22 +130,61 @@ class PipelineTrainer(SupervisedTrainer):
         """Return the loss of one micro-batch; the first trains all of the step."""
         if not self.losses:
             model.train()
-            losses = torch.stack(self.steps.run(self.samples, num_items=num_items_in_batch))
-            self._reduce_gradients()
-            dist.all_reduce(losses, group=self.model.ranks.pipeline)  # zeros except on the rank of the last stage
+            losses, ranks = torch.stack(self._run_step(self.samples, num_items_in_batch)), self.model.ranks
+            if self.model.tied_weight is not None:  # the first and the last rank have each its gradient
+                dist.all_reduce(self.model.tied_weight.grad, group=ranks.ends)
+            if ranks.layout.dp_replicate > 1:  # summed, since losses are shares of all tokens
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                for work in [dist.all_reduce(gradient, group=ranks.replicas, async_op=True) for gradient in gradients]:
+                    work.wait()
+            dist.all_reduce(losses, group=ranks.pipeline)  # zeros except on the rank of the last stage
             # The Trainer's losses of data-parallel ranks are shares of the step's tokens, times the number of ranks.
-            self.losses = list(losses * self.model.ranks.layout.dp_replicate)
+            self.losses = list(losses * ranks.layout.dp_replicate)
         return self.losses.pop(0)
 
-    def _reduce_gradients(self) -> None:
-        """Add up the two gradients of a tied weight, and those of all pipelines: losses are shares of all tokens."""
-        ranks, tied = self.model.ranks, self.model.tied_weight
-        if tied is not None:
-            dist.all_reduce(tied.grad, group=ranks.ends)
-        if ranks.layout.dp_replicate > 1:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            for work in [dist.all_reduce(gradient, group=ranks.replicas, async_op=True) for gradient in gradients]:
-                work.wait()
+    def _run_step(self, batches: list[Batch], num_items: Any) -> list[torch.Tensor]:
+        """Return each micro-batch's share of the loss per token of `num_items`; zeros but on the last stage's rank."""
+        shaped = in_one_shape(batches, count=self.args.gradient_accumulation_steps)
+        if shaped[0]["input_ids"].shape != self.shape:
+            self._build(shaped[0]["input_ids"].shape)
+        for stage in self.model.stages:
+            own = {"num_items_in_batch": num_items} if stage.is_last else {}
+            dropped = {"input_ids"} if stage.is_last else {"input_ids", "labels"}
+            stage.micro_batches = [{n: v for n, v in batch.items() if n not in dropped} | own for batch in shaped]
+        numbers, losses = torch.arange(self.args.gradient_accumulation_steps), list[torch.Tensor]()
+        first = [torch.cat([batch["input_ids"] for batch in shaped])] if self.model.stages[0].is_first else []
+        try:
+            self.schedule.step(*first, target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
+        except RuntimeError as error:  # torch puts its own in front of what a stage's forward raises
+            raise error.__cause__ or error from None
+        found = [loss.detach() for loss in losses[: len(batches)]]
+        return found or [torch.zeros((), device=self.model.device) for _ in batches]
+
+    def _build(self, shape: tuple[int, ...]) -> None:
+        """Make the schedule and its buffers: they are of one shape."""
+        self.schedule = None  # frees the buffers of the shape before
+        width, name = self.model.config.get_text_config().hidden_size, self.model.settings.schedule
+        tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
+        hidden = torch.empty((*shape, width), device="meta", requires_grad=True)  # fp32, under autocast too
+        stages = [
+            PipelineStage(  # with what it takes and returns, so that torch need not run it to find out
+                stage,
+                stage.number,
+                self.model.settings.stages,
+                self.model.device,
+                input_args=tokens if stage.is_first else hidden,
+                output_args=loss.requires_grad_() if stage.is_last else hidden,
+                group=self.model.ranks.pipeline,
+            )
+            for stage in self.model.stages
+        ]
+        self.schedule = SCHEDULES[name](
+            stages if name == INTERLEAVED else stages[0],
+            n_microbatches=self.args.gradient_accumulation_steps,
+            loss_fn=lambda loss, _: loss,  # the last stage returns it: the logits are freed where they were made
+            scale_grads=False,
+        )
+        self.shape = shape
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         norm = self._grad_norm_of_all_stages()
@@ -214,18 +201,13 @@ class PipelineTrainer(SupervisedTrainer):
         dist.all_reduce(square, group=self.model.ranks.pipeline)
         return square.sqrt().float()
 
-    @property
-    def gradient_parts(self) -> int:
-        """Ranks whose parameters together are those of the model."""
-        return self.model.settings.ranks
-
     def gradient_copies(self, parameter: Any) -> int:
         tied = self.model.tied_weight
         return self.model.ranks.layout.dp_replicate * (2 if tied is not None and parameter is tied else 1)
 
     def read_methods(self, plain: Any) -> Values:
         """Read this rank's live stages too, and the schedule that has run them."""
-        schedule, mesh = self.steps.schedule, plain.ranks.mesh
+        schedule, mesh = self.schedule, plain.ranks.mesh
         stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
         # The buffers in which a stage receives activations, or else their gradients.
         infos = [info for stage in stages for info in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())]

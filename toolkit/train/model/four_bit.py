@@ -6,9 +6,8 @@ rank (a 32nd of the weights' bytes). The libraries leave three things to do here
 
 - transformers 5.23 loads a quantized model on every rank's GPU (peft#2016). Here rank 0 reads and quantizes it, weight
   by weight on its GPU, into host memory; both engines broadcast from rank 0 when they shard.
-- FSDP2 makes a plain parameter of what it gathers, and accelerate 1.15 does not broadcast bitsandbytes' own class
-  (accelerate#3983, bitsandbytes#1945), so 4-bit weights are plain from the start. `Linear4bit.forward` finds the
-  constants on its module.
+- FSDP2 makes plain parameters, and accelerate 1.15 does not broadcast bitsandbytes' own class (accelerate#3983,
+  bitsandbytes#1945): 4-bit weights are plain from the start, and `Linear4bit.forward` finds the constants.
 - DeepSpeed 0.19.8 moves a model that is not sharded yet to the GPU as a whole; `zero.Init` shards it before.
 """
 
@@ -32,7 +31,7 @@ from transformers.utils import logging
 
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
 from toolkit.observe.attest.tensors import constants
-from toolkit.presets.training_arguments import uses_fsdp
+from toolkit.presets.spec import uses_fsdp
 
 
 def load_for_shards(load: Callable[[], Any]) -> Any:

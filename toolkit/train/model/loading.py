@@ -25,8 +25,8 @@ from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import ModelLimits
+from toolkit.presets.spec import uses_fsdp
 from toolkit.presets.support import check_supported
-from toolkit.presets.training_arguments import uses_fsdp
 from toolkit.train.model import varlen_attention
 
 varlen_attention.register()
@@ -71,8 +71,7 @@ def load_model(
     """Return the model, with LoRA adapters or frozen parameters if the arguments say so.
 
     With a `layout`, transformers shards the model while it loads it, and the weights of a `checkpoint` are loaded here,
-    too: the Trainer loads them into every other model. The checkpoint's own dtype does not matter: a Trainer without a
-    sharding engine would keep the optimizer states of bf16 weights in bf16.
+    too: the Trainer loads them into every other model. The stored dtype does not matter (docs/concepts/numerics.md).
     """
     extra: dict[str, Any] = {"dtype": loaded_dtype(arguments, compute_dtype)}
     if arguments.attn_implementation:
@@ -164,8 +163,7 @@ def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] |
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    every = [name for tied in names.values() for name in tied]
-    check_patterns(patterns, every, "freeze" if frozen else "train_only")
+    check_patterns(patterns, [name for tied in names.values() for name in tied], "freeze" if frozen else "train_only")
     lines = []
     for parameter, tied in names.items():
         matched = [name for name in tied if any(fnmatchcase(name, pattern) for pattern in patterns)]

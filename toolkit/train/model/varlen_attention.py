@@ -1,9 +1,8 @@
 """Attention of packed rows without a mask, registered with transformers as `sdpa_varlen`.
 
-transformers gives SDPA the documents of a packed row as a mask of all pairs of positions: memory that grows with the
-square of the row, scores that are computed and thrown away, and no flash kernel. Here each document is computed alone:
-in one call of torch's `varlen_attn` (its own flash attention) on a GPU in half precision, otherwise in one call of
-`scaled_dot_product_attention` per document.
+transformers gives SDPA the documents of a packed row as a mask of all pairs of positions, and no flash kernel. Here
+each document is computed alone: on a GPU in half precision all in one call of torch's `varlen_attn` (its own flash
+attention), otherwise in one call of `scaled_dot_product_attention` each.
 """
 
 from __future__ import annotations
@@ -58,13 +57,9 @@ def varlen_attention(
     if given or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise ValueError(f"{VARLEN} does not support {' and '.join(given) or 'attention in both directions'}")
     rows, _, tokens, _ = query.shape
-    if cu_seq_lens_q is None or max_length_q is None:
-        if position_ids is None:  # each row is one document
-            cu_seq_lens_q = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
-            max_length_q = tokens
-        else:
-            positions = position_ids.expand(rows, tokens)
-            (cu_seq_lens_q, _), (max_length_q, _) = prepare_fa_kwargs_from_position_ids(positions)
+    if cu_seq_lens_q is None or max_length_q is None:  # without positions, each row is one document
+        positions = torch.arange(tokens, device=query.device) if position_ids is None else position_ids
+        (cu_seq_lens_q, _), (max_length_q, _) = prepare_fa_kwargs_from_position_ids(positions.expand(rows, tokens))
     # (rows, heads, tokens, head size) as (rows x tokens, heads, head size)
     query, key, value = (_autocast(part).transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     if has_varlen_kernel(query, value, dropout=dropout):
