@@ -32,7 +32,7 @@ from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
-SCRIPTS = ROOT / "tests" / "scripts"
+COUNT = ROOT / "tests" / "scripts" / "count_collectives.py"
 STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False}
@@ -91,11 +91,10 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     job |= {} if setting.accumulate is None else {"accumulate": setting.accumulate}
     if setting.alone:
         config = str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")
-        launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), config, str(setting.ranks)]
+        launcher = [sys.executable, str(COUNT), "--alone", config, str(setting.ranks)]
     else:
         mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
-        script = str(SCRIPTS / "count_collectives.py")
-        launcher = accelerate_command(setting.preset, setting.ranks, script, options=mesh)
+        launcher = accelerate_command(setting.preset, setting.ranks, str(COUNT), options=mesh)
     argv = [*launcher, *words(**job)]
     done = subprocess.run(argv, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,8 @@ from typing import Any
 
 import networkx
 from record import ROOT, print_table
+
+from toolkit.hardware.node import git_commit
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Functions that read one argument out of a dictionary of strings; methods of the same names read other things.
@@ -119,12 +120,6 @@ def import_graph(trees: Mapping[str, ast.Module]) -> Any:
     return graph
 
 
-def commit_of(root: Path) -> str:
-    """Return the commit that is checked out in a folder."""
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Structure of the source tree.")
     parser.add_argument("--before", type=Path, help="root of a checkout of an earlier commit")
@@ -132,7 +127,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, by commit")
     given = parser.parse_args()
     roots = [root for root in (given.before, given.after) if root is not None]
-    measured = [(commit_of(root), asdict(measure(root))) for root in roots]
+    measured = [(git_commit(root) or str(root), asdict(measure(root))) for root in roots]
     if given.json:
         print(json.dumps([{"commit": commit, **figures} for commit, figures in measured], indent=1))
         return

@@ -83,17 +83,11 @@ def import_cycle(graph: Mapping[str, object]) -> list[str]:
     return []
 
 
-def test_the_modules_are_found() -> None:
+def test_modules_cycles_and_imports_inside_functions_are_found() -> None:
     assert len(module_graph()) > 50
     assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.observe.attest.differences"} <= set(module_graph())
-
-
-def test_a_cycle_is_found() -> None:
     assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "c", "b", "a"]
     assert import_cycle({"a": {"b"}, "b": set()}) == []
-
-
-def test_imports_inside_functions_are_seen() -> None:
     tree = ast.parse("def f():\n    import torch.nn\nif TYPE_CHECKING:\n    from toolkit.train import script\n")
     assert set(imports(tree)) == {"torch.nn", "toolkit.train.script"}
 
