@@ -108,7 +108,7 @@ def command(*words: str) -> LaunchCommand:
 
 
 def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_it() -> None:
-    launch = command("--hub_token", PLAIN, "--run_name", TOKEN).resumed()
+    launch = command("--hub_token", PLAIN, "--run_name", TOKEN).again()
     everybody_sees = json.dumps([launch.argv, launch.training_argv, launch.shown])
     assert PLAIN not in everybody_sees
     assert TOKEN not in everybody_sees

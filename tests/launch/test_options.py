@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launching import LLAMA_8B_CONFIG
 
-from toolkit.cli.rehearse import RehearseOptions
+from toolkit.cli.plan import RehearseOptions
 from toolkit.errors import ToolkitError
 from toolkit.launch.options import TrainOptions
 from toolkit.plan.options import PlanOptions, RecommendOptions
