@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.simulate.pipeline_schedules import PipelineSize, chunks_of
-from toolkit.simulate.pipeline_step import ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, PipelineSize, chunks_of, simulate
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MEASURED = {"1f1b": "measured_1f1b", "interleaved_1f1b": "measured_interleaved_1f1b", "zb_h1": "measured_zb_1p"}

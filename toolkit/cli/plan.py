@@ -60,7 +60,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
     from toolkit.presets.preset import list_presets, load_preset
-    from toolkit.simulate.pipeline_layouts import best_pipeline_layout, layout_json, layout_lines
+    from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines
 
     request = recommend_request(model, options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()

@@ -1,7 +1,6 @@
 """`toolkit simulate pipeline`: schedules side by side, as JSON, and as a table with timelines.
 
->>> from toolkit.simulate.pipeline_step import ChunkTimes, simulate
->>> from toolkit.simulate.pipeline_schedules import PipelineSize
+>>> from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineSize, simulate
 >>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
 >>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
 >>> print("\\n".join(text_timeline(run, columns=18)))
@@ -20,8 +19,18 @@ from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_C
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
 from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.options import LEAST, PipelineOptions, check_range
-from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, PipelineSize, check_schedule, chunks_of
-from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.pipeline_schedules import (
+    LETTERS,
+    PREDICTED_OVER_MEASURED,
+    SCHEDULES,
+    V_SHAPED,
+    ChunkTimes,
+    PipelineRun,
+    PipelineSize,
+    check_schedule,
+    chunks_of,
+    simulate,
+)
 from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
 from toolkit.units import gib, seconds
 

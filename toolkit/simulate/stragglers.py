@@ -26,8 +26,18 @@ from toolkit.report.rendering import Heading, Table, number_cell, text_cell, tex
 from toolkit.simulate import options as defaults
 from toolkit.simulate.options import LEAST, StragglerOptions, check_range
 from toolkit.simulate.simulation_report import SimulationReport
-from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
-from toolkit.simulate.synchronization import FloatArray, Policy, PolicyRun, best_backup_workers, simulate
+from toolkit.simulate.synchronization import (
+    NUM_PARAMS,
+    Curve,
+    FloatArray,
+    Policy,
+    PolicyRun,
+    SmallProblem,
+    best_backup_workers,
+    default_learning_rate,
+    simulate,
+    train,
+)
 from toolkit.units import SECONDS_PER_HOUR, gib, number
 from toolkit.units import seconds as seconds_text
 
