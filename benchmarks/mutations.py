@@ -33,7 +33,7 @@ from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_r
 sys.path.append(str(ROOT / "tests"))
 
 from file_mutations.attempts import Case, Outcome, attempt
-from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, newest, run_format
+from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, run_format
 from file_mutations.formats import Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from small_job import small_model, train
@@ -64,6 +64,7 @@ class Chunk(NamedTuple):
 def formats(work: Path) -> list[Format]:
     """Return every format. Runs the toolkit for the checkpoints that are missing in the work folder."""
     from toolkit.checkpoint.hf_export import export
+    from toolkit.record.checkpoints import list_checkpoints
 
     runs = {case: work / "runs" / case for case in CASES}
     model = small_model(work / "runs" / "model", vocab_size=300)  # the words are bytes, so that checkpoints are small
@@ -75,7 +76,7 @@ def formats(work: Path) -> list[Format]:
             train(preset, folder, **job, **({"lora_r": 2} if lora else {}))
     shards = work / "runs" / "exported"
     if not shards.is_dir():
-        export(newest(runs["ddp"]), shards, max_shard_bytes=150_000, base_model=str(model))
+        export(list_checkpoints(runs["ddp"])[0].path, shards, max_shard_bytes=150_000, base_model=str(model))
     return [*light_formats(), run_format(runs["ddp"]), *exported_formats(shards), *checkpoint_formats(runs, model)]
 
 
@@ -124,7 +125,7 @@ def summary(chunk: Chunk, outcomes: list[tuple[Case, Outcome]], work: Path) -> d
     for case, outcome in outcomes:
         if outcome.kind != "failed" and outcome.cpu_seconds > HANG_SECONDS:
             report = f"{outcome.cpu_seconds:.1f} s of CPU time; then {outcome.kind}: {outcome.message}"
-            outcome = replace(outcome, kind="failed", family="slow", report=report)
+            outcome = replace(outcome, kind="failed", family="slow", message=report)
         counts[outcome.kind] += 1
         if outcome.kind == "failed":
             families[outcome.family] += 1
@@ -147,7 +148,7 @@ def save_failure(case: Case, outcome: Outcome, work: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     facts = {"bytes": size, "command": str(case.command), "family": outcome.family, "changed": case.changed}
-    kept.write_text(json.dumps(facts | {"traceback": outcome.report}, indent=2))
+    kept.write_text(json.dumps(facts | {"traceback": outcome.message}, indent=2))
 
 
 def slug(text: str) -> str:
