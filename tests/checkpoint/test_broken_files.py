@@ -19,6 +19,8 @@ from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
+Capsys = pytest.CaptureFixture[str]
+
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 Change = Callable[[Path], object]
 
@@ -82,7 +84,7 @@ def replace(path: Path, content: str | bytes) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def refusal(capsys: pytest.CaptureFixture[str], command: str, checkpoint: Path, *options: str) -> str:
+def refusal(capsys: Capsys, command: str, checkpoint: Path, *options: str) -> str:
     """Run a command that must refuse the checkpoint, and return its message."""
     out = checkpoint.parent.parent / "out"
     words = [command, str(checkpoint), *([str(out)] if command in ("export", "convert") else []), *options]
@@ -150,8 +152,8 @@ MANIFESTS: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), MANIFESTS)
-def test_a_wrong_manifest_is_reported_by_key(
-    change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_key_of_a_manifest_is_named(
+    change: Change, message: str, plain: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     checkpoint = changed(plain, tmp_path, change, signed=False)
     for command in ("inspect", "verify", "export"):
@@ -189,23 +191,19 @@ WRONG_METADATA: list[tuple[Change, str]] = [
 
 @pytest.mark.parametrize(("command", "change", "message"), WRONG_FILES)
 def test_a_wrong_file_is_reported_by_what_is_wrong_in_it(
-    command: str, change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, change: Change, message: str, plain: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     text = refusal(capsys, command, changed(plain, tmp_path, change))
     assert re.search(message, text), text
 
 
-def test_wrong_metadata_of_a_distributed_checkpoint_is_refused(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_distributed_metadata_is_refused(sharded: Path, tmp_path: Path, capsys: Capsys) -> None:
     for number, (change, message) in enumerate(WRONG_METADATA):
         text = refusal(capsys, "export", changed(sharded, tmp_path / str(number), change))
         assert re.search(message, text), text
 
 
-def test_a_checkpoint_in_the_place_of_something_else_is_refused(
-    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_checkpoint_folder_is_refused(plain: Path, tmp_path: Path, capsys: Capsys) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     os.mkfifo(tmp_path / "pipe")

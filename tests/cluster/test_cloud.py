@@ -159,7 +159,7 @@ def test_a_recovered_job_finds_its_checkpoints_in_the_mounted_bucket(task: Writt
     assert "--resume_from_checkpoint latest" in found["run"]
 
 
-def test_image_folder_and_install_lines_are_skypilots_own_keys_and_a_secret_has_no_value(
+def test_image_and_folder_are_skypilots_keys_and_a_secret_has_no_value(
     task: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")

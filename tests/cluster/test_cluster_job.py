@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from cluster_jobs import run_cluster, write_inputs
 
+Capsys = pytest.CaptureFixture[str]
+
 SLURM = ["slurm", "--gpus-per-node", "4", "--nodes", "2"]
 
 
@@ -76,7 +78,7 @@ SLURM = ["slurm", "--gpus-per-node", "4", "--nodes", "2"]
     ],
 )
 def test_what_is_no_job_is_refused(
-    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     given, _, training = words.partition(" -- ")
@@ -87,7 +89,7 @@ def test_what_is_no_job_is_refused(
     assert message in errors
 
 
-def test_files_that_only_the_nodes_have_are_not_read_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_only_the_nodes_have_are_not_read_here(capsys: Capsys) -> None:
     there = ["--model_name_or_path", "/nodes/model", "--dataset", "/nodes/rows.jsonl", "--output_dir", "/nodes/out"]
     words = [*SLURM, "--preset", "zero2"]
     assert run_cluster([*words, "--", *there], capsys)[0] == 2
@@ -97,7 +99,7 @@ def test_files_that_only_the_nodes_have_are_not_read_here(capsys: pytest.Capture
 
 
 def test_a_preset_of_the_user_is_named_by_its_absolute_path_in_a_file_that_goes_to_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "Mine.yaml").write_text("# mine\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\n")
     training = write_inputs(tmp_path)

@@ -59,10 +59,7 @@ def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["no-such-host.invalid", "--wait-seconds", "0"],
-            "the head 'no-such-host.invalid' does not resolve",
-        ),
+        (["no-such-host.invalid", "--wait-seconds", "0"], "the head 'no-such-host.invalid' does not resolve"),
         (["127.0.0.1", "--port", "0"], "--port is 0, expected "),
         (["127.0.0.1", "--gpus", "8"], "{host} has 0 visible GPUs, the job starts 8 ranks on each node"),
     ],

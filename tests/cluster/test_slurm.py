@@ -25,11 +25,13 @@ from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.lint.check import lint_paths
 from toolkit.presets import load_preset
 
+Capsys = pytest.CaptureFixture[str]
+
 Write = Callable[..., str]
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+def sbatch(tmp_path: Path, capsys: Capsys) -> Write:
     """Return a function that writes the sbatch file of a job of two nodes with four GPUs each."""
 
     def write(*options: str, preset: str = "zero2", nodes: str = "2", training: tuple[str, ...] = ()) -> str:
@@ -122,9 +124,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_file_has_what_its_options_mean(
-    sbatch: Write, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_has_its_options(sbatch: Write, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
     text = sbatch(*case.options, preset=case.preset, nodes=case.nodes, training=case.training)
     assert set(case.directives) <= set(directives(text))
@@ -172,9 +172,7 @@ def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
     assert set(condition[1].split(" && ")) == parts
 
 
-def test_a_line_break_does_not_leave_the_comment_that_names_the_command(
-    sbatch: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_break_stays_in_the_comment_with_the_command(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
     assert "\nrm -rf" not in sbatch()
 
@@ -193,7 +191,7 @@ PRESETS = ["--preset", "ddp", "--preset", "zero2"]
 TWO = ["slurm", *PRESETS, "--nodes", "1:2", "--gpus-per-node", "4"]
 
 
-def comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def comparison(tmp_path: Path, capsys: Capsys, *options: str) -> str:
     """Return the file of a comparison, in which lint finds nothing."""
     training = [*write_inputs(tmp_path), "--max_steps", "20"]
     code, text, errors = run_cluster([*TWO, *options, "--", *training], capsys)
@@ -204,9 +202,7 @@ def comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
     return text
 
 
-def test_each_number_of_nodes_is_a_world_size_of_one_comparison(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_number_of_nodes_is_a_world_size_compared(tmp_path: Path, capsys: Capsys) -> None:
     text = comparison(tmp_path, capsys, "--repeats", "5", "--preflight")
     assert "#SBATCH --nodes=2\n" in text
     assert "    --repeats 5 \\\n" in text
@@ -224,7 +220,7 @@ def test_the_files_that_it_looks_for_are_those_of_a_comparison() -> None:
     ("state", "ledger", "requeued"), [("RUNNING", True, True), ("RUNNING", False, False), ("COMPLETING", True, False)]
 )
 def test_the_signal_requeues_a_running_job_that_has_finished_a_trial(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, ledger: bool, requeued: bool
+    tmp_path: Path, capsys: Capsys, state: str, ledger: bool, requeued: bool
 ) -> None:
     text = comparison(tmp_path, capsys)
     assert re.findall(r"^#SBATCH (--signal.*|--.*requeue)", text, re.MULTILINE) == ["--signal=B:TERM@60", "--requeue"]
@@ -262,9 +258,7 @@ def test_the_nodes_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.Monk
     assert allocation.max_processes == 32
 
 
-def test_ranks_that_do_not_fit_the_nodes_and_a_process_outside_of_a_job_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_do_not_fill_nodes_and_processes_outside_a_job_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(TWO_NODES.nodes_of(size)) for size in (1, 4, 8)] == [1, 1, 2]
     for size, message in ((6, "does not fill nodes of 4 ranks"), (12, "has 2 nodes with 4 each")):
         with pytest.raises(ToolkitError, match=message):
@@ -296,8 +290,6 @@ def test_a_run_on_one_node_of_the_job_names_that_node_and_no_secret() -> None:
     ("options", "message"),
     [({}, "--nproc-per-node needs --num-processes"), ({"warm_start": True}, "--warm-start forks ranks on this node")],
 )
-def test_a_comparison_over_nodes_needs_a_number_of_processes_and_no_fork_server(
-    options: dict[str, bool], message: str
-) -> None:
+def test_a_comparison_over_nodes_needs_num_processes_and_no_fork_server(options: dict[str, bool], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
         CompareOptions(preset=("ddp",), output_dir=Path("out"), nproc_per_node=4, **options)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from launching import ROOT
 HOSTS = ["--host", "127.0.0.1", "--host", "127.0.0.2"]
 
 
-def test_the_line_starts_the_script_on_every_node_with_one_id(
+def test_the_line_starts_the_script_on_all_nodes_with_one_id(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--nodes", "2", "--gpus-per-node", "4", "--host", "node1", "--host", "me@node2"]

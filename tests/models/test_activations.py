@@ -184,9 +184,7 @@ def test_rows_as_long_as_the_sliding_window_have_a_mask(tmp_path: Path) -> None:
         ("llama", {"sliding_window": 2047}, (None, 0)),
     ],
 )
-def test_sliding_windows_are_read_as_transformers_reads_them(
-    model_type: str, fields: dict[str, Any], expected: tuple[int | None, int]
-) -> None:
+def test_sliding_windows_are_read(model_type: str, fields: dict[str, Any], expected: tuple[int | None, int]) -> None:
     assert sliding_window(model_type, ConfigFields(fields, "config.json"), num_layers=12) == expected
 
 

@@ -58,9 +58,7 @@ def test_packed_rows_get_the_newest_installed_flash_attention_that_the_gpu_runs_
         ("gpt2", {}, "flex_attention", "transformers does not support it for gpt2"),
     ],
 )
-def test_a_model_says_why_it_does_not_run_a_function(
-    model_type: str, config: dict[str, Any], name: str, because: str
-) -> None:
+def test_a_model_says_why_not_a_function(model_type: str, config: dict[str, Any], name: str, because: str) -> None:
     assert (known(model_type, **config).why_not(name) or "").startswith(because)
 
 

@@ -38,9 +38,7 @@ def test_each_expert_has_its_own_adapters_of_twice_the_rank_on_gate_and_up() -> 
         ("llama", ("c_attn",), "no linear layer of llama is named c_attn"),
     ],
 )
-def test_modules_that_cannot_be_adapted_or_planned_are_refused(
-    model_type: str, targets: tuple[str, ...], message: str
-) -> None:
+def test_modules_that_cannot_be_adapted_are_refused(model_type: str, targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
         check_lora_targets(shape_of(model_type), targets)
 

@@ -34,9 +34,7 @@ def test_the_interval_of_a_median_covers_it_in_at_least_95_of_100_samples() -> N
         ([1.0, 1.2] * 10, None),
     ],
 )
-def test_training_stops_two_steps_after_the_decision(
-    tmp_path: Path, seconds: list[float], expected: dict[str, Any] | None
-) -> None:
+def test_training_stops_two_steps_later(tmp_path: Path, seconds: list[float], expected: dict[str, Any] | None) -> None:
     run = ObservedRun(folder=RunFolder(tmp_path), progress=Progress(), rank=0, world_size=1)
     timer = StepTimer(run, ObserverParts(), device=torch.device("cpu"))
     stopping = EarlyStopping(run, timer, within=0.03, minutes=None, evaluates=False)

@@ -50,8 +50,6 @@ def test_host_memory_is_that_of_one_node() -> None:
     # fp32 weights, momentum and variance; adapters of rank 8 on all linear layers without their base model
     [({}, LLAMA_8B_PARAMS), ({"lora_r": 8}, 20_971_520)],
 )
-def test_a_background_save_holds_a_copy_of_trained_weights_and_optimizer_states(
-    job: dict[str, Any], copied: int
-) -> None:
+def test_a_background_save_copies_trained_weights_and_optimizer_states(job: dict[str, Any], copied: int) -> None:
     without, staged = (host("fsdp2", 8, async_save=on, **job).training_bytes for on in (False, True))
     assert staged - without == 12 * copied

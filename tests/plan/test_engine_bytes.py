@@ -68,10 +68,7 @@ OPTIMIZED = [
     ("gpt2", ["ddp"], "muon"),
 ]
 # torchao is no dependency: peft imports it into every rank, where it takes a second and torch's compiler.
-QUANTIZED_BY_TORCHAO = [
-    ("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"),
-    ("wide", ["ddp"], "adamw_torch_4bit"),
-]
+QUANTIZED_BY_TORCHAO = [("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"), ("wide", ["ddp"], "adamw_torch_4bit")]
 
 
 def cases_of(folder: Path, rows: Iterable[tuple[str, int, int, list[str], int | None, str]]) -> list[Case]:

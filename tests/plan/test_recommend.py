@@ -103,9 +103,7 @@ def test_every_other_preset_has_a_reason_against_it() -> None:
         ({}, "least-memory", "fsdp2_cpu_offload"),
     ],
 )
-def test_the_choice_depends_on_the_job_the_gpu_and_the_objective(
-    changes: dict[str, Any], objective: str, preset: str
-) -> None:
+def test_the_choice_depends_on_job_gpu_and_objective(changes: dict[str, Any], objective: str, preset: str) -> None:
     assert found(request(**changes), objective=objective).choice.preset.name == preset
 
 
@@ -126,7 +124,7 @@ def test_4_bit_weights_that_fit_are_replicated() -> None:
         ({"host_memory_bytes": 64 * GIB}, ["zero3_cpu_offload"], "of host memory per node, which has 64.00 GiB", ""),
     ],
 )
-def test_an_error_that_nothing_fits_names_the_smallest_plan_and_what_would_fit(
+def test_an_error_names_the_smallest_plan_and_what_fits(
     changes: dict[str, Any], presets: list[str], message: str, hint: str
 ) -> None:
     with pytest.raises(ToolkitError, match=message) as refused:

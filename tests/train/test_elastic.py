@@ -33,9 +33,7 @@ def started() -> Iterator[list[Nodes]]:
             nodes.lose(name)
 
 
-def test_a_run_that_loses_and_regains_a_node_trains_on_the_same_rows(
-    job: list[str], started: list[Nodes], tmp_path: Path
-) -> None:
+def test_a_run_that_regains_a_node_keeps_its_rows(job: list[str], started: list[Nodes], tmp_path: Path) -> None:
     nodes = Nodes("zero2", tmp_path, job, f"127.0.0.1:{get_free_port()}")
     started.append(nodes)
     nodes.start("first")
@@ -53,9 +51,7 @@ def test_a_run_that_loses_and_regains_a_node_trains_on_the_same_rows(
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
-def test_a_number_of_ranks_that_cannot_keep_the_batch_ends_the_run_after_its_restarts(
-    job: list[str], tmp_path: Path
-) -> None:
+def test_ranks_that_cannot_keep_the_batch_end_the_run_after_its_restarts(job: list[str], tmp_path: Path) -> None:
     words = [*job, "--global_batch_size", "3", "--output_dir", str(tmp_path / "out")]
     ended = torchrun_preset("ddp", *words, options=["--max-restarts", "1"])
     assert ended.returncode == 1

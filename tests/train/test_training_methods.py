@@ -36,7 +36,7 @@ def test_top_k_sends_an_index_and_a_value_of_the_largest_gradients(start: Start)
 
 
 @pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
-def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
+def test_compiled_layers_have_no_break_and_equal_losses(
     start: Start, preset: str, preset_runs: dict[str, Path]
 ) -> None:
     from safetensors.torch import load_file
@@ -54,9 +54,7 @@ def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
 
 
 @pytest.mark.parametrize("preset", ["zero3", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-def test_the_chunked_loss_is_that_of_the_full_logits_where_checkpointed_layers_are_sharded(
-    start: Start, preset: str
-) -> None:
+def test_the_chunked_loss_is_the_full_one_where_checkpointed_layers_are_sharded(start: Start, preset: str) -> None:
     sizes = (*NOT_SAVED, "--gradient_accumulation_steps", "2", "--max_steps", "2")
     full = start("ddp", "--loss", "full", *sizes)
     how = ("--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true")
@@ -107,9 +105,7 @@ ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (49152 + 64 + 2 * LAYER_RO
         pytest.param("ddp", "adafactor", ADAFACTOR, marks=pytest.mark.nightly),
     ],
 )
-def test_an_optimizer_holds_its_own_states_and_resumes(
-    start: Start, preset: str, optim: str, expected: tuple[str, str, int]
-) -> None:
+def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expected: tuple[str, str, int]) -> None:
     whole = start(preset, "--optim", optim, *NOT_SAVED, "--save_strategy", "steps", "--save_steps", "2")
     for rank in attested_ranks(whole):
         assert (rank["optimizer_class"], rank["optimizer_dtype"], rank["optimizer_bytes"]) == expected

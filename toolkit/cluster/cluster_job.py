@@ -196,8 +196,7 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
         nodes = options.max_nodes
         checked = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
         return checked.warnings
-    job = Job.from_argv(argv)
-    return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
+    return tuple(check_arguments(Job.from_argv(argv), preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 
 # -- the time of a save

@@ -40,9 +40,7 @@ def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: A
         (norms(0.3, 0.4), 1, "0.5000"),  # clipped at another threshold
     ],
 )
-def test_a_wrongly_clipped_gradient_is_reported_with_both_norms(
-    readings: list[Values], replicas: int, found: str | None
-) -> None:
+def test_a_wrongly_clipped_gradient_has_both_norms(readings: list[Values], replicas: int, found: str | None) -> None:
     message = f"gradient norm at the optimizer is {found}, expected 1.0000 (2.0000, clipped at 1)"
     reported = [str(difference) for difference in clipping_differences(readings, 1.0, replicas=replicas)]
     assert reported == ([message] if found else [])

@@ -89,9 +89,7 @@ def test_initial_weights_must_be_equal_on_all_ranks() -> None:
         ("fsdp2_hybrid", [2000] * 3 + [1999], ["optimizer_bytes of all ranks is 7999, expected at least 8000"]),
     ],
 )
-def test_bytes_that_the_sharding_does_not_allow_or_that_are_missing_are_reported(
-    name: str, held: list[int], found: list[str]
-) -> None:
+def test_bytes_that_are_not_allowed_or_missing_are_reported(name: str, held: list[int], found: list[str]) -> None:
     limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], 4, ranks=2)}
     facts = {"byte_limits": limits, "whole_bytes": {"optimizer": 4000}}
     facts |= {"dp_shard_size": 2} if name == "fsdp2_hybrid" else {}
@@ -111,9 +109,7 @@ def test_bytes_that_the_sharding_does_not_allow_or_that_are_missing_are_reported
         ({(1, "batch_group"): [1, 3]}, [("batch_group", 1)]),
     ],
 )
-def test_ranks_of_a_group_train_on_rows_that_no_other_group_has(
-    changed: dict[tuple[int, str], Any], found: list[tuple[str, int]]
-) -> None:
+def test_rows_differ_between_groups_of_ranks(changed: dict[tuple[int, str], Any], found: list[tuple[str, int]]) -> None:
     groups = [[0, 1], [0, 1], [2, 3], [2, 3]]
     ranks = [{"rank": rank, "batch_group": groups[rank], "first_rows_sha256": "aabb"[rank]} for rank in range(4)]
     for (rank, name), value in changed.items():

@@ -22,7 +22,7 @@ def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.launch
-def test_a_streamed_run_of_two_weighted_files_is_equal_when_resumed(
+def test_a_weighted_stream_resumes_equal(
     tmp_path: Path, tiny_model: Path, faq_sharegpt: Path, faq_alpaca: Path
 ) -> None:
     parts = {

@@ -70,9 +70,7 @@ def sources_of(data: Data, tokenizer: Any) -> Counter[str]:
     return found
 
 
-def test_without_weights_an_epoch_has_every_row_of_every_file(
-    load: Load, chats: Path, texts: Path, tokenizer: Any
-) -> None:
+def test_without_weights_an_epoch_has_every_row_of_all(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
     data = load(chats, texts)
     expected = [f"chat {number}" for number in range(6)] + [f"text {number}" for number in range(1, 11)]
     assert sources_of(data, tokenizer) == Counter(expected)
@@ -80,9 +78,7 @@ def test_without_weights_an_epoch_has_every_row_of_every_file(
     assert (stats.format, stats.rows, stats.dropped_rows, stats.epoch_rows) == ("alpaca, text", 17, 1, 16)
 
 
-def test_weights_decide_how_many_rows_of_an_epoch_are_from_each_file(
-    load: Load, chats: Path, texts: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_weights_divide_an_epoch_by_file(load: Load, chats: Path, texts: Path, tokenizer: Any, tmp_path: Path) -> None:
     data = load(chats, texts, dataset_weights=[3.0, 2.0])  # 10 texts are two fifths of 25 rows
     recorded = RunFolder(tmp_path / "run").read_run()
     found = sources_of(data, tokenizer)
@@ -159,9 +155,7 @@ def test_a_weighted_stream_draws_each_row_until_every_file_was_read(chats: Path,
     assert sorted(repeats[:6]) == sorted(repeats[6:12])
 
 
-def test_streamed_rows_are_encoded_in_the_format_of_their_file(
-    load: Load, chats: Path, texts: Path, tokenizer: Any
-) -> None:
+def test_streamed_rows_are_encoded_in_their_files_format(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
     data = load(chats, texts, dataset_weights=[1.0, 1.0], streaming=True, training={"max_steps": 5})
     shown = [tokenizer.decode(row["input_ids"]) for row in islice(data.train, 60)]
     assert {text.split()[0] for text in shown} == {"<|im_start|>system", "text"}

@@ -20,14 +20,7 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
 from toolkit.train.data.collation import PackCollator, batch_facts
-from toolkit.train.data.packing import (
-    OpenPacks,
-    PackedRows,
-    best_fit,
-    check_model_packs,
-    joined,
-    verify_packing,
-)
+from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined, verify_packing
 from toolkit.train.model.varlen_attention import register
 from toolkit.train.trainer import expected_readings
 
@@ -160,9 +153,7 @@ def test_documents_that_attend_to_each_other_end_the_run(model: Any, tokenizer: 
 
 
 @pytest.mark.launch
-def test_a_packed_run_is_isolated_without_a_mask_and_counts_every_supervised_token_once(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
-) -> None:
+def test_a_packed_run_counts_each_supervised_token_once(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:42]))
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(folder)]

@@ -129,9 +129,7 @@ REWRITES_EARLIER_TURNS = (
         ("{{ raise_exception('must alternate') }}", r"row 1: .* refuses .*\(system, user, .*must alternate", "FILE"),
     ],
 )
-def test_a_template_that_hides_or_refuses_turns_is_reported_with_the_row(
-    tokenizer: Any, template: str | None, message: str, hint: str
-) -> None:
+def test_a_template_that_hides_turns_is_reported(tokenizer: Any, template: str | None, message: str, hint: str) -> None:
     with pytest.raises(ToolkitError, match=message) as caught:
         tokenized([{"messages": TURNS[:3]}, {"messages": TURNS}], with_template(tokenizer, template), "messages")
     assert hint in str(caught.value.hint)
@@ -170,9 +168,7 @@ def test_a_system_prompt_is_added_to_conversations_without_one_and_reported_if_t
     assert system_prompt_lines([found], None) == []
 
 
-def test_both_formats_of_the_real_data_give_the_same_tokens(
-    tokenizer: Any, faq_alpaca: Path, faq_sharegpt: Path
-) -> None:
+def test_both_formats_of_real_data_give_the_same_tokens(tokenizer: Any, faq_alpaca: Path, faq_sharegpt: Path) -> None:
     (alpaca, first), (sharegpt, second) = (load_rows(str(path), "train") for path in (faq_alpaca, faq_sharegpt))
     assert (first, second) == ("alpaca", "sharegpt")
     (one, stats), (other, _) = tokenized(alpaca, tokenizer, first), tokenized(sharegpt, tokenizer, second)

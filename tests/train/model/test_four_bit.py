@@ -37,9 +37,7 @@ def run_of(start: Start, preset: str) -> Path:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_each_rank_holds_its_part_of_the_4_bit_weights_as_planned_with_ddps_losses(
-    start: Start, preset: str, tiny_model: Path
-) -> None:
+def test_each_rank_holds_planned_4_bit_weights_with_ddps_losses(start: Start, preset: str, tiny_model: Path) -> None:
     folder, baseline, shape = run_of(start, preset), run_of(start, "ddp"), read_model(str(tiny_model))
     whole, *_ = attested_ranks(baseline)
     for rank in attested_ranks(folder):
@@ -68,7 +66,7 @@ def test_a_resumed_run_repeats_the_last_step_bit_for_bit(start: Start, preset: s
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("has_avx512bf16", [False, True])
 @pytest.mark.parametrize("preset", PRESETS[-2:])
-def test_the_adapter_on_a_base_in_4_bits_has_the_live_models_logits(
+def test_the_adapter_on_4_bits_has_the_live_logits(
     start: Start, preset: str, has_avx512bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On both kinds of CPU: with AVX512-BF16, bitsandbytes would repack the weights in evaluation."""

@@ -35,7 +35,7 @@ def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(fields: Any) ->
 @pytest.mark.parametrize(
     "how", [{"lora_r": 4}, SAVES_HEAD, {"freeze": ["model.layers.0.*"]}, {"train_only": ["lm_head.*"]}]
 )
-def test_every_weight_has_the_dtype_of_its_role_and_a_gradient_if_it_is_trained(
+def test_weights_have_the_dtype_of_their_role_and_a_gradient_if_trained(
     how: dict[str, Any], compute: torch.dtype
 ) -> None:
     arguments = ModelArguments(model_name_or_path="m", **how)
@@ -91,7 +91,7 @@ PADDED = [(None, False, None), ("auto", False, None), ("eager", False, "eager")]
 
 
 @pytest.mark.parametrize(("name", "packing", "chosen"), PACKED + PADDED)
-def test_packed_rows_get_attention_without_a_mask_unless_one_is_named(
+def test_packed_rows_get_a_maskless_attention(
     name: str | None, packing: bool, chosen: str | None, tiny_model: Path
 ) -> None:
     job = Job(model_name_or_path=str(tiny_model), attn_implementation=name, packing=packing)
