@@ -106,7 +106,7 @@ def command(*words: str) -> LaunchCommand:
 
 
 def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_it() -> None:
-    launch = command("--hub_token", PLAIN, "--run_name", TOKEN).resumed()
+    launch = command("--hub_token", PLAIN, "--run_name", TOKEN).again()
     everybody_sees = json.dumps([launch.argv, launch.training_argv, launch.shown])
     assert (PLAIN in everybody_sees, TOKEN in everybody_sees) == (False, False)
     assert "--hub_token '***'" in launch.shown
