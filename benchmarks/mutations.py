@@ -100,14 +100,10 @@ def run_chunk(kind: Format, chunk: Chunk, first_seed: int, work: Path) -> dict[s
     for number, case in enumerate(unchanged.values()):  # imports count for no mutation
         attempt(case, folder / f"valid-{number}")
 
+    alone = {"database": None, "deadline": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+
     @seed(int.from_bytes(hashlib.sha256(f"{first_seed} {chunk.name}".encode()).digest()[:8]))
-    @settings(
-        max_examples=chunk.mutations,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=chunk.mutations, **alone)
     @given(mutated_cases(kind))
     def try_each(case: Case) -> None:
         faulthandler.dump_traceback_later(120, exit=True)  # where no signal handler of Python's would run
@@ -161,10 +157,9 @@ def run_in_process(chunk: Chunk, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--chunk", json.dumps(chunk)]
     # With one thread, CPU time is at most wall time.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    limited: dict[str, Any] = {"env": variables, "timeout": CHUNK_SECONDS}
     try:
-        ended = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=CHUNK_SECONDS, check=False
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, **limited)
         code, message = ended.returncode, ended.stderr
     except subprocess.TimeoutExpired:
         code, message = -1, f"no end after {CHUNK_SECONDS} s"
