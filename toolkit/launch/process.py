@@ -239,6 +239,7 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
     """
     text = folder.log.read_bytes()[log_start:].decode(errors="replace") if folder.log.exists() else ""
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
+    final_status: str = status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(text) else status.FAILED
     if ended.exit_code == 0 and (folder.read_run() or {}).get("status") == status.COMPLETED:
         final_status = status.COMPLETED
     elif ended.interrupted:
@@ -247,8 +248,6 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
         final_status = str(failure["kind"])
     elif ended.timed_out:
         final_status = status.TIMED_OUT
-    else:
-        final_status = status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(text) else status.FAILED
     if final_status != status.COMPLETED and failure is None:
         failure = _unreported_failure(folder, final_status, ended, text)
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
