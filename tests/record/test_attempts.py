@@ -86,14 +86,13 @@ def test_an_unfinished_run_without_a_checkpoint_starts_over_and_a_finished_one_i
     assert untrained.read_run() == {"schema_version": 1, "attempt": 1, "status": "running"}
 
 
-@pytest.mark.parametrize("place", ["ranks", "train.log"])
-def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(place: str, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    taken = tmp_path / "out" / place
-    taken.write_text("mine") if place == "ranks" else taken.mkdir()
-    with pytest.raises(ToolkitError, match="cannot be written"):
-        start_attempt(RunFolder(tmp_path / "out"))
-    assert taken.exists()
+def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "a" / "train.log").mkdir(parents=True)
+    write_json(tmp_path / "b" / "ranks", "mine")
+    for taken in (tmp_path / "a" / "train.log", tmp_path / "b" / "ranks"):
+        with pytest.raises(ToolkitError, match="cannot be written"):
+            start_attempt(RunFolder(taken.parent))
+        assert taken.exists()
 
 
 # -- restarts

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import (
     MemoryByPhase,
@@ -94,18 +92,11 @@ def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     assert measure([[row(0)]], untimed_steps=0).memory_by_phase is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "norm"),
-    [
-        ([{"local_grad_norm": 3.0, "grad_norm_ranks": 2}, {"local_grad_norm": 4.0, "grad_norm_ranks": 2}], 5.0),
-        ([{"local_grad_norm": 5.0, "grad_norm_ranks": 1}] * 2, 5.0),  # replicas
-        ([{"grad_norm": 1.5}] * 2, 1.5),  # the engine's own
-        ([{"local_grad_norm": 3.0, "grad_norm_ranks": 2}, {}], None),
-        ([{}, {}], None),
-    ],
-)
-def test_gradient_norms_of_shards_add_up_as_squares(ranks: list[dict[str, Any]], norm: float | None) -> None:
-    assert grad_norm([row(rank, **norms) for rank, norms in enumerate(ranks)]) == norm
+def test_gradient_norms_of_shards_add_up_as_squares() -> None:
+    three, four = ({"local_grad_norm": norm, "grad_norm_ranks": 2} for norm in (3.0, 4.0))
+    replica, of_engine = {"local_grad_norm": 5.0, "grad_norm_ranks": 1}, {"grad_norm": 1.5}
+    pairs = [(three, four), (replica, replica), (of_engine, of_engine), (three, {}), ({}, {})]
+    assert [grad_norm([row(0, **a), row(1, **b)]) for a, b in pairs] == [5.0, 5.0, 1.5, None, None]
 
 
 def test_steps_are_those_that_all_ranks_completed_and_a_run_that_lost_a_rank_has_both_sizes(tmp_path: Path) -> None:
