@@ -26,14 +26,19 @@ def rows(name: str) -> list[dict[str, float]]:
 BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv")
 
 
+def step(
+    schedule: str, stages: int, micro_batches: int, times: ChunkTimes, *, chunks: int = 2, transfer: float = 0.0
+) -> PipelineRun:
+    """Return one step with these times of a stage, in equal chunks."""
+    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
+    return simulate(schedule, size, [times.divided(size.chunks)] * size.num_chunks, transfer_seconds=transfer)
+
+
 def published_step(schedule: str, row: dict[str, float], chunks: int = 2) -> PipelineRun:
     """Return one step of a row of Table 5, in milliseconds."""
     forward, backward, weight, transfer = (row[f"{name}_ms"] for name in ("forward", "backward", "weight", "transfer"))
     times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
-    stages, micro_batches = int(row["stages"]), int(row["micro_batches"])
-    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
-    each = times.divided(size.chunks)
-    return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=transfer)
+    return step(schedule, int(row["stages"]), int(row["micro_batches"]), times, chunks=chunks, transfer=transfer)
 
 
 @dataclass(frozen=True, kw_only=True)

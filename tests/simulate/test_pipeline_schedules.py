@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, throughputs
+from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, step, throughputs
 
 from toolkit.errors import ToolkitError
 from toolkit.simulate.pipeline_schedules import (
@@ -18,7 +18,6 @@ from toolkit.simulate.pipeline_schedules import (
     SCHEDULES,
     ChunkTimes,
     OperationOrder,
-    PipelineRun,
     PipelineSize,
     check_schedule,
     chunks_of,
@@ -100,14 +99,6 @@ def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: s
         assert sorted((chunk, number) for letter, chunk, number in done if letter in letters) == every
 
 
-def step(
-    schedule: str, stages: int, micro_batches: int, times: ChunkTimes = EQUAL, *, chunks: int = 2, transfer: float = 0.0
-) -> PipelineRun:
-    size = size_of(schedule, stages, micro_batches, chunks)
-    each = times.divided(size.chunks)
-    return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=transfer)
-
-
 @pytest.mark.parametrize("place", range(len(BUBBLES)))
 def test_the_papers_bubbles_are_reproduced_to_four_decimals_and_of_interleaved_1f1b_to_0_004(place: int) -> None:
     row, chunks = BUBBLES[place], int(THROUGHPUTS[place]["chunks_interleaved"])
@@ -136,7 +127,7 @@ def test_gpipe_and_1f1b_have_the_bubble_of_their_closed_form(schedule: str, stag
 
 @pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 2), (8, 32, 4)])
 def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, micro_batches: int, chunks: int) -> None:
-    run = step("interleaved_1f1b", stages, micro_batches, chunks=chunks)
+    run = step("interleaved_1f1b", stages, micro_batches, EQUAL, chunks=chunks)
     ideal = run.work_seconds
     assert (run.step_seconds - ideal) / ideal == pytest.approx((stages - 1) / (chunks * micro_batches))
 
@@ -154,13 +145,13 @@ def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, m
     ],
 )
 def test_peak_micro_batches_by_stage(schedule: str, peaks: tuple[float, ...]) -> None:
-    run = step(schedule, 4, 12)
+    run = step(schedule, 4, 12, EQUAL)
     assert run.peak_micro_batches == peaks
     assert schedule not in ("zb_h2", "zb_v") or run.bubble_fraction == pytest.approx(0)
 
 
 def test_a_transfer_delays_the_other_stage_and_not_its_sender() -> None:
-    run = step("gpipe", 2, 1, transfer=10.0)
+    run = step("gpipe", 2, 1, EQUAL, transfer=10.0)
     first, second = (list(run.stage_operations(stage)) for stage in range(2))
     assert [(start, end) for start, end, _, _ in first] == [(0.0, 1.0), (24.0, 26.0)]
     assert [(start, end) for start, end, _, _ in second] == [(11.0, 12.0), (12.0, 14.0)]

@@ -38,7 +38,6 @@ from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, check
 from toolkit.plan.recommend import NothingFits, memory_refusal, train_command, why_refused
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets.preset import load_preset
-from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions
 from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, PipelineSize, simulate
@@ -106,8 +105,9 @@ class StagedModel:
         if self.gpu.peak_flops("bf16") is None:
             raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
         if self.tp > 1:
-            job, model = self._split_job, self._split_job.limits_on(self.shape)
-            check_supported(self._split_preset, job.as_trained, world_size=2 * self.tp, model=model, purpose="plan")
+            split = self._split(self.shape)
+            job, model = split.job.as_trained, split.job.limits_on(self.shape)
+            check_supported(split.preset, job, world_size=split.world_size, model=model, purpose="plan")
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
@@ -192,8 +192,7 @@ class StagedModel:
     def _exchange_seconds(self, shape: ModelShape) -> Range:
         if self.tp == 1:
             return 0.0, 0.0
-        setup = TrainingSetup(shape=shape, preset=self._split_preset, world_size=2 * self.tp, job=self._split_job)
-        ranges = [self._interconnect(1).seconds(collective) for collective in split_collectives(setup)]
+        ranges = [self._interconnect(1).seconds(each) for each in split_collectives(self._split(shape))]
         return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
     @cached_property
@@ -202,13 +201,10 @@ class StagedModel:
         engine = engine_settings(preset, world_size=replicas, hidden_size=self.shape.hidden_size)
         return replace(engine, layout=ParallelLayout(dp_shard=replicas, tp=self.tp))
 
-    @cached_property
-    def _split_preset(self) -> PresetSpec:
-        return load_preset(SPLIT_LIKE)
-
-    @property
-    def _split_job(self) -> PlannedJob:
-        return replace(self.job, tp=self.tp, gradient_accumulation_steps=1)
+    def _split(self, shape: ModelShape) -> TrainingSetup:
+        """Two replicas of tensor parallel ranks, in which the layers of a stage are split."""
+        job = replace(self.job, tp=self.tp, gradient_accumulation_steps=1)
+        return TrainingSetup(shape=shape, preset=load_preset(SPLIT_LIKE), world_size=2 * self.tp, job=job)
 
     def _interconnect(self, stages: int) -> Interconnect:
         gpus, per_node = stages * self.tp * self.data_parallel_size, self.job.gpus_per_node

@@ -239,11 +239,6 @@ class SmallProblem:
         return loss(weights, inputs[TRAIN_ROWS:], classes[TRAIN_ROWS:])
 
 
-def default_learning_rate(workers: int) -> float:
-    """Return a rate that grows with the rows of a global batch, as far as training stays stable."""
-    return min(LEARNING_RATE_PER_ROW * BATCH_ROWS * workers, LARGEST_LEARNING_RATE)
-
-
 def loss(weights: Weights, inputs: Array, classes: Any) -> float:
     """Return the mean cross-entropy."""
     *_, probabilities = _forward(weights, inputs)
