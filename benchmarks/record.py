@@ -32,12 +32,9 @@ def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> li
     """Run A B, B A, A B, ..., so that neither side always runs on the warmer or busier machine."""
     measured = []
     for index in range(number):
-        if index % 2 == 0:
-            first = a()
-            measured.append((first, b()))
-        else:
-            second = b()
-            measured.append((a(), second))
+        sides = (a, b) if index % 2 == 0 else (b, a)
+        first, second = [side() for side in sides]
+        measured.append((first, second) if index % 2 == 0 else (second, first))
     return measured
 
 

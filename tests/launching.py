@@ -135,6 +135,12 @@ def run_captured(command: Sequence[str], environment: dict[str, str], cwd: Path 
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
+def run_bash(script: str, environment: dict[str, str]) -> CompletedProcess[str]:
+    """Run a script with this environment's programs first; it stops at the first command that fails."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return run_captured(["bash", "-euo", "pipefail", "-c", script], environment | {"PATH": path})
+
+
 def run_warm(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
     """Like `run_captured`, forked from the session's server; cold where the test says so."""
     server = os.environ.get(SERVER_VARIABLE)

@@ -11,27 +11,25 @@ import dataclasses
 import doctest
 import functools
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
-from fits_table import fits_table
-from launching import cpu_environment
+from launching import ROOT, cpu_environment, run_bash
 from reference_blocks import measured_table, optimizer_table, preset_table
 from simulated_throughput import throughput_table
+from test_examples import examples_table
+from test_fits_table import fits_table
 
 from toolkit.cli.program import app
 from toolkit.job.argument_reading import read_arguments, read_config_file
 from toolkit.presets import preset_names
 from toolkit.record.folder import read_json
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 README_BYTES = 10_000  # everything else is in docs/
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -39,7 +37,6 @@ RUN_FOLDER = ROOT / "docs" / "reference" / "run-folder.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
 EXAMPLE = "examples/lora_8b.yaml"
-PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
 WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed", "toolkit/_version.py"}
 
 
@@ -79,14 +76,6 @@ def toolkit_commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def run_bash(script: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a script with this environment's programs first; it stops at the first command that fails."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = environment or os.environ | PLAIN_SCREEN | {"CUDA_VISIBLE_DEVICES": ""}
-    command, variables = ["bash", "-euo", "pipefail", "-c", script], variables | {"PATH": path}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
-
-
 # Programs of a script that are forked from the session's server, so that they do not import torch again. The command
 # line of accelerate is then not an ancestor's, so the environment names the preset, as under `toolkit train`.
 FORKED = """
@@ -118,6 +107,7 @@ GENERATED = {
     "fits": (README, fits_table),
     "presets": (ROOT / "docs" / "reference" / "presets.md", preset_table),
     "optimizers": (ROOT / "docs" / "how-to" / "optimizers.md", optimizer_table),
+    "examples": (ROOT / "examples" / "README.md", examples_table),
     "simulated throughput": (ROOT / "docs" / "evidence" / "simulations.md", throughput_table),
 }
 
@@ -147,12 +137,12 @@ def test_the_readme_is_short_and_names_every_preset() -> None:
 
 def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
     (block,) = bash_blocks(README, "variables")
-    shown = run_bash(block.text + 'echo "$model"; echo "$data"')
+    shown = run_bash(block.text + 'echo "$model"; echo "$data"', cpu_environment())
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
 
 def test_our_own_configuration_files_have_no_findings() -> None:
-    shown = run_bash("toolkit lint accelerate_configs ds_configs examples")
+    shown = run_bash("toolkit lint accelerate_configs ds_configs examples", cpu_environment())
     assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
 
 

@@ -133,7 +133,7 @@ def _report(error: Exception) -> int:
         what = f"{error.filename}: {error.strerror}" if error.filename else f"cannot write: {error.strerror}"
         print_message(f"error: {ToolkitError(what, hint=MACHINE_FAULTS[error.errno])}")
         return EXIT_INVALID_INPUT
-    what = f"unexpected {type(error).__name__}: {error}" if str(error) else f"unexpected {type(error).__name__}"
+    what = f"unexpected {type(error).__name__}" + (f": {error}" if str(error) else "")
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
     try:
         how = f"report it with {save_traceback(error)} ({REPORT_PAGE})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,20 @@ from hypothesis import strategies as st
 from model_configs import ARCHITECTURES
 from safetensors.numpy import save
 
+from file_mutations import edits
 from file_mutations.attempts import ROOT, Case, Command, call, command
-from file_mutations.edits import (
-    YAML_VALUES,
-    edited,
-    edited_bytes,
-    edited_pickle,
-    edited_torch_file,
-    json_text,
-    yaml_text,
-)
+from file_mutations.edits import edited, json_text
+from toolkit.compare.build_results import build_results
+from toolkit.compare.comparison_report import write_report
+from toolkit.compare.ledger import SideRunRecord
+from toolkit.compare.specification import open_comparison
+from toolkit.data.data_files import check_file, iter_rows
+from toolkit.data.formats import to_sample
+from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.read_model import check_unquantized, read_model
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planner import PlanRequest, make_plans
+from toolkit.presets import load_preset, read_preset
 
 FIXTURES = ROOT / "tests" / "fixtures"
 DATA = (ROOT / "examples" / "data.jsonl").read_bytes()
@@ -59,11 +64,8 @@ class Format:
 
     def valid(self) -> list[Case]:
         """Return every seed with every command, unchanged."""
-        return [
-            Case(format=self.name, files=files, command=each, writes=self.writes)
-            for files in self.seeds
-            for each in self.commands
-        ]
+        pairs = itertools.product(self.seeds, self.commands)
+        return [Case(format=self.name, files=files, command=each, writes=self.writes) for files, each in pairs]
 
 
 @st.composite
@@ -76,7 +78,7 @@ def mutated_cases(draw: st.DrawFn, kind: Format) -> Case:
     structural = _structural(name, content)
     if structural is None or draw(st.integers(0, 3)) == 3:
         others = tuple(content_of(files[other]) for other in names if other != name)[:2]
-        structural = edited_bytes(content, others=others)
+        structural = edits.edited_bytes(content, others=others)
     files[name] = draw(structural)
     run = draw(st.sampled_from(kind.commands))
     if draw(st.integers(0, 3)):
@@ -92,7 +94,9 @@ def _structural(name: str, content: bytes) -> st.SearchStrategy[bytes] | None:
     """Return a strategy of files whose parsed content is changed; None for a kind that is not parsed."""
     match Path(name).suffix or name[-9:]:
         case ".yaml" | ".yml":
-            return edited(yaml.safe_load(content), values=YAML_VALUES).map(lambda new: yaml_text(new).encode())
+            return edited(yaml.safe_load(content), values=edits.YAML_VALUES).map(
+                lambda new: edits.yaml_text(new).encode()
+            )
         case ".json" | ".heartbeat":
             return edited(json.loads(content)).map(lambda new: json_text(new).encode())
         case ".jsonl":
@@ -100,9 +104,9 @@ def _structural(name: str, content: bytes) -> st.SearchStrategy[bytes] | None:
         case ".safetensors":
             return edited_safetensors(content)
         case ".metadata":
-            return edited_pickle(content)
+            return edits.edited_pickle(content)
         case ".pt" | ".pth":
-            return edited_torch_file(content)
+            return edits.edited_torch_file(content)
     return None
 
 
@@ -139,8 +143,6 @@ JOB_FILES: Files = {
 
 def preset_formats() -> list[Format]:
     """Return accelerate's YAML of every preset, and DeepSpeed's JSON that it names, beside a model and data."""
-    from toolkit.presets import read_preset
-
     seeds = []
     for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         text, files = path.read_text(), dict(JOB_FILES)
@@ -228,9 +230,6 @@ def data_seeds() -> list[Files]:
 
 def read_every_row() -> None:
     """check_file and to_sample on rows.*"""
-    from toolkit.data.data_files import check_file, iter_rows
-    from toolkit.data.formats import to_sample
-
     path = next(Path.cwd().glob("rows.*"))
     checked = check_file(path)
     for _, row in iter_rows(path):
@@ -239,12 +238,6 @@ def read_every_row() -> None:
 
 def plan_without_counting() -> None:
     """read_model on config.json, and plans"""
-    from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.models.read_model import check_unquantized, read_model
-    from toolkit.plan.planned_job import PlannedJob
-    from toolkit.plan.planner import PlanRequest, make_plans
-    from toolkit.presets import load_preset
-
     check_unquantized("config.json")
     shape = read_model("config.json", count=False)
     presets = [load_preset(name) for name in ("ddp", "zero3")]
@@ -290,8 +283,6 @@ def conversion_formats() -> list[Format]:
 
 def comparison_formats() -> list[Format]:
     """Return results.json, comparison.json and the ledger, of two presets with trials, a probe and a side run."""
-    from toolkit.compare.ledger import SideRunRecord
-
     names = ("results_small.json", "results_made_up_gpus.json")
     results: list[Files] = [{"cmp/results.json": (FIXTURES / name).read_bytes()} for name in names]
     reports = [command("report", "cmp"), command("report", "cmp", "--price-per-gpu-hour", "2")]
@@ -313,10 +304,6 @@ def comparison_formats() -> list[Format]:
 
 def results_of_ledger() -> None:
     """open_comparison, build_results and write_report, as `compare --resume` does with a finished comparison"""
-    from toolkit.compare.build_results import build_results
-    from toolkit.compare.comparison_report import write_report
-    from toolkit.compare.specification import open_comparison
-
     folder, spec = Path("cmp"), comparison("ddp", "other", repeats=2)
     open_comparison(folder, spec, resume=True)
     write_report(build_results(spec, folder, {}), folder)

@@ -126,7 +126,6 @@ def test_an_invalid_field_is_named_in_the_error(word: str, words: str) -> None:
         (["--bf16", "2"], "--bf16 is '2', expected true or false"),
         (["--bf16", "none"], "--bf16 is 'none', expected true or false"),
         (["--run_name", "a\0b"], r"--run_name is 'a\x00b', expected text without a null byte"),
-        (["--max_steps", "8", "x" * 5000], f"unexpected word '{'x' * 76}... after --max_steps 8"),
         (["x" * 5000], f"unexpected word '{'x' * 76}...; a flag starts with `--`"),
         ([f"--{'x' * 5000}", "1"], f"unknown argument --{'x' * 80}"),
     ],
@@ -137,31 +136,31 @@ def test_a_word_that_is_no_such_value_is_refused(words: list[str], expected: str
     assert caught.value.message == expected
 
 
-# A line of a YAML file -> what the message says after the file's name, and the hint.
+# A line of a YAML file -> what the message, or its hint, says after the file's name.
 WRONG_SHAPES = {
-    "max_steps: 8.5": ("max_steps is 8.5, expected a whole number", None),
-    "max_steps: true": ("max_steps is True, expected a whole number", None),
-    "max_steps: many": ("max_steps is 'many', expected a whole number", None),
-    "max_steps: {}": ("max_steps is {}, expected a value without keys", None),
-    "max_steps: null": ("max_steps is null, expected a number", None),
-    "max_stepz: 8": ("unknown key 'max_stepz'", "did you mean `max_steps`?"),
-    "learning_rate: [1]": ("learning_rate is [1], expected a number", None),
-    "learning_rate: {a: 1}": ("learning_rate is {'a': 1}, expected a value without keys", None),
-    "learning_rate: .inf": ("learning_rate is inf, expected a finite number", None),
-    "seed: 18446744073709551616": ("seed is an integer of 65 bits", None),
-    "bf16: [true]": ("bf16 is [True], expected true or false", None),
-    "save_strategy: no": ("save_strategy is False, expected text", "quote it"),
-    "run_name: 2024-01-01": ("run_name is datetime.date(2024, 1, 1), expected text", "quote it"),
-    "profile_steps: 3:5": ("profile_steps is 185, expected text", "quote it"),
-    "dataset: [rows.jsonl, 5]": ("dataset is 5, expected text", None),
-    "dataset: [[rows.jsonl]]": ("dataset is ['rows.jsonl'], expected text", None),
-    f"report_to: {{{'x' * 1000}: 1}}": ("report_to is {'xxx", None),
-    f"{'k' * 1000}: 1": ("unknown key 'kkk", None),
-    "5: a": ("has the key 5, expected a name", "put the key in quotes"),
-    "? [a]\n: 5": ("is not YAML", None),
-    "a: [": ("is not YAML: while parsing", None),
-    "- max_steps": ("holds list, expected keys and values", None),
-    "": ("holds NoneType, expected keys and values", None),
+    "max_steps: 8.5": "max_steps is 8.5, expected a whole number",
+    "max_steps: true": "max_steps is True, expected a whole number",
+    "max_steps: many": "max_steps is 'many', expected a whole number",
+    "max_steps: {}": "max_steps is {}, expected a value without keys",
+    "max_steps: null": "max_steps is null, expected a number",
+    "max_stepz: 8": "unknown key 'max_stepz'\n  hint: did you mean `max_steps`?",
+    "learning_rate: [1]": "learning_rate is [1], expected a number",
+    "learning_rate: {a: 1}": "learning_rate is {'a': 1}, expected a value without keys",
+    "learning_rate: .inf": "learning_rate is inf, expected a finite number",
+    "seed: 18446744073709551616": "seed is an integer of 65 bits",
+    "bf16: [true]": "bf16 is [True], expected true or false",
+    "save_strategy: no": "save_strategy is False, expected text\n  hint: quote it",
+    "run_name: 2024-01-01": "run_name is datetime.date(2024, 1, 1), expected text\n  hint: quote it",
+    "profile_steps: 3:5": "profile_steps is 185, expected text\n  hint: quote it",
+    "dataset: [rows.jsonl, 5]": "dataset is 5, expected text",
+    "dataset: [[rows.jsonl]]": "dataset is ['rows.jsonl'], expected text",
+    f"report_to: {{{'x' * 1000}: 1}}": "report_to is {'xxx",
+    f"{'k' * 1000}: 1": "unknown key 'kkk",
+    "5: a": "has the key 5, expected a name\n  hint: put the key in quotes",
+    "? [a]\n: 5": "is not YAML",
+    "a: [": "is not YAML: while parsing",
+    "- max_steps": "holds list, expected keys and values",
+    "": "holds NoneType, expected keys and values",
 }
 
 
@@ -171,11 +170,9 @@ def test_a_value_of_the_wrong_shape_in_a_file_is_refused_by_file_and_key(line: s
     file.write_text(line)
     with pytest.raises(ToolkitError) as refused:
         read_arguments([str(file)])
-    words, hint = WRONG_SHAPES[line]
     assert refused.value.message.startswith(str(file) if "null" not in line else "--max_steps")
-    assert words in refused.value.message
+    assert WRONG_SHAPES[line] in str(refused.value)
     assert len(refused.value.message) < len(str(file)) + 500
-    assert hint is None or hint in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(

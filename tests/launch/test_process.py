@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,8 +23,6 @@ from toolkit.launch.launch import record_result
 from toolkit.launch.process import ProcessResult, find_killed_rank, processes_of, run_command
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, write_json
-
-ROOT = Path(__file__).parents[2]
 
 
 def python_command(program: str, *words: str) -> ProcessCommand:
@@ -104,22 +104,23 @@ def test_processes_of_another_run_are_not_touched(tmp_path: Path) -> None:
         running.communicate(b"\n")
 
 
-# The program that a user would stop: it runs one command and says how that ended.
-PARENT = """
-import json, pathlib, sys
-from toolkit.launch.command import ProcessCommand
-from toolkit.launch.process import run_command
-argv, environment, run_id, log = json.loads(sys.argv[1])
-command = ProcessCommand(argv=argv, environment=environment, shown="", run_id=run_id)
-outcome = run_command(command, pathlib.Path(log), on_line=lambda line: None)
-print(json.dumps([outcome.interrupted, outcome.timed_out]))
-"""
+def run_and_exit(command: ProcessCommand, log: Path) -> None:
+    """The program that a user would stop: it runs one command, and its exit code says how that ended."""
+    outcome = run_command(command, log, on_line=lambda _: None)
+    sys.exit(10 + outcome.interrupted + 2 * outcome.timed_out)
 
 
-def start_parent(command: ProcessCommand, log: Path) -> subprocess.Popen[str]:
-    handed = json.dumps([command.argv, command.environment, command.run_id, str(log)])
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", PARENT, handed], env=environment, stdout=subprocess.PIPE, text=True)
+INTERRUPTED = 11
+
+
+@contextlib.contextmanager
+def parent_of(command: ProcessCommand, folder: Path) -> Iterator[Any]:
+    parent = multiprocessing.get_context("spawn").Process(target=run_and_exit, args=(command, folder / "log"))
+    parent.start()
+    try:
+        yield parent
+    finally:
+        parent.join(30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -127,30 +128,28 @@ def test_a_signal_to_the_program_ends_the_run_and_its_grandchild(
     number: signal.Signals, tmp_path: Path, grandchild: Path
 ) -> None:
     command = python_command(WITH_GRANDCHILD, str(grandchild), "600")
-    with start_parent(command, tmp_path / "log") as parent:
+    with parent_of(command, tmp_path) as parent:
         wait_until(lambda: grandchild.exists() and grandchild.read_text())
-        parent.send_signal(number)
-        said, _ = parent.communicate(timeout=30)
-    assert json.loads(said) == [True, False]
-    assert not is_running(grandchild)
+        os.kill(parent.pid, number)
+    assert (parent.exitcode, is_running(grandchild)) == (INTERRUPTED, False)
     assert not processes_of(command.run_id)
 
 
 def test_a_second_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     command = python_command(IGNORES_SIGTERM, str(tmp_path))
-    with start_parent(command, tmp_path / "log") as parent:
+    with parent_of(command, tmp_path) as parent:
         wait_until((tmp_path / "ready").exists)
-        parent.send_signal(signal.SIGINT)
+        os.kill(parent.pid, signal.SIGINT)
         wait_until((tmp_path / "told").exists)  # now it waits for a launcher that ignores SIGTERM
-        parent.send_signal(signal.SIGINT)
-        said, _ = parent.communicate(timeout=10)
-    assert json.loads(said) == [True, False]
+        os.kill(parent.pid, signal.SIGINT)
+        parent.join(10)
+        assert parent.exitcode == INTERRUPTED
     assert not processes_of(command.run_id)
 
 
 def test_the_launcher_gets_sigterm_when_this_program_is_killed(tmp_path: Path) -> None:
     command = python_command(IGNORES_SIGTERM, str(tmp_path))
-    with start_parent(command, tmp_path / "log") as parent:
+    with parent_of(command, tmp_path) as parent:
         wait_until((tmp_path / "ready").exists)
         parent.kill()
     try:

@@ -82,7 +82,7 @@ def test_rank_0_of_many_is_planned(preset: str, ranks: int, words: list[str], tm
     """In one process, with torch's fake process group: what would be sent is counted, nothing is."""
     config = two_node_preset(tmp_path) if preset == "hpz" else ROOT / "accelerate_configs" / f"{preset}.yaml"
     words += ["--per_device_train_batch_size", "1"]
-    ended = torchrun("count_alone.py", str(config), str(ranks), *words, num_processes=1)
+    ended = torchrun("count_collectives.py", "--alone", str(config), str(ranks), *words, num_processes=1)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert_planned(on_cpu(str(config), tiny_model, ranks), tmp_path / "run")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_llama import LLAMA
+from model_configs import LLAMA
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.config_fields import ConfigFields
@@ -16,8 +16,7 @@ from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, stage_shape
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
-from toolkit.simulate.pipeline_schedules import PipelineSize
-from toolkit.simulate.pipeline_step import ChunkTimes, simulate
+from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineSize, simulate
 
 LAYER = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64
 EMBEDDING = 1009 * 64

@@ -75,10 +75,9 @@ def test_every_second_of_an_undisturbed_run_has_one_place() -> None:
 
 
 def test_a_rank_waits_for_its_batch_and_for_the_slowest_rank() -> None:
-    rows = steps(3.0)
-    rows[0][0] = rows[0][0].model_copy(update={"data_seconds": 0.5, "own_seconds": 1.0})
-    rows[0][1] = rows[0][1].model_copy(update={"data_seconds": 0.75, "own_seconds": 1.75})
-    found = measure_goodput(moments("0 start, 1 train, 4 end"), rows)
+    waits = ({"data_seconds": 0.5, "own_seconds": 1.0}, {"data_seconds": 0.75, "own_seconds": 1.75})
+    rows = [row.model_copy(update=facts) for row, facts in zip(steps(3.0)[0], waits, strict=True)]
+    found = measure_goodput(moments("0 start, 1 train, 4 end"), [rows])
     assert parts(found) == {"productive": 1.75, "startup": 1.0, "waiting": 1.25}
 
 

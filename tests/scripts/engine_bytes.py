@@ -119,7 +119,9 @@ def stepped(model: Any, optim: str) -> dict[str, int]:
     backward(model)
     gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+    accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
+    trainer: Any = SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
+    return of(read_torch(trainer, model, list(model.parameters())), gradients)
 
 
 def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
@@ -189,12 +191,6 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
     backward(model, engine)
     engine.step()
     return of(read_deepspeed.read(engine, list(engine.module.parameters())), seen["gradients"])
-
-
-def plain_trainer(optimizer: Any) -> Any:
-    """What the readings look at."""
-    accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
-    return SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
 
 
 def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from launching import attested_ranks, losses, read
-from tiny_model_bytes import BF16_BYTES
 
 from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.verify import verify
@@ -25,6 +24,14 @@ pytestmark = pytest.mark.launch
 P, EMBEDDING, LAYER = 3_219_776, 49_152 * 64, 36_992
 ADAPTERS = 8_192  # rank 4: per layer 512 for q and o each, 384 for k and v, 768 for gate, up and down
 FROZEN = EMBEDDING + LAYER
+# Parameters, gradients and optimizer states of each of two ranks: DeepSpeed keeps bf16 parameters and fp32 masters, and
+# ZeRO-3 keeps norms gathered; under DDP and FSDP2 the fp32 parameter is its own master.
+BF16_BYTES = {
+    "ddp": (4 * P, 4 * P, 8 * P),
+    "zero2": (2 * P, 2 * P // 2, 12 * P // 2),
+    "zero3": (2 * P // 2 + 2 * 5 * 64, 2 * P // 2, 12 * P // 2),
+    "fsdp2": (4 * P // 2, 4 * P // 2, 8 * P // 2),
+}
 REDUCE_DTYPE = {"ddp": "float32", "zero2": "bfloat16", "zero3": "bfloat16", "fsdp2": "bfloat16"}
 LORA_BYTES = {"ddp": 2 * P + 4 * ADAPTERS, "zero2": 2 * (P + ADAPTERS)}
 # What each of two ranks holds, and the dtype of the final model.
@@ -55,7 +62,7 @@ def test_master_weights_and_optimizer_states_are_fp32_under_bf16_compute(start: 
     for rank in attested_ranks(folder):
         dtypes = [rank[f"{name}_dtype"] for name in ("compute", "master", "optimizer", "reduce")]
         assert dtypes == ["bfloat16", "float32", "float32", REDUCE_DTYPE[preset]]
-        assert {part: rank[f"{part}_bytes"] for part in BF16_BYTES[preset]} == BF16_BYTES[preset]
+        assert tuple(rank[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer")) == BF16_BYTES[preset]
         assert rank["activation_checkpointing"] is True
         assert rank["initial_weights_sha256"] == attested_ranks(start("ddp", *FULL))[0]["initial_weights_sha256"]
     assert losses(folder)[0] == pytest.approx(losses(start("ddp", *FULL))[0], rel=1e-3)

@@ -11,17 +11,13 @@ import typer
 from toolkit._version import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
-from toolkit.cli.compare import compare, report
-from toolkit.cli.convert_config import convert_config
+from toolkit.cli.config_files import convert_config, lint
 from toolkit.cli.doctor import doctor, env
-from toolkit.cli.lint import lint
 from toolkit.cli.options import expand_words
-from toolkit.cli.plan import plan
+from toolkit.cli.plan import plan, recommend, rehearse
 from toolkit.cli.presets import preset_app, presets
-from toolkit.cli.recommend import recommend
-from toolkit.cli.rehearse import rehearse
 from toolkit.cli.simulate import simulate_app
-from toolkit.cli.train import train
+from toolkit.cli.train import compare, report, train
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
 from toolkit.files.secrets import hide_words

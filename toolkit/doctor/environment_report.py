@@ -1,7 +1,5 @@
 """Facts of this node for an issue report, read without torch: versions, GPUs, compilers, memory, disks, variables.
 
-    print(as_markdown(environment_report()))
-
 Whatever cannot be read is None. No secret is in a report: variables with a token, key or password are only said to be
 set, and their values are removed wherever else they occur.
 """

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import psutil
 
@@ -85,9 +85,8 @@ def run_command(
         lines: queue.Queue[str | None] = queue.Queue()  # None at the end
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
-            timed_out = not _follow(
-                process, lines, file, on_line, deadline=timeout_seconds and started + timeout_seconds
-            )
+            deadline = timeout_seconds and started + timeout_seconds
+            timed_out = not _follow(process, lines, file, on_line, deadline=deadline)
         except KeyboardInterrupt:
             interrupted = True
             try:
@@ -97,11 +96,10 @@ def run_command(
                 interrupted_twice = True
         finally:
             _stop(process, command.run_id, graceful=(timed_out or interrupted) and not interrupted_twice)
-    seconds = time.monotonic() - started
     assert process.returncode is not None
     return ProcessResult(
         exit_code=process.returncode,
-        seconds=seconds,
+        seconds=time.monotonic() - started,
         timed_out=timed_out,
         interrupted=interrupted,
         warm_start=isinstance(process, ForkedProcess),
@@ -270,19 +268,20 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
     has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("invalid_input")))
     if killed is None or ended.interrupted or ended.timed_out or has_cause:
         return failure
-    aborted_for_memory = killed.signal == "SIGABRT" and is_out_of_memory(log)
-    heartbeat = next((each for each in read_heartbeats(folder.path / "ranks") if each.rank == killed.rank), None)
+    rank, signal_name = killed
+    aborted_for_memory = signal_name == "SIGABRT" and is_out_of_memory(log)
+    heartbeat = next((each for each in read_heartbeats(folder.path / "ranks") if each.rank == rank), None)
     phase, peak = (None, None) if heartbeat is None else (heartbeat.phase, heartbeat.peak_host_bytes)
-    step = last_step(folder.rank_rows(killed.rank))
+    step = last_step(folder.rank_rows(rank))
     where = f"in step {step + 1}" + (f", phase {phase}" if phase else "")
     if oom_killed or aborted_for_memory:
         cause = "" if aborted_for_memory else "the kernel killed it"
-        message, hint = describe_host_oom(f"rank {killed.rank}", phase, step, cause)
+        message, hint = describe_host_oom(f"rank {rank}", phase, step, cause)
         found = _failure(status.HOST_OUT_OF_MEMORY, message, hint)
     else:
-        message = f"rank {killed.rank} exited {where}: killed by {killed.signal}"
+        message = f"rank {rank} exited {where}: killed by {signal_name}"
         found = _failure(status.FAILED, message, RESUME_HINT)
-    position = {"rank": killed.rank, "step": step, "phase": phase, "peak_bytes": peak}
+    position = {"rank": rank, "step": step, "phase": phase, "peak_bytes": peak}
     return found | position | {"seen_by_peer": failure}
 
 
@@ -324,18 +323,11 @@ def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:
     return {"kind": kind, "message": message, "hint": hint, "invalid_input": False, **position}
 
 
-class KilledRank(NamedTuple):
-    """A rank, and the signal that ended it."""
-
-    rank: int
-    signal: str
-
-
-def find_killed_rank(log: str) -> KilledRank | None:
-    """Return the rank that failed first, if a signal ended it; signals of the elastic agent itself do not count."""
+def find_killed_rank(log: str) -> tuple[int, str] | None:
+    """Return the rank that failed first and the signal that ended it; None without one, or for the agent's own."""
     found = [
-        (int(match["rank"]), int(match["number"]))
+        (int(match["rank"]), signal.Signals(int(match["number"])))
         for match in _EXITED_BY_SIGNAL.finditer(log.rpartition(ROOT_CAUSE)[2])
         if int(match["number"]) not in _AGENT_SIGNALS
     ]
-    return KilledRank(found[-1][0], signal.Signals(found[-1][1]).name) if found else None
+    return (found[-1][0], found[-1][1].name) if found else None

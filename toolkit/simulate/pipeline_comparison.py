@@ -1,7 +1,6 @@
 """`toolkit simulate pipeline`: schedules side by side, as JSON, and as a table with timelines.
 
->>> from toolkit.simulate.pipeline_step import ChunkTimes, simulate
->>> from toolkit.simulate.pipeline_schedules import PipelineSize
+>>> from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineSize, simulate
 >>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
 >>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
 >>> print("\\n".join(text_timeline(run, columns=18)))
@@ -19,22 +18,36 @@ from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
 from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
-from toolkit.simulate.options import LEAST, PipelineOptions, check_range
-from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, PipelineSize, check_schedule, chunks_of
-from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.options import LEAST, PipelineOptions, check_ranges, refuse_given
+from toolkit.simulate.pipeline_schedules import (
+    LETTERS,
+    PREDICTED_OVER_MEASURED,
+    SCHEDULES,
+    V_SHAPED,
+    ChunkTimes,
+    PipelineRun,
+    PipelineSize,
+    check_schedule,
+    chunks_of,
+    simulate,
+)
 from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
 from toolkit.units import gib, seconds
 
 if TYPE_CHECKING:
-    from toolkit.simulate.stage_plans import StagedModel, StageMemory
+    from toolkit.simulate.stage_plans import StageMemory
 
 WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
 OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
 OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing")
 LONGEST_MS = 10**7  # hours: more is a unit mixed up
+RANGES = {
+    **dict.fromkeys(("forward_ms", "backward_ms"), (LEAST, LONGEST_MS)),
+    **dict.fromkeys(("weight_ms", "transfer_ms"), (0, LONGEST_MS)),
+    "num_layers": (1, 2**16),
+}
 EQUAL_MS = 1.0
-MOST_LAYERS = 2**16
 MOST_SHOWN = 3  # of more schedules the terminal shows the timeline and stages of the fastest; the page has all
 LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
@@ -111,8 +124,16 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
 
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
-    staged, times = _staged(options), _given_times(options)
-    check_range("transfer_ms", options.transfer_ms, 0, LONGEST_MS)
+    check_ranges(options, RANGES)
+    staged = None
+    if options.model is None:
+        refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
+    else:
+        from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
+
+        refuse_given(options, OF_TIMES, "{flag} has no effect with --model, which has its own", "give one of them")
+        staged = staged_model(options.model, options)
+    times = _given_times(options)
     transfer = (options.transfer_ms or 0.0) / 1000
     possible, left_out = _possible(options, options.num_layers if staged is None else staged.shape.num_layers)
     schedules = []
@@ -176,23 +197,6 @@ def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
         raise ToolkitError(what, hint="other --stages or --chunks, or a schedule with one chunk per stage")
 
 
-def _staged(options: PipelineOptions) -> StagedModel | None:
-    """None without a model; a flag that has no effect with one, or without, is refused."""
-    names = OF_A_MODEL if options.model is None else OF_TIMES
-    given = (name for name in names if getattr(options, name) != getattr(PipelineOptions, name))
-    flag = next((f"--{name.replace('_', '-')}" for name in given), None)
-    if options.model is not None:
-        from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
-
-        if flag:
-            raise ToolkitError(f"{flag} has no effect with --model, which has its own", hint="give one of them")
-        return staged_model(options.model, options)
-    if flag:
-        raise ToolkitError(f"{flag} has no effect without --model", hint="`--model MODEL`")
-    check_range("num_layers", options.num_layers, 1, MOST_LAYERS)
-    return None
-
-
 def _given_times(options: PipelineOptions) -> ChunkTimes:
     """The times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
     forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
@@ -201,9 +205,6 @@ def _given_times(options: PipelineOptions) -> ChunkTimes:
     if forward is None or backward is None:
         missing = "--forward-ms" if forward is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
-    check_range("forward_ms", forward, LEAST, LONGEST_MS)
-    check_range("backward_ms", backward, LEAST, LONGEST_MS)
-    check_range("weight_ms", weight, 0, LONGEST_MS)
     weight = weight or 0.0
     return ChunkTimes(forward_seconds=forward / 1000, backward_seconds=backward / 1000, weight_seconds=weight / 1000)
 
