@@ -42,22 +42,17 @@ TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
 JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing")
 
 
-def words_of(case: Case, model: Path) -> list[str]:
-    """Return the training arguments of a case."""
-    job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
-    job |= {name: str(case[name]).lower() for name in JOB}
-    return words(**job, **({"lora_r": LORA_RANK} if case["method"] == "lora" else {}))
-
-
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
     """Run one rehearsal in its own process; return its facts, or how it failed."""
     model = work / case["architecture"] / "config.json"
     model.parent.mkdir(parents=True, exist_ok=True)
     model.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))
+    job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
+    job |= {name: str(case[name]).lower() for name in JOB} | ({"lora_r": LORA_RANK} if case["method"] == "lora" else {})
     folder, started = work / case["id"], time.monotonic()
     named = {name: case[name] for name in ("preset", "world_size", "rank")}
     how = {"timeout_seconds": TIMEOUT_SECONDS, "fake_tensors": fake_tensors}
-    code = rehearse(**named, words=words_of(case, model), folder=folder, **how)
+    code = rehearse(**named, words=words(**job), folder=folder, **how)
     seconds = {"wall_seconds": round(time.monotonic() - started, 1)}
     run_json, failure_json = folder / "run.json", folder / "failure.json"
     run = json.loads(run_json.read_text()) if run_json.is_file() else {}

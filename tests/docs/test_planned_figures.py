@@ -27,8 +27,6 @@ MODEL = "Qwen/Qwen3-8B"
 MODEL_CONFIG = ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json"
 THREE_GPUS = {"H100 80 GB": "h100", "L40S 48 GB": "l40s", "RTX 4090 24 GB": "rtx-4090"}
 NAMES = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
-
-
 Steps = dict[str, str]
 """Rows of a table: what is changed, and the options of `toolkit plan` for it."""
 
@@ -44,8 +42,7 @@ def answer(command: str) -> Any:
 
 def plans(options: str) -> list[dict[str, Any]]:
     """Return the plans of `toolkit plan Qwen/Qwen3-8B OPTIONS --json`."""
-    found: list[dict[str, Any]] = answer(f"toolkit plan {MODEL} {options}")["plans"]
-    return found
+    return list(answer(f"toolkit plan {MODEL} {options}")["plans"])
 
 
 def gib(number: float) -> str:
@@ -139,11 +136,9 @@ def recommended(options: str) -> str:
     """Return what `toolkit recommend` chooses, in a table's cell."""
     command = shlex.split(f"recommend {MODEL_CONFIG} --max-seq-length 2048 {options} --json")
     result = CliRunner().invoke(app, command)
-    if result.exit_code != 0:
-        assert "fits" in str(result.exception), result.exception
-        return "nothing fits"
-    choice = json.loads(result.stdout)["choice"]
-    if choice is None:  # a layout on paper
+    assert result.exit_code == 0 or "fits" in str(result.exception), result.exception
+    choice = json.loads(result.stdout)["choice"] if result.exit_code == 0 else None
+    if choice is None:  # nothing, or a layout on paper
         return "nothing fits"
     checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
     size = gib(choice["planned_peak_bytes"])
@@ -172,19 +167,17 @@ def explained(options: str) -> dict[str, dict[str, Any]]:
 
 
 def states() -> str:
-    keys = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     rows = []
     for name, plan in explained(STATES).items():
-        parts = [plan[key] for key in keys]
+        parts = [plan[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer")]
         rows.append([f"`{name}`", *map(gib, [*parts, sum(parts), plan["planned_peak_bytes"]]), NAMES[plan["verdict"]]])
     head = ["preset", "parameters", "gradients", "optimizer", "together", "peak", "on 80 GB"]
     return f"{table(head, rows, right=6)}\n\nGiB per GPU, planned with `toolkit plan {MODEL} {STATES}`."
 
 
 def traffic() -> str:
-    several = f"{STATES} --gradient-accumulation-steps 8"
+    several, key = f"{STATES} --gradient-accumulation-steps 8", "communication_bytes_per_step"
     once, often = explained(STATES), explained(several)
-    key = "communication_bytes_per_step"
     rows = [[f"`{name}`", gib(once[name][key]), gib(often[name][key])] for name in once]
     head = ["preset", "1 accumulation step", "8 accumulation steps"]
     command = f"toolkit plan {MODEL} {several} --json"

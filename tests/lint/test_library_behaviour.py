@@ -163,13 +163,9 @@ def test_sequence_parallelism_below_stage_3_makes_gradients_as_many_times_too_la
     assert in_parts == pytest.approx(2 * alone, rel=1e-5)  # at stage 3 they are equal
 
 
-def test_words_in_fsdp_mean_version_2_and_hybrid_ones_are_refused() -> None:
+def test_words_in_fsdp_mean_version_2_hybrid_ones_are_refused_and_the_keys_are_those_of_the_source() -> None:
     version, reshard, refused = seen()["fsdp-as-words"]
-    assert (version, reshard) == (2, False)
-    assert "is only available with FSDP1" in refused
-
-
-def test_the_keys_of_the_trainers_fsdp_config_are_those_that_its_source_reads() -> None:
+    assert (version, reshard, "is only available with FSDP1" in refused) == (2, False, True)
     source = source_of("transformers", "training_args.py")
     assert [key for key in TRAINER_FSDP_KEYS if f'"{key}"' not in source] == []
 
@@ -195,11 +191,6 @@ def test_the_rules_were_checked_with_the_installed_versions() -> None:
 SRUN = 'srun() { SLURM_PROCID=0 "$@"; SLURM_PROCID=1 "$@"; }; SLURM_PROCID=0; '
 
 
-def output_of(script: str) -> list[str]:
-    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True)
-    return ended.stdout.split()
-
-
 def torchrun_config(*options: str) -> Any:
     from torch.distributed.run import config_from_args, parse_args
 
@@ -207,14 +198,17 @@ def torchrun_config(*options: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("command", "ranks"), [('bash -c "echo $SLURM_PROCID"', ["0", "0"]), ("bash -c 'echo $SLURM_PROCID'", ["0", "1"])]
+    ("script", "printed"),
+    [
+        (f'{SRUN} srun bash -c "echo $SLURM_PROCID"', b"0 0"),
+        (f"{SRUN} srun bash -c 'echo $SLURM_PROCID'", b"0 1"),
+        ("head=$(scontrol-that-is-missing 2>/dev/null || echo localhost); echo $head", b"localhost"),
+    ],
 )
-def test_every_node_is_rank_0_where_the_first_one_expands(command: str, ranks: list[str]) -> None:
-    assert output_of(f"{SRUN} srun {command}") == ranks
-
-
-def test_a_head_that_is_not_found_becomes_localhost() -> None:
-    assert output_of("head=$(scontrol-that-is-missing 2>/dev/null || echo localhost); echo $head") == ["localhost"]
+def test_every_node_is_rank_0_where_the_first_one_expands_and_a_missing_head_is_localhost(
+    script: str, printed: bytes
+) -> None:
+    assert b" ".join(subprocess.check_output(["bash", "-c", script], timeout=20).split()) == printed
 
 
 def test_torchruns_defaults_on_several_nodes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_llama import LLAMA
+from model_configs import LLAMA
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.config_fields import ConfigFields
