@@ -29,8 +29,8 @@ def _of_document(render: Callable[[Results], Rendered]) -> Callable[[Document], 
 
 summary_sentence = _of_document(comparison_report.summary_sentence)
 notes = _of_document(comparison_report.notes)
-html_text = _of_document(comparison_report.html_text)
-markdown_text = _of_document(comparison_report.markdown_text)
+html_text = _of_document(lambda results: comparison_report.report_text(results, "html"))
+markdown_text = _of_document(lambda results: comparison_report.report_text(results, "md"))
 csv_text = _of_document(comparison_report.csv_text)
 
 

@@ -136,27 +136,20 @@ def _report(error: Exception) -> int:
     what = f"unexpected {type(error).__name__}" + (f": {error}" if str(error) else "")
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
     try:
-        how = f"report it with {save_traceback(error)} ({REPORT_PAGE})"
-    except OSError:
+        how = f"report it with {_save_traceback(error)} ({REPORT_PAGE})"
+    except OSError:  # no folder for temporary files can be written to
         how = f"run it again with {DEBUG_VARIABLE}=1 and report it ({REPORT_PAGE})"
     print_message(f"error: {ToolkitError(what, hint=f'it is a mistake in the toolkit: {how}')}")
     return EXIT_RUN_FAILED
 
 
-def save_traceback(error: BaseException) -> Path:
-    """Write the command and the traceback, without secrets, to a new file that only its owner can read.
-
-    Raises OSError where no folder for temporary files can be written to.
-    """
+def _save_traceback(error: Exception) -> str:
+    """Write the command and the traceback, without secrets, to a new file that only its owner can read."""
     from toolkit._version import __version__
 
-    lines = [
-        f"finetune-toolkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"command: {shlex.join(hide_words(sys.argv))}",
-        "",
-        "".join(traceback.format_exception(error)),
-    ]
+    platforms = f"finetune-toolkit {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    lines = [platforms, f"command: {shlex.join(hide_words(sys.argv))}", "", "".join(traceback.format_exception(error))]
     descriptor, name = tempfile.mkstemp(prefix="toolkit-error-", suffix=".txt")
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(hide_secrets("\n".join(lines)))
-    return Path(name)
+    return name

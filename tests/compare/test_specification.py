@@ -32,10 +32,10 @@ def test_trials_are_interleaved_in_a_new_order_each_round() -> None:
     assert spec.trials() == spec.trials() != comparison("ddp", "a", "b", "c", order_seed=2).trials()
 
 
-@pytest.mark.parametrize(("cpu", "engines"), [(True, ["ddp", "ddp"]), (False, ["none", "ddp"])])
-def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu(cpu: bool, engines: list[str]) -> None:
-    spec = comparison("ddp", cpu=cpu)
-    assert [spec.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == engines
+def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu() -> None:
+    rows = [RowKey(preset="ddp", world_size=size) for size in (1, 2)]
+    for cpu, engines in {True: ["ddp", "ddp"], False: ["none", "ddp"]}.items():
+        assert [comparison("ddp", cpu=cpu).expected_facts(row)["engine"] for row in rows] == engines
 
 
 def with_split_model(*words: str, **changes: Any) -> ComparisonSpec:
@@ -61,13 +61,11 @@ def test_a_degree_goes_to_the_presets_that_have_it(tmp_path: Path) -> None:
 
 def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() -> None:
     spec = with_split_model("--tp", "2", "--per_device_train_batch_size", "3")
-    assert spec.batches == {
-        "fsdp2_tp-n4": {"per_device_train_batch_size": 6},
-        "fsdp2_tp-n8": {"per_device_train_batch_size": 6},
-    }
-    assert {row.name: spec.sequences_per_accumulation_step(row) for row in spec.rows()} == {
-        **{"ddp-n4": 12, "fsdp2_tp-n4": 12, "ddp-n8": 24, "fsdp2_tp-n8": 24}
-    }
+    assert spec.batches == {f"fsdp2_tp-n{size}": {"per_device_train_batch_size": 6} for size in (4, 8)}
+    assert [(row.world_size, spec.sequences_per_accumulation_step(row)) for row in spec.rows()] == [
+        *[(4, 12)] * 2,
+        *[(8, 24)] * 2,
+    ]
     strong = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     scaled = with_split_model("--tp", "2", batches={"fsdp2_tp-n8": strong, "ddp-n8": strong})
     assert scaled.batches["fsdp2_tp-n8"] == strong | {"per_device_train_batch_size": 4}
@@ -75,15 +73,12 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
     assert with_split_model("--tp", "2", extra_arguments=own).batches == {}
 
 
-@pytest.mark.parametrize(
-    ("micro", "accumulation", "expected"), [(4, 1, [(4, 1), (2, 1), (1, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])]
-)
-def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
-    arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    found = strong_scaling_batches(Job.from_values(arguments), [1, 2, 4])
-    assert [tuple(found[n].values()) for n in (1, 2, 4)] == expected
-    with pytest.raises(ToolkitError, match="sequences cannot be shared by 7 processes"):
-        strong_scaling_batches(Job.from_values(arguments), [1, 7])
+def test_strong_scaling_keeps_the_global_batch() -> None:
+    for batches in ([(4, 1), (2, 1), (1, 1)], [(3, 4), (3, 2), (3, 1)]):
+        job = Job(per_device_train_batch_size=batches[0][0], gradient_accumulation_steps=batches[0][1])
+        assert [tuple(own.values()) for own in strong_scaling_batches(job, [1, 2, 4]).values()] == batches
+        with pytest.raises(ToolkitError, match="sequences cannot be shared by 7 processes"):
+            strong_scaling_batches(job, [1, 7])
 
 
 def options(*words: str, **given: Any) -> CompareOptions:
@@ -106,12 +101,9 @@ def test_a_global_batch_size_is_kept_by_every_row() -> None:
     assert specification(num_processes=("1,2",)).scaling == "weak"
     with pytest.raises(ToolkitError, match="numbers of processes that keep it: 1, 2, 4"):
         specification(*words, num_processes=("3",))
-
-
-@pytest.mark.parametrize("given", [{"find_max_batch": 8}, {"scaling": "weak", "num_processes": ("1,2",)}])
-def test_an_option_that_changes_the_global_batch_is_refused_where_it_is_kept(given: dict[str, Any]) -> None:
-    with pytest.raises(ToolkitError, match="does not go with --global_batch_size"):
-        specification("--global_batch_size", "8", **given)
+    for given in ({"find_max_batch": 8}, {"scaling": "weak", "num_processes": ("1,2",)}):
+        with pytest.raises(ToolkitError, match="does not go with --global_batch_size"):
+            specification(*words, **given)
 
 
 def test_only_an_equal_comparison_is_resumed_and_a_damaged_one_never_overwritten(tmp_path: Path) -> None:
@@ -209,6 +201,7 @@ def test_world_sizes_are_separate_or_with_commas() -> None:
         ("trial_minutes", float("inf"), "--trial-minutes is inf, expected 527,040 or less"),
         ("price_per_gpu_hour", float("nan"), "--price-per-gpu-hour is nan, expected 0 or more"),
         ("target_interval", float("nan"), "--target-interval is nan, expected a fraction from 0 to below 1"),
+        ("gpu", "h100", "--gpu needs --dry-run: trials run on the GPUs of this node"),
     ],
 )
 def test_a_value_that_makes_no_comparison_is_refused(name: str, value: Any, message: str) -> None:

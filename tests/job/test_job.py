@@ -108,22 +108,17 @@ def test_a_plan_without_a_batch_flag_is_the_plan_of_the_run_without_one(preset: 
     assert plan == plan_run(load_preset(preset), job, world_size=8, gpu=find_gpu("h100"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"plan {LLAMA_8B_CONFIG} --gpu h100",
-        f"recommend {LLAMA_8B_CONFIG} --gpu h100",
-        f"rehearse --preset ddp -- --model_name_or_path {LLAMA_8B_CONFIG}",
-    ],
-    ids=lambda words: words.split()[0],
-)
+PLANNED = [f"{command} {LLAMA_8B_CONFIG} --gpu h100" for command in ("plan", "recommend")]
+PLANNED += [f"rehearse --preset ddp -- --model_name_or_path {LLAMA_8B_CONFIG}"]
+
+
+@pytest.mark.parametrize("words", PLANNED, ids=lambda words: words.split()[0])
 def test_without_a_gpu_the_number_of_processes_is_asked_for(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, err = run_command(words.split(), capsys)
     assert (code, out) == (2, "")
-    assert err.splitlines() == [
-        "error: --num-processes is missing, and no GPU is visible on this node",
-        "  hint: the number of GPUs of the job, for example `--num-processes 8`",
-    ]
+    first, second = err.splitlines()
+    assert first == "error: --num-processes is missing, and no GPU is visible on this node"
+    assert second == "  hint: the number of GPUs of the job, for example `--num-processes 8`"

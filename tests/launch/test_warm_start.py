@@ -158,15 +158,9 @@ def test_a_process_that_would_differ_from_a_cold_start_is_refused(start: Any) ->
         fork_process(gone, [sys.executable, "-m", "toolkit.train"], environment=cpu_environment())
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["-u", "-m", "toolkit.train"], ["-m", "toolkit.train"]),
-        (["mine.py", "-m", "x"], ["mine.py", "-m", "x"]),
-        (["-c", "pass"], None),
-        ([], None),
-    ],
-)
-def test_only_a_module_or_a_script_can_be_forked(words: list[str], expected: list[str] | None) -> None:
-    assert python_words((sys.executable, *words)) == expected  # torch's launcher has a tuple
-    assert python_words(["/usr/bin/env", *words]) is None
+def test_only_a_module_or_a_script_can_be_forked() -> None:
+    for words in (["-m", "toolkit.train"], ["mine.py", "-m", "x"]):
+        assert python_words((sys.executable, "-u", *words)) == words  # torch's launcher has a tuple
+        assert python_words(["/usr/bin/env", *words]) is None
+    assert python_words([sys.executable, "-c", "pass"]) is None
+    assert python_words([sys.executable]) is None

@@ -59,12 +59,12 @@ def test_a_resumed_run_keeps_rows_checkpoints_log_and_profile(tmp_path: Path) ->
     assert after | {"run.json": before["run.json"]} == {name: before[name] for name in after}
 
 
-@pytest.mark.parametrize("status", ["interrupted", "completed"])
-def test_a_run_that_is_given_up_leaves_only_what_is_not_its_own(status: str, tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", status=status)
-    start_attempt(folder, "overwrite")
-    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
-    assert folder.read_run() == {"schema_version": 1, "attempt": 2, "status": "running"}
+def test_a_run_that_is_given_up_leaves_only_what_is_not_its_own(tmp_path: Path) -> None:
+    for status in ("interrupted", "completed"):
+        folder = earlier_run(tmp_path / "out", status=status)
+        start_attempt(folder, "overwrite")
+        assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
+        assert folder.read_run() == {"schema_version": 1, "attempt": 2, "status": "running"}
 
 
 def test_an_unfinished_run_without_a_checkpoint_starts_over_and_a_finished_one_is_refused(tmp_path: Path) -> None:
@@ -127,11 +127,9 @@ def test_ranks_that_could_not_report_have_failed_and_earlier_restarts_stay(tmp_p
     assert "their node was lost" in second["message"]
 
 
-@pytest.mark.parametrize(("status", "steps"), [("completed", {0: 3}), ("failed", {})])
-def test_a_run_that_completed_or_never_trained_is_no_restart(
-    status: str, steps: dict[int, int], tmp_path: Path
-) -> None:
-    assert record_restart(trained(tmp_path, steps=steps, status=status), resumed_step=0) == []
+def test_a_run_that_completed_or_never_trained_is_no_restart(tmp_path: Path) -> None:
+    for status, steps in (("failed", {}), ("completed", {0: 3})):
+        assert record_restart(trained(tmp_path, steps=steps, status=status), resumed_step=0) == []
 
 
 # -- the folder itself

@@ -87,7 +87,7 @@ def test_energy_is_mean_power_times_the_seconds_of_the_timed_steps_if_every_rank
 
 def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     ladder = {"bytes_of": "allocated", "load": 4, "forward": 9, "backward": 8, "step": 16}
-    other = {"bytes_of": "allocated", "load": 5, "forward": 7, "backward": None, "step": None}
+    other = {"bytes_of": "allocated", "load": 5, "forward": 7}
     steps = [[row(0, memory_by_phase=ladder), row(1, memory_by_phase=other)], [row(0), row(1)]]
     expected = MemoryByPhase(bytes_of="allocated", load=5, forward=9, backward=8, step=16)
     assert measure(steps, untimed_steps=0).memory_by_phase == expected

@@ -153,11 +153,9 @@ def check_chat_template(job: Job) -> None:
 
 def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:
     """Rows of each data set, where they are known."""
-    found: list[int | None] = []
-    for source in resolve_sources(names, config=config, option=option):
-        checked = None if source.path is None else check_file(source.path)
-        found.append(checked.rows if checked is not None and checked.complete else None)
-    return found
+    paths = [source.path for source in resolve_sources(names, config=config, option=option)]
+    checked = [None if path is None else check_file(path) for path in paths]
+    return [each.rows if each is not None and each.complete else None for each in checked]
 
 
 def check_output(job: Job, *, engine: str = "deepspeed") -> Path:

@@ -33,7 +33,6 @@ from toolkit.record.measurements import last_step
 from toolkit.record.status import describe_host_oom, is_out_of_memory
 
 GRACE_SECONDS = 15.0
-STOP_SECONDS = 300.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_LINES_IN_A_MESSAGE = 3
 RESUME_HINT = "`--resume_from_checkpoint latest` resumes from the last checkpoint; `--max-restarts N` does so by itself"
@@ -66,7 +65,7 @@ def run_command(
     on_line: Callable[[str], None],
     timeout_seconds: float | None = None,
     ask_to_stop: Callable[[], bool] | None = None,
-    stop_seconds: float = STOP_SECONDS,
+    stop_seconds: float = 300.0,
     inherit: Sequence[int] = (),
     fork_server: str | None = None,
 ) -> ProcessResult:
@@ -240,7 +239,15 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
     """
     text = folder.log.read_bytes()[log_start:].decode(errors="replace") if folder.log.exists() else ""
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
-    final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
+    final_status: str = status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(text) else status.FAILED
+    if ended.exit_code == 0 and (folder.read_run() or {}).get("status") == status.COMPLETED:
+        final_status = status.COMPLETED
+    elif ended.interrupted:
+        final_status = status.INTERRUPTED
+    elif failure is not None:
+        final_status = str(failure["kind"])
+    elif ended.timed_out:
+        final_status = status.TIMED_OUT
     if final_status != status.COMPLETED and failure is None:
         failure = _unreported_failure(folder, final_status, ended, text)
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
@@ -283,21 +290,6 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
         found = _failure(status.FAILED, message, RESUME_HINT)
     position = {"rank": rank, "step": step, "phase": phase, "peak_bytes": peak}
     return found | position | {"seen_by_peer": failure}
-
-
-def _final_status(
-    folder: RunFolder, ended: ProcessResult, failure: dict[str, Any] | None, log: str, *, oom_killed: bool
-) -> str:
-    run = folder.read_run() or {}
-    if ended.exit_code == 0 and run.get("status") == status.COMPLETED:
-        return status.COMPLETED
-    if ended.interrupted:
-        return status.INTERRUPTED
-    if failure is not None:
-        return str(failure["kind"])
-    if ended.timed_out:
-        return status.TIMED_OUT
-    return status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(log) else status.FAILED
 
 
 def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
