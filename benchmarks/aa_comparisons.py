@@ -20,8 +20,7 @@ from small_job import words
 from toolkit.compare.results import load_results
 from toolkit.demo.assets import prepare_default_model
 
-GOAL = 1
-"""Largest number of claimed differences in 20 comparisons."""
+GOAL = 1  # largest number of claimed differences in 20 comparisons
 
 
 def compare(folder: Path, given: argparse.Namespace, seed: int) -> None:

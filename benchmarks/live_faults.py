@@ -29,11 +29,9 @@ from toolkit.record.folder import read_json
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "live_faults"
 HEADER = ("Fault", "What one side does differently", "Preset, arguments", "Caught by", "Message")
-SKEWED = 2.0
-"""A rank slept 0.3 s a step, several times what it otherwise takes by itself."""
+SKEWED = 2.0  # a rank slept 0.3 s a step, several times what it otherwise takes by itself
 PASSED = ("reference", "agrees")
-CONTROLS = ("zero2", "zero3", "fsdp2")
-"""Besides ddp, the baseline."""
+CONTROLS = ("zero2", "zero3", "fsdp2")  # besides ddp, the baseline
 
 
 class Fault(NamedTuple):

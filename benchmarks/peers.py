@@ -91,17 +91,12 @@ def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
     """Return a row for each job and program that was run, in the order of the table."""
     rows = []
     for job in (job_of(name, given) for name in given.jobs):
-        runs = {program: runs_of(done, job, program) for program in PROGRAMS}
+        own = [run for run in done if run["job"] == job.name]
+        for run in (run for run in own if run["error"] is None):
+            run["figures"] = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
+        runs = {program: [run for run in own if run["program"] == program] for program in PROGRAMS}
         rows += [row_of(program, job, runs) for program in given.peers if runs[program]]
     return rows
-
-
-def runs_of(done: Sequence[Record], job: Job, program: str) -> list[Record]:
-    """Return a program's runs of a job, each with its figures or its error."""
-    runs = [run for run in done if (run["job"], run["program"]) == (job.name, program)]
-    for run in (run for run in runs if run["error"] is None):
-        run["figures"] = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
-    return runs
 
 
 def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Record:

@@ -8,6 +8,7 @@ The first line of a record has what holds for all of its rows: the command, comm
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -83,10 +84,8 @@ def read_lines(path: Path) -> list[Row]:
     """Return a ledger's rows, without a last line that was cut off; none where there is no file."""
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return rows
 
 

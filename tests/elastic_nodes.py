@@ -43,6 +43,13 @@ class Nodes:
         self.environment = cpu_environment() | {"TOOLKIT_PRESET": preset, "OMP_NUM_THREADS": "1"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.agents):
+            self.lose(name)
+
     def start(self, name: str) -> None:
         """Start an agent; the one that is started when there is none holds the rendezvous."""
         holds = ["--rdzv-conf", f"{RENDEZVOUS},is_host={not self.agents}"]

@@ -9,6 +9,7 @@ itself does not know of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -107,13 +108,11 @@ def without_resharding(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **(kwargs | {"reshard_after_forward": False}))
 
 
-def counted_as(_: int, wrong: Callable[[Any], dict[str, int]]) -> None:
-    from dataclasses import replace as changed
-
+def counted_as(wrong: Callable[[Any], dict[str, int]]) -> Callable[[int], None]:
     def add_batch(original: Any, meter: Any, facts: Any) -> None:
-        original(meter, changed(facts, **wrong(facts)))
+        original(meter, dataclasses.replace(facts, **wrong(facts)))
 
-    replace("toolkit.observe.timer:StepTimer.add_batch", add_batch)
+    return replaced("toolkit.observe.timer:StepTimer.add_batch", add_batch)
 
 
 def padded_to_the_longest(_: int) -> None:
@@ -187,13 +186,9 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "each_alone": functools.partial(in_environment, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0"),
     "ddp_for_fsdp2": functools.partial(in_environment, ACCELERATE_USE_FSDP="false"),
     "fsdp2_without_resharding": replaced("torch.distributed.fsdp:fully_shard", without_resharding),
-    "padding_counted_alone": functools.partial(
-        counted_as, wrong=lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens}
-    ),
-    "padding_counted_as_text": functools.partial(counted_as, wrong=lambda facts: {"non_padding_tokens": facts.tokens}),
-    "prompt_counted_as_supervised": functools.partial(
-        counted_as, wrong=lambda facts: {"supervised_tokens": facts.non_padding_tokens}
-    ),
+    "padding_counted_alone": counted_as(lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens}),
+    "padding_counted_as_text": counted_as(lambda facts: {"non_padding_tokens": facts.tokens}),
+    "prompt_counted_as_supervised": counted_as(lambda facts: {"supervised_tokens": facts.non_padding_tokens}),
     "padded_to_the_longest": padded_to_the_longest,
     "first_step_timed": functools.partial(first_step_timed, slowly=True),
     "first_step_timed_as_fast": first_step_timed,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import exit_code
+from launching import read
 
 from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
@@ -72,7 +73,7 @@ def changed(source: Path, tmp_path: Path, change: Change, *, signed: bool = True
     """A copy of a checkpoint with one change, which its manifest agrees with if `signed`."""
     copy = tmp_path / "run" / source.name
     shutil.copytree(source, copy, copy_function=os.link)
-    facts = {k: v for k, v in json.loads((copy / "manifest.json").read_text()).items() if k not in ("files", "sha256")}
+    facts = {k: v for k, v in read(copy / "manifest.json").items() if k not in ("files", "sha256")}
     change(copy)
     if signed:
         commit(copy, facts)
@@ -102,7 +103,7 @@ def refusal(capsys: Capsys, command: str, checkpoint: Path, *options: str) -> st
 
 def manifest(**values: Any) -> Change:
     def change(folder: Path) -> None:
-        facts = {k: v for k, v in json.loads((folder / "manifest.json").read_text()).items() if k != "sha256"}
+        facts = {k: v for k, v in read(folder / "manifest.json").items() if k != "sha256"}
         replace(folder / "manifest.json", json.dumps(facts | values))
 
     return change
@@ -113,9 +114,7 @@ def write(name: str, content: str | bytes) -> Change:
 
 
 def config(**values: Any) -> Change:
-    return lambda folder: replace(
-        folder / "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | values)
-    )
+    return lambda folder: replace(folder / "config.json", json.dumps(read(folder / "config.json") | values))
 
 
 def optimizer(change: Callable[[Any], object]) -> Change:
@@ -218,9 +217,7 @@ def test_what_is_no_checkpoint_folder_is_refused(plain: Path, tmp_path: Path, ca
         assert exit_code("checkpoint", "export", plain, out) == 2
         assert len(capsys.readouterr().err.splitlines()) <= 2
     assert not (plain / "inside").exists()
-
-
-def test_a_shard_size_that_is_no_size_is_refused() -> None:
+    # So is a size of shards that is none.
     for text in ("inf", "0", "-1", "1e400", "", "GB"):
         with pytest.raises(ToolkitError, match="--max-shard-size is "):
             parse_size(text)

@@ -39,9 +39,8 @@ def tiny_experts(build_once: BuildOnce, tokenizer: Any) -> Path:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": []}
-        config = Qwen3MoeConfig(
-            vocab_size=len(tokenizer), dtype="float32", tie_word_embeddings=True, **sizes, **experts
-        )
+        sizes |= {"vocab_size": len(tokenizer), "dtype": "float32", "tie_word_embeddings": True}
+        config = Qwen3MoeConfig(**sizes, **experts)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")

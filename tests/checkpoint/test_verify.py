@@ -57,16 +57,15 @@ def test_an_export_gives_the_saved_models_logits(saved_runs: Runs, case: str, ti
         torch.testing.assert_close(logits(tmp_path / "merged"), logits(saved_runs[case], base), rtol=0, atol=TOLERANCE)
 
 
-def test_inspect_lists_all_checkpoints_of_a_run(saved_runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_checkpoints_and_says_where_a_manifest_is_missing(
+    saved_runs: Runs, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code("checkpoint", "inspect", saved_runs["zero3"], "--json") == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(each["step"], each["state"]) for each in found] == [(step, "complete") for step in (6, 4, 2)]
     facts = {"engine": "deepspeed", "preset": "zero3", "world_size": 2, "num_params": 3_219_776, "adapter": False}
     assert {name: found[0][name] for name in facts} == facts
     assert found[0]["optimizer_bytes"] >= 12 * 3_219_776
-
-
-def test_a_checkpoint_without_a_manifest_has_unknown_completeness(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     (summary,) = inspect_all(checkpoint)
     assert summary.state == "no manifest: completeness unknown"
@@ -80,9 +79,7 @@ def test_shards_of_an_export_respect_the_size_limit_and_load(saved_runs: Runs, t
     torch.testing.assert_close(logits(tmp_path / "out"), logits(saved_runs["fsdp2"]), rtol=0, atol=TOLERANCE)
 
 
-def test_damaged_checkpoints_are_not_exported(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_are_not_exported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = next(checkpoint.glob("global_step6/*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

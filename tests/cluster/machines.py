@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 from toolkit.launch.warm_start import SERVER_VARIABLE
 
-NETWORK = "10.77.0"
-SWITCH = "switch"
-BRIDGE = "br0"
+NETWORK, SWITCH, BRIDGE = "10.77.0", "switch", "br0"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BOOT_SECONDS = 20.0
 COMMAND_SECONDS = 60.0

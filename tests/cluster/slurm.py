@@ -75,7 +75,7 @@ class Slurm:
         (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\nCgroupAutomount=no\n")
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
         self.machines.run(CONTROLLER, "munged", *files, f"--socket={munge / 'socket'}")
-        self._ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
+        self.ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
         for name in self.nodes:
             self._start_node(name)
         self.machines.at_boot.append(self._start_node)
@@ -89,19 +89,19 @@ class Slurm:
 
     def job(self, job: str) -> dict[str, str]:
         """Return what the controller knows of a job."""
-        words = self._ctl("scontrol", "--oneliner", "show", "job", job).split()
+        words = self.ctl("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def nodes_of(self, job: str) -> list[str]:
         """Return the nodes that a running job has; the first one runs its batch script."""
-        return self._ctl("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
+        return self.ctl("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def wait_for_end(self, job: str, seconds: float = 240) -> None:
         wait_until(lambda: self.job(job)["JobState"] in ENDED, f"job {job} ends", seconds)
 
     def state(self, job: str) -> str:
         """Return what the controller knows of a job and of every node."""
-        return self._ctl("scontrol", "show", "job", job) + self._ctl("scontrol", "show", "nodes")
+        return self.ctl("scontrol", "show", "job", job) + self.ctl("scontrol", "show", "nodes")
 
     def end_soon(self, job: str) -> None:
         """Shorten a job's time limit, in whole minutes, so that SLURM's own warning (`--signal`) is soon due.
@@ -110,22 +110,17 @@ class Slurm:
         """
         hours, minutes, seconds = map(int, self.job(job)["RunTime"].split(":"))
         more = 1 if seconds < 20 else 2
-        self._ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + more}")
-
-    def extend(self, job: str) -> None:
-        self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-
-    def cancel(self, job: str) -> None:
-        self._ctl("scancel", job)
+        self.ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + more}")
 
     def node_states(self) -> dict[str, str]:
-        lines = self._ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
+        lines = self.ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
         return dict(line.split()[:2] for line in lines)  # type: ignore[misc]
 
     def _start_node(self, name: str) -> None:
         self.machines.run(name, "slurmd", "-N", name, "-L", f"{self.folder}/{name}/slurmd.log", env=self.environment)
 
-    def _ctl(self, *words: str) -> str:
+    def ctl(self, *words: str) -> str:
+        """Return what a command on the controller prints."""
         return self.machines.run(CONTROLLER, *words, env=self.environment).stdout
 
 
@@ -184,7 +179,7 @@ class ClusterJobs:
 
     def end(self) -> None:
         for job in self.submitted:
-            self.slurm.cancel(job)
+            self.slurm.ctl("scancel", job)
         for node in self.slurm.nodes:
             if node not in self.slurm.machines.on:
                 self.slurm.machines.power_on(node)

@@ -22,16 +22,15 @@ def test_a_run_survives_a_lost_node(machines: Machines, tiny_model: Path, faq_al
     nodes = Nodes("zero2", tmp_path, job, "node1:29401", place=lambda name, words: machines.command(name, *words))
     nodes.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] = "0.25"
     try:
-        nodes.start("node1")
-        nodes.start("node2")
-        nodes.train_on(2, attempt=1, steps=5)
-        machines.power_off("node2")
-        nodes.agents.pop("node2").wait(60)
-        nodes.train_on(1, attempt=2)
-        nodes.stop()
+        with nodes:
+            nodes.start("node1")
+            nodes.start("node2")
+            nodes.train_on(2, attempt=1, steps=5)
+            machines.power_off("node2")
+            nodes.agents.pop("node2").wait(60)
+            nodes.train_on(1, attempt=2)
+            nodes.stop()
     finally:
-        for name in list(nodes.agents):
-            nodes.lose(name)
         if "node2" not in machines.on:
             machines.power_on("node2")
     check_restarts(nodes, world_sizes=[2, 1])

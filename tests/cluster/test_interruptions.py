@@ -30,7 +30,7 @@ def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: Cl
     assert steps(out) == [step, step]
     assert read(out / "failure.json")["message"].endswith(f"checkpoint-{step} was saved")
 
-    slurm.extend(job)
+    slurm.ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     wait_until(lambda: read(out / "run.json")["status"] == "running", "the requeued run trains", LAUNCH_SECONDS)
     jobs.until_step(job, out, step + 4)
     assert read(out / "run.json")["resumed_from"]["step"] == step
@@ -45,7 +45,7 @@ def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: Cl
     jobs.until(job, lambda: (read(out / "run.json").get("resumed_from") or {"step": 0})["step"] >= saved)
     jobs.until_step(job, out, saved + 2)
     assert hosts(out) == slurm.nodes_of(job) == [node for node in slurm.nodes if node != lost]
-    slurm.cancel(job)
+    slurm.ctl("scancel", job)
     slurm.wait_for_end(job)
     trained = min(*steps(out), compared)
     assert trained >= saved + 2

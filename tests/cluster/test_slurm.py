@@ -161,8 +161,10 @@ def test_the_signal_leaves_an_asynchronous_save_the_write_of_the_one_before(sbat
     assert "--shutdown-timeout 270" in sbatch("--save-seconds", "60", preset="fsdp2", training=training)
 
 
-def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
+def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
     text = sbatch()
+    assert "\nrm -rf" not in text  # a line break does not leave the comment that names the command
     assert "--requeue" in directives(text)
     assert "--resume_from_checkpoint latest" in node_script_of(text)
     condition = re.search(r"^if \[\[ (.*) \]\]$", text, re.MULTILINE)
@@ -170,11 +172,6 @@ def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
     # the run's own word, of this attempt; something to resume from; and a job that nobody cancelled
     parts = {"$status == interrupted", "$failure -nt $started", "-n $saved", "$state == RUNNING"}
     assert set(condition[1].split(" && ")) == parts
-
-
-def test_a_line_break_stays_in_the_comment_with_the_command(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
-    assert "\nrm -rf" not in sbatch()
 
 
 def test_a_time_limit_is_read_as_slurm_reads_it() -> None:
@@ -203,6 +200,7 @@ def comparison(tmp_path: Path, capsys: Capsys, *options: str) -> str:
 
 
 def test_each_number_of_nodes_is_a_world_size_compared(tmp_path: Path, capsys: Capsys) -> None:
+    assert (COMPARISON_FILE, LEDGER_FILE) == (SPEC_FILE, LEDGER_OF_COMPARISON)  # the files that it looks for
     text = comparison(tmp_path, capsys, "--repeats", "5", "--preflight")
     assert "#SBATCH --nodes=2\n" in text
     assert "    --repeats 5 \\\n" in text
@@ -210,10 +208,6 @@ def test_each_number_of_nodes_is_a_world_size_compared(tmp_path: Path, capsys: C
     assert f"output_dir={tmp_path}/out\n" in text
     assert "--output_dir" not in text.partition("toolkit compare")[2]
     assert '[[ -e "$output_dir/comparison.json" ]] && resume=(--resume)' in text
-
-
-def test_the_files_that_it_looks_for_are_those_of_a_comparison() -> None:
-    assert (COMPARISON_FILE, LEDGER_FILE) == (SPEC_FILE, LEDGER_OF_COMPARISON)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +225,7 @@ def test_the_signal_requeues_a_running_job_that_has_finished_a_trial(
     if ledger:
         (tmp_path / "ledger.jsonl").touch()
     commands = f'squeue() {{ echo {state}; }}; scontrol() {{ echo called "$@"; }}; SLURM_JOB_ID=1 ATTEMPT=1-0'
-    folders = f"output_dir={tmp_path}; logs={tmp_path}"
-    script = f"{commands}; {folders}\n{function[0]}\nrequeue"
+    script = f"{commands}; output_dir={tmp_path}; logs={tmp_path}\n{function[0]}\nrequeue"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=False)
     assert ("called requeue 1" in ended.stdout) is requeued
 
@@ -268,7 +261,7 @@ def test_ranks_that_do_not_fill_nodes_and_processes_outside_a_job_are_refused(mo
         Allocation.current(processes_per_node=8)
 
 
-def test_each_node_starts_one_torchrun_with_the_run_id_as_its_rendezvous() -> None:
+def test_each_node_of_the_run_starts_one_torchrun_with_the_run_id_and_no_secret() -> None:
     plain = zero2(8)
     spread = TWO_NODES.spread(plain)
     assert {"srun", "--nodes=2", "--ntasks=2", "--nodelist=node1,node2", "--kill-on-bad-exit=1"} <= set(spread.argv)
@@ -276,10 +269,7 @@ def test_each_node_starts_one_torchrun_with_the_run_id_as_its_rendezvous() -> No
     assert f'--nnodes 2 --nproc-per-node 4 --rdzv-id "{plain.run_id}"' in spread.argv[-1]
     assert re.search(r"--head node1 --port (2[0-9]{4}) --peer node2.* --rdzv-endpoint .node1:\1.", spread.argv[-1])
     assert "'rows of mine.jsonl'" in spread.argv[-1]
-
-
-def test_a_run_on_one_node_of_the_job_names_that_node_and_no_secret() -> None:
-    spread = TWO_NODES.spread(zero2(2))
+    spread = TWO_NODES.spread(zero2(2))  # on one of its nodes
     assert "--nodelist=node1" in spread.argv
     assert "--nnodes 1 --nproc-per-node 2 " in spread.argv[-1]
     assert not any("secret" in word for word in spread.argv)

@@ -22,10 +22,7 @@ def test_named_modules_are_matched_by_the_ends_of_their_names() -> None:
     shape = shape_of("llama")
     adapters = lora_layer(shape, shape.layers[0], 4, ("q_proj", "mlp.up_proj", "proj"))
     assert [tensor.name.split(".lora")[0] for tensor in adapters][::2] == ["self_attn.q_proj", "mlp.up_proj"]
-
-
-def test_each_expert_has_its_own_adapters_of_twice_the_rank_on_gate_and_up() -> None:
-    shape = shape_of("qwen3_moe")
+    shape = shape_of("qwen3_moe")  # each expert has its own adapters, of twice the rank on gate and up
     adapters = lora_layer(shape, shape.layers[0], 4, ("gate_proj", "up_proj"))
     assert [tensor.shape for tensor in adapters] == [(6 * 2 * 4, 32), (2 * 8, 6 * 2 * 4)]
 

@@ -68,10 +68,7 @@ def test_heads_are_read_of_models_without_groups_and_of_the_text_part_of_composi
     assert plain.sizes["num_key_value_heads"] == 12
     text = read_split({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}})
     assert (text.model_type, text.sizes["num_key_value_heads"], "tp" in text.plans) == ("gemma3_text", 8, True)
-
-
-def test_the_nearest_degree_is_the_largest_below_that_works() -> None:
-    assert [read_split(LLAMA).nearest("tp", degree) for degree in (16, 8, 2)] == [8, 4, None]
+    assert [read_split(LLAMA).nearest("tp", degree) for degree in (16, 8, 2)] == [8, 4, None]  # the largest below
 
 
 SLIDES = "its attention slides over a window, which needs a mask"

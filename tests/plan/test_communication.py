@@ -112,6 +112,7 @@ SMALL = ModelShape(
     outer=(Tensor(name="embed_tokens.weight", shape=(100, 8)), Tensor(name="lm_head.weight", shape=(100, 8))),
 )
 PARAMS = 2 * 72 + 1600
+ACCUMULATES_3 = {"gradient_accumulation_steps": 3}
 
 
 def setup_of(preset: str, *, shape: ModelShape = SMALL, world_size: int = 4, **job: Any) -> TrainingSetup:
@@ -120,9 +121,6 @@ def setup_of(preset: str, *, shape: ModelShape = SMALL, world_size: int = 4, **j
 
 def sent(setup: TrainingSetup) -> dict[str, Collective]:
     return {collective.purpose: collective for collective in step_collectives(setup)}
-
-
-ACCUMULATES_3 = {"gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,6 @@ SPARSE = [
     ("mistral", 2, 0, ["ddp", "zero3", "fsdp2_grad_op"], 4),
     ("gpt2", 1, 0, ["ddp", "zero1", "zero3"], None),
 ]
-
-
 OPTIMIZED = [
     ("wide", ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
     ("wide-tied", ["ddp", "zero1"], "paged_adamw_8bit"),

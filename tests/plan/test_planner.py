@@ -41,10 +41,8 @@ def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_on
     [plan] = make_plans(request("zero3", per_device_train_batch_size=1, activation_checkpointing=True))
     assert plan.largest_micro_batch is not None
     sizes = (plan.largest_micro_batch, plan.largest_micro_batch + 1)
-    plans = [
-        make_plans(request("zero3", per_device_train_batch_size=size, activation_checkpointing=True))[0]
-        for size in sizes
-    ]
+    how = [{"per_device_train_batch_size": size, "activation_checkpointing": True} for size in sizes]
+    plans = [make_plans(request("zero3", **each))[0] for each in how]
     assert plans[0].verdict == "fits" != plans[1].verdict
     assert plan.smallest_world_size == 2
 

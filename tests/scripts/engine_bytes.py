@@ -134,24 +134,16 @@ def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
     ranks = dist.get_world_size()
     shape = (preset.replicas, ranks // preset.replicas) if preset.replicas > 1 else (ranks,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=preset.sharding != "shard_grad_op",
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_ram_efficient_loading=False,
-    )
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    reshards = preset.sharding != "shard_grad_op"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=reshards, **wrapped)
     plugin.set_mixed_precision("bf16")
     if preset.offload_param:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     names = list(mesh.mesh_dim_names)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh={tuple(names): mesh},
-        parallelism_config=SimpleNamespace(fsdp_dim_names=names),
-        mixed_precision="bf16",
-        is_main_process=True,
-        device=torch.device("cpu"),
-    )
+    mesh_of = {"torch_device_mesh": {tuple(names): mesh}, "parallelism_config": SimpleNamespace(fsdp_dim_names=names)}
+    place = {"is_main_process": True, "device": torch.device("cpu"), "mixed_precision": "bf16"}
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **mesh_of, **place)
     return stepped(fsdp2_prepare_model(accelerator, model), optim)
 
 

@@ -18,14 +18,7 @@ from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.command import (
-    NVME_PATH_VARIABLE,
-    PRESET_VARIABLE,
-    RESUME_LATEST,
-    RUN_ID_VARIABLE,
-    WORLD_SIZE_VARIABLE,
-    process_environment,
-)
+from toolkit.launch import command
 from toolkit.launch.preflight import check_job, check_output, check_required
 from toolkit.launch.resume import TrainingRun
 from toolkit.presets.compatibility import CPU, Device
@@ -91,13 +84,14 @@ class ClusterJob:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the ranks with a value that is written into the job file; those of the user replace others."""
-        found = {PRESET_VARIABLE: preset_word(self.preset), **process_environment(cpu=self.options.cpu, run_id="")}
-        found.pop(RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
+        found = {command.PRESET_VARIABLE: preset_word(self.preset)}
+        found |= command.process_environment(cpu=self.options.cpu, run_id="")
+        found.pop(command.RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
         if self.options.cpu:
             found["OMP_NUM_THREADS"] = "1"
         if not self.options.elastic:
             # The ranks refuse a smaller allocation before they load a model.
-            found[WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
+            found[command.WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
         else:
             # Otherwise the head's store holds the old attempt's keys when a node joins.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -122,17 +116,17 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
             hint="`toolkit cluster slurm`, or one `--preset`",
         )
     preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
-    check_no_secrets(argv)
-    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
+    check_secrets(argv)
+    if preset.uses_nvme and command.NVME_PATH_VARIABLE not in options.variables:
         raise ToolkitError(
             f"preset {preset.name!r} offloads to a disk of each node, and none is named",
-            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
+            hint=f"`--env {command.NVME_PATH_VARIABLE}=/path/on/each/node`",
         )
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir"))
     checkpoint = job.resume_from_checkpoint
     if checkpoint is None:
-        argv += RESUME_LATEST
+        argv += command.RESUME_LATEST
     elif checkpoint.lower() not in LATEST_WORDS:
         raise ToolkitError(
             f"--resume_from_checkpoint {checkpoint}: a job that is started again would begin there again",
@@ -156,7 +150,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     )
 
 
-def check_no_secrets(argv: Sequence[str]) -> None:
+def check_secrets(argv: Sequence[str]) -> None:
     """Raise ToolkitError for a training argument that nobody may read in a file."""
     for word, hidden in zip(argv, hide_words(argv), strict=True):
         if word != hidden:

@@ -17,13 +17,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from toolkit.cluster.cluster_job import (
-    ClusterJob,
-    check_job_arguments,
-    check_no_secrets,
-    check_world_sizes,
-    preset_word,
-)
+from toolkit.cluster.cluster_job import ClusterJob, check_job_arguments, check_secrets, check_world_sizes, preset_word
 from toolkit.cluster.job_files import Place, doctor_command, group_arguments, node_script, python_of, render
 from toolkit.cluster.options import JobOptions, Words, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
@@ -125,7 +119,7 @@ def sbatch_values(
 def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
     """Return the sbatch file of a comparison. Raises ToolkitError for a preset that cannot train on some nodes."""
     argv = [*options.training_arguments]
-    check_no_secrets(argv)
+    check_secrets(argv)
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir", "max_steps"))
     refuse_arguments_of_comparison(job.without("output_dir"))

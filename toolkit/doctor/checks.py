@@ -142,15 +142,7 @@ class Outcome:
         return SKIPPED if self.skipped else min((each.level for each in self.findings), key=LEVELS.index, default=OK)
 
     def add(
-        self,
-        level: str,
-        what: str,
-        value: object,
-        expected: object,
-        fix: str,
-        *,
-        gpu: Nvml | None = None,
-        when: object = True,
+        self, level: str, what: str, value: Any, expected: Any, fix: str, *, gpu: Nvml | None = None, when: Any = True
     ) -> None:
         """Add a finding, when it is one: of the node, or of one GPU, whose index replaces `{index}` in the fix."""
         if gpu is not None:

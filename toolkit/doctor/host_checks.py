@@ -16,13 +16,7 @@ from typing import Any
 
 import psutil
 
-from toolkit.cache import (
-    ASYNC_IO_OPS,
-    COMPILE_ASYNC_IO,
-    INSTALL_LIBAIO,
-    check_extensions_folder,
-    extensions_folder,
-)
+from toolkit import cache
 from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, hub_home, usual_folders
@@ -291,11 +285,11 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
     """libaio and DeepSpeed's async_io; with `--preset` or `--nvme-path` the disk: file system, direct I/O."""
     preset, path = node.preset, node.options.nvme_path
     uses_nvme = preset is not None and "nvme" in (preset.offload_optimizer, preset.offload_param)
-    header, compiled = has_libaio_header(), all(compiled_ops().get(op) for op in ASYNC_IO_OPS)
+    header, compiled = has_libaio_header(), all(compiled_ops().get(op) for op in cache.ASYNC_IO_OPS)
     outcome.measured = {"libaio_header": header, "async_io_compiled": compiled, "path": path}
     if not compiled:
         what = "DeepSpeed's async_io is not compiled" if header else "libaio's header is missing"
-        fix, level = COMPILE_ASYNC_IO if header else INSTALL_LIBAIO, ERROR if uses_nvme else NOTE
+        fix, level = cache.COMPILE_ASYNC_IO if header else cache.INSTALL_LIBAIO, ERROR if uses_nvme else NOTE
         outcome.add(level, f"NVMe offload: {what}", "missing", "present", fix)
     try:
         if preset is not None and uses_nvme:
@@ -420,9 +414,9 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
     compiled = compiled_ops()
-    outcome.measured = {"folder": str(extensions_folder()), **compiled}
+    outcome.measured = {"folder": str(cache.extensions_folder()), **compiled}
     try:
-        check_extensions_folder()
+        cache.check_extensions_folder()
     except ToolkitError as error:
         outcome.add_refusal(error, "writable by others", "writable by you only")
     if missing := [op for op in CPU_OPS if not compiled.get(op, True)]:

@@ -18,19 +18,9 @@ from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
 from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.simulate import pipeline_schedules
 from toolkit.simulate.options import LEAST, PipelineOptions, check_ranges, refuse_given
-from toolkit.simulate.pipeline_schedules import (
-    LETTERS,
-    PREDICTED_OVER_MEASURED,
-    SCHEDULES,
-    V_SHAPED,
-    ChunkTimes,
-    PipelineRun,
-    PipelineSize,
-    check_schedule,
-    chunks_of,
-    simulate,
-)
+from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, ChunkTimes, PipelineRun, PipelineSize
 from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
 from toolkit.units import gib, seconds
 
@@ -115,7 +105,7 @@ class PipelineComparison:
         return {
             "schedules": [each.as_row() for each in self.schedules],
             "left_out": self.left_out,
-            "predicted_over_measured": list(PREDICTED_OVER_MEASURED),
+            "predicted_over_measured": list(pipeline_schedules.PREDICTED_OVER_MEASURED),
         }
 
 
@@ -140,7 +130,8 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
     for schedule, size in possible:
         if staged is None:
             chunks = [times.divided(size.chunks)] * size.num_chunks
-            schedules.append(SimulatedSchedule(run=simulate(schedule, size, chunks, transfer_seconds=transfer)))
+            run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer)
+            schedules.append(SimulatedSchedule(run=run))
         else:
             run = staged.simulate(schedule, size)
             low, high = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
@@ -162,10 +153,10 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
     given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
         is_named_v = schedule in V_SHAPED and schedule in options.schedule
-        chunks = given if is_named_v else chunks_of(schedule, given)
+        chunks = given if is_named_v else pipeline_schedules.chunks_of(schedule, given)
         size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
-            check_schedule(schedule, size)
+            pipeline_schedules.check_schedule(schedule, size)
             _check_layers(num_layers, size)
             if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
                 hint = "--backward-ms for the gradient of the input, --weight-ms for that of the weights"
@@ -230,7 +221,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
             heading = ""
         if timeline:
             sections.append((heading, "\n".join(text_timeline(run, columns=terminal_columns() - LABEL_COLUMNS))))
-    low, high = PREDICTED_OVER_MEASURED
+    low, high = pipeline_schedules.PREDICTED_OVER_MEASURED
     notes = [LEGEND] if timeline else []
     notes += [
         "Step: the longest time from a stage's first start to its last end, without the optimizer. Bubble: share of"

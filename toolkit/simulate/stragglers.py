@@ -24,22 +24,10 @@ from toolkit.record.measurements import StepRow, percentile, read_steps, timed_s
 from toolkit.report.charts import Bar, BarChart, LineChart, curves
 from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate import options as defaults
+from toolkit.simulate import synchronization
 from toolkit.simulate.options import LEAST, StragglerOptions, check_ranges, refuse_given
 from toolkit.simulate.simulation_report import SimulationReport
-from toolkit.simulate.synchronization import (
-    BATCH_ROWS,
-    LARGEST_LEARNING_RATE,
-    LEARNING_RATE_PER_ROW,
-    NUM_PARAMS,
-    Curve,
-    FloatArray,
-    Policy,
-    PolicyRun,
-    SmallProblem,
-    best_backup_workers,
-    simulate,
-    train,
-)
+from toolkit.simulate.synchronization import Curve, FloatArray, Policy, PolicyRun, SmallProblem, best_backup_workers
 from toolkit.units import SECONDS_PER_HOUR, gib, number
 from toolkit.units import seconds as seconds_text
 
@@ -151,22 +139,22 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
     """Simulate and train under every policy. Raises ToolkitError for options out of range."""
     policies = checked_policies(options)
     seconds, step_times = compute_times(options)
-    num_params = NUM_PARAMS if options.model is None else read_model(options.model).num_params
+    num_params = synchronization.NUM_PARAMS if options.model is None else read_model(options.model).num_params
     reduce, push_pull = _communication(options, GRADIENT_BYTES * num_params)
     rate = options.learning_rate
     if rate is None:  # it grows with the rows of a global batch, as far as training stays stable
-        rate = min(LEARNING_RATE_PER_ROW * BATCH_ROWS * options.workers, LARGEST_LEARNING_RATE)
+        rate = min(options.workers * synchronization.RATE_PER_WORKER, synchronization.LARGEST_LEARNING_RATE)
     problem, results = SmallProblem(seed=options.seed), []
     for policy in policies:
         if options.workers * options.steps > PROGRESS_BATCHES:
             say(f"simulating and training {policy.label}")
         _, communication = (reduce if policy.is_synchronous else push_pull) or FREE
-        run = simulate(policy, seconds, steps=options.steps, communication_seconds=communication)
-        results.append((run, train(run, problem, learning_rate=rate)))
+        run = synchronization.simulate(policy, seconds, steps=options.steps, communication_seconds=communication)
+        results.append((run, synchronization.train(run, problem, learning_rate=rate)))
     baseline, curve = next((result for result in results if result[0].policy == SYNCHRONOUS), results[0])
     target = TARGET_MARGIN * curve[-1][1]
     backup, gain = best_backup_workers(seconds, steps=options.steps, communication_seconds=(reduce or FREE)[1])
-    everyone = simulate(SYNCHRONOUS, seconds, steps=options.steps)
+    everyone = synchronization.simulate(SYNCHRONOUS, seconds, steps=options.steps)
     return StragglerStudy(
         workers=options.workers,
         steps=options.steps,

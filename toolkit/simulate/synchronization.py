@@ -199,7 +199,8 @@ CLUSTER_SPREAD = 1.5
 TRAIN_ROWS, TEST_ROWS = 8192, 2048
 BATCH_ROWS = 16
 """Rows of one worker's batch."""
-LEARNING_RATE_PER_ROW = 0.0005  # the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677
+# The linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, per row of a batch.
+RATE_PER_WORKER = 0.0005 * BATCH_ROWS
 LARGEST_LEARNING_RATE = 0.8  # training becomes unstable above
 CURVE_POINTS = 60
 

@@ -44,9 +44,7 @@ def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
     assert max(sum(lengths[index] for index in pack) for pack in packs) <= 512
     assert len(packs) <= 1.02 * sum(lengths) / 512  # observed: 1.004
     assert best_fit([7, 7], max_tokens=7) == [[0], [1]]
-
-
-def test_a_pack_concatenates_its_rows() -> None:
+    # A pack concatenates its rows.
     packed = PackedRows(datasets.Dataset.from_list(ROWS), max_tokens=7)
     assert (packed.packs, packed.fill_fraction) == ([[1, 2], [3, 0]], 1.0)
     assert packed[0] == joined([ROWS[1], ROWS[2]])
