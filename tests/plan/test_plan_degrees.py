@@ -13,10 +13,10 @@ from model_configs import llama_8b, small_shape
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import RecommendRequest
+from toolkit.plan.candidates import NOT_NEEDED, RecommendRequest, train_command
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
-from toolkit.plan.recommend import NOT_NEEDED, recommend, train_command
+from toolkit.plan.recommend import recommend
 from toolkit.plan.recommendation import compare_command
 from toolkit.presets import list_presets, load_preset
 

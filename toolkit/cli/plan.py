@@ -56,8 +56,9 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     Prints the batch size and activation checkpointing, the reasons, the alternatives and the commands to run. Where no
     preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
-    from toolkit.plan.recommend import NothingFits, recommend_request
+    from toolkit.plan.candidates import NothingFits
     from toolkit.plan.recommend import recommend as choose
+    from toolkit.plan.recommend import recommend_request
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
     from toolkit.presets.preset import list_presets, load_preset
     from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines

@@ -29,13 +29,20 @@ from toolkit.models.flops import flops_of
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
+from toolkit.plan.candidates import (
+    Candidate,
+    NothingFits,
+    RecommendRequest,
+    best_candidates,
+    memory_refusal,
+    train_command,
+    why_refused,
+)
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, check_planned_job, check_size, model_part
-from toolkit.plan.recommend import NothingFits, memory_refusal, train_command, why_refused
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
