@@ -110,18 +110,15 @@ class CheckpointSummary:
     """One checkpoint; fields are the keys of `inspect --json`, None where neither manifest nor files tell."""
 
     path: str
-    state: str
-    """`complete`, `damaged` or `no manifest: completeness unknown`."""
+    state: str  # `complete`, `damaged` or `no manifest: completeness unknown`
     problem: str | None
     step: int | None
     preset: str | None
     engine: str | None
     sharding: str | None
     world_size: int | None
-    layout: dict[str, int] | None
-    """Degrees of parallelism; None for data parallelism alone."""
-    sharded_at_load: bool
-    """transformers sharded the model while it loaded it."""
+    layout: dict[str, int] | None  # degrees of parallelism; None for data parallelism alone
+    sharded_at_load: bool  # transformers sharded the model while it loaded it
     num_params: int | None
     num_trainable_params: int | None
     adapter: bool | None

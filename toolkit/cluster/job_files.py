@@ -36,10 +36,8 @@ class Place:
 
     head: str
     port: str = str(RENDEZVOUS_PORT)
-    peer: str | None = None
-    """Another node than the head."""
-    checked: bool = False
-    """The engine's file runs the preflight checks itself."""
+    peer: str | None = None  # another node than the head
+    checked: bool = False  # the engine's file runs the preflight checks itself
 
 
 def render(template: str, options: JobOptions, **values: Any) -> str:

@@ -29,10 +29,8 @@ class RowPair(NamedTuple):
 
     before: Row
     after: Row
-    ratio: float | None
-    """Speed after over speed before; None unless both completed and trained the baseline's problem."""
-    interval: Interval | None
-    """From the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
+    ratio: float | None  # speed after over speed before; None unless both completed and trained the baseline's problem
+    interval: Interval | None  # from the ends of both speeds' intervals, so wider than a 95 % confidence interval
     claim: Difference | None
 
     @classmethod
@@ -52,8 +50,7 @@ class BeforeAndAfter:
 
     before: Results
     after: Results
-    environment: Sequence[tuple[str, str, str]]
-    """Name, value before, value after of what differs."""
+    environment: Sequence[tuple[str, str, str]]  # name, value before, value after of what differs
 
     @property
     def pairs(self) -> list[RowPair]:

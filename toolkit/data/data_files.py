@@ -47,8 +47,7 @@ class DataSource:
     kind: Literal["file", "hub"]
     name: str
     path: Path | None = None
-    config: str | None = None
-    """Configuration of a hub data set; None for its only one."""
+    config: str | None = None  # configuration of a hub data set; None for its only one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +55,7 @@ class FileCheck:
     """A file whose checked rows are valid."""
 
     format: str
-    rows: int
-    """Number of checked rows: all rows if `complete`."""
+    rows: int  # number of checked rows: all rows if `complete`
     complete: bool
 
 

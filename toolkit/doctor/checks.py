@@ -132,8 +132,7 @@ class Outcome:
 
     measured: dict[str, Any] = field(default_factory=dict)
     findings: list[NodeFinding] = field(default_factory=list)
-    skipped: str | None = None
-    """Why nothing was measured."""
+    skipped: str | None = None  # why nothing was measured
     seconds: float = 0.0
 
     @property
@@ -164,14 +163,10 @@ class NodeCheck:
 
     name: str
     looks_at: str
-    threshold: str
-    """When it is a finding."""
-    source: str
-    """Where the threshold comes from: an address, or `our choice` with the reason."""
-    long: bool
-    """Runs with `--long` only."""
-    examine: Examine
-    """Adds what it measured, and what is wrong."""
+    threshold: str  # when it is a finding
+    source: str  # where the threshold comes from: an address, or `our choice` with the reason
+    long: bool  # runs with `--long` only
+    examine: Examine  # adds what it measured, and what is wrong
 
     def run(self, node: NodeReadings) -> Outcome:
         """Examine a node. Whatever a broken one answers becomes a skipped check with the reason, never a traceback."""

@@ -159,12 +159,9 @@ def _words(name: str) -> str:
 class RdmaPort(NamedTuple):
     """One port of InfiniBand, RoCE or EFA in the kernel's files; None where they do not say."""
 
-    name: str
-    """`mlx5_0 port 1`."""
-    state: str | None
-    """`ACTIVE`, `INIT`, `DOWN`."""
-    rate: str | None
-    """`400 Gb/sec (4X NDR)`."""
+    name: str  # `mlx5_0 port 1`
+    state: str | None  # `ACTIVE`, `INIT`, `DOWN`
+    rate: str | None  # `400 Gb/sec (4X NDR)`
     link_layer: str | None
 
     @property

@@ -202,8 +202,7 @@ class NodeDifference:
     level: str
     fact: str
     why: str
-    values: dict[str, Fact]
-    """By node."""
+    values: dict[str, Fact]  # by node
     fix: str
 
     def lines(self) -> list[str]:

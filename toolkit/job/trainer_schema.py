@@ -40,10 +40,8 @@ SHIPPED = Path(__file__).with_name("trainer_schema.json")
 class TrainerField:
     """One field of `TrainingArguments`."""
 
-    type: str
-    """The annotation, without module names: `int | None`."""
-    choices: tuple[str, ...]
-    """Words that it accepts; empty where it accepts any."""
+    type: str  # the annotation, without module names: `int | None`
+    choices: tuple[str, ...]  # words that it accepts; empty where it accepts any
     help: str
 
 

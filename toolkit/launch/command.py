@@ -47,12 +47,9 @@ class ProcessCommand:
     """One process to start, and how a user would start it from a shell."""
 
     argv: list[str]
-    environment: dict[str, str]
-    """Variables added to those of this process."""
-    shown: str
-    """The same run as a shell line."""
-    run_id: str
-    """The value of `TOOLKIT_RUN_ID` in every process of the run, by which all of them are found and ended."""
+    environment: dict[str, str]  # variables added to those of this process
+    shown: str  # the same run as a shell line
+    run_id: str  # the value of `TOOLKIT_RUN_ID` in every process of the run, by which all of them are found and ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,8 +52,7 @@ class PreparedRun:
     options: TrainOptions
     run: TrainingRun
     nvme: NvmeDisk | None
-    converted: Path | None
-    """The copy of the checkpoint that another preset or number of processes wrote."""
+    converted: Path | None  # the copy of the checkpoint that another preset or number of processes wrote
     command: LaunchCommand
 
 

@@ -54,8 +54,7 @@ class ProcessResult:
     seconds: float
     timed_out: bool = False
     interrupted: bool = False
-    warm_start: bool = False
-    """Forked from a process that had imported the libraries (`toolkit.launch.warm_start`)."""
+    warm_start: bool = False  # forked from a process that had imported the libraries (`toolkit.launch.warm_start`)
 
 
 def run_command(
@@ -224,10 +223,8 @@ class RunResult:
 
     folder: RunFolder
     status: str
-    exit_code: int
-    """The toolkit's exit code: 0 done, 1 the run failed, 2 invalid input, 3 out of memory."""
-    seconds: float
-    """Wall time of the launch, including imports and loading."""
+    exit_code: int  # the toolkit's exit code: 0 done, 1 the run failed, 2 invalid input, 3 out of memory
+    seconds: float  # wall time of the launch, including imports and loading
     failure: dict[str, Any] | None
 
 

@@ -41,14 +41,10 @@ class SimulatedFailures:
     runs: int
     days: float
     seed: int
-    effective_time_ratio: float
-    """Progress over all of the time, also that without enough nodes."""
-    standard_error: float | None
-    """Of the ratio; None for one run."""
-    failures: float
-    """Per run."""
-    stopped_fraction: float
-    """Share of the time in which nodes are missing."""
+    effective_time_ratio: float  # progress over all of the time, also that without enough nodes
+    standard_error: float | None  # of the ratio; None for one run
+    failures: float  # per run
+    stopped_fraction: float  # share of the time in which nodes are missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +54,7 @@ class FailureEstimate:
     job: FailingJob
     gpus: int
     simulated: SimulatedFailures
-    checkpoint_source: str
-    """Where the seconds of a save come from."""
+    checkpoint_source: str  # where the seconds of a save come from
 
     @property
     def expected_failures(self) -> float:

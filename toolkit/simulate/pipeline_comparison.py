@@ -92,8 +92,7 @@ class PipelineComparison:
 
     heading: str
     schedules: list[SimulatedSchedule]
-    left_out: list[str]
-    """Why schedules are missing that were not named."""
+    left_out: list[str]  # why schedules are missing that were not named
 
     @property
     def fastest(self) -> SimulatedSchedule:

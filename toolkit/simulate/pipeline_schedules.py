@@ -74,8 +74,7 @@ class OperationOrder:
 
     schedule: str
     size: PipelineSize
-    operations: tuple[Sequence[int], ...]
-    """By stage."""
+    operations: tuple[Sequence[int], ...]  # by stage
 
     def stage_of(self, chunk: int) -> int:
         """Return the stage that has a chunk."""
@@ -234,10 +233,8 @@ class ChunkTimes:
     """Times of one micro-batch in one chunk of the model: in a stage, if it has one chunk."""
 
     forward_seconds: float
-    backward_seconds: float
-    """Gradient of the input."""
-    weight_seconds: float
-    """Gradient of the weights."""
+    backward_seconds: float  # gradient of the input
+    weight_seconds: float  # gradient of the weights
 
     @property
     def seconds(self) -> float:
@@ -259,10 +256,8 @@ class PipelineRun:
     """One simulated step."""
 
     order: OperationOrder
-    times: Sequence[ChunkTimes]
-    """By chunk of the model."""
-    end_seconds: Sequence[float]
-    """By operation; a whole backward ends where the gradient of its input does."""
+    times: Sequence[ChunkTimes]  # by chunk of the model
+    end_seconds: Sequence[float]  # by operation; a whole backward ends where the gradient of its input does
 
     @property
     def size(self) -> PipelineSize:

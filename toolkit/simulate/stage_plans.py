@@ -66,10 +66,8 @@ class StageMemory:
     """Memory of one GPU of a stage."""
 
     peak_bytes: int
-    state_bytes: int
-    """Weights, gradients and optimizer states."""
-    held_bytes: int
-    """Activations in the forward of the last micro-batch in flight, of all of them."""
+    state_bytes: int  # weights, gradients and optimizer states
+    held_bytes: int  # activations in the forward of the last micro-batch in flight, of all of them
     verdict: str
 
     @property
@@ -82,13 +80,10 @@ class StagedModel:
     """A model whose layers are divided among stages, on GPUs of one kind."""
 
     shape: ModelShape
-    job: PlannedJob
-    """One micro-batch: sequences, length, activation checkpointing."""
+    job: PlannedJob  # one micro-batch: sequences, length, activation checkpointing
     gpu: Gpu
-    tp: int = 1
-    """GPUs that split each layer of a stage."""
-    data_parallel_size: int = 1
-    """Replicas of the pipeline, which shard the optimizer's states."""
+    tp: int = 1  # GPUs that split each layer of a stage
+    data_parallel_size: int = 1  # replicas of the pipeline, which shard the optimizer's states
     network_bytes_per_second: int | None = None
 
     @property
@@ -256,8 +251,7 @@ class PipelineLayout:
 
     staged: StagedModel
     run: PipelineRun
-    memory: list[StageMemory]
-    """By stage."""
+    memory: list[StageMemory]  # by stage
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -113,20 +113,15 @@ class StragglerStudy:
     seed: int
     learning_rate: float
     step_times: str
-    slowdown: float
-    """A step that waits for all workers over the mean compute time."""
-    best_backup_workers: int
-    """The number that applies most gradients per second."""
+    slowdown: float  # a step that waits for all workers over the mean compute time
+    best_backup_workers: int  # the number that applies most gradients per second
     best_backup_gain: float
     model: str | None
     gradient_bytes: int
-    all_reduce_seconds: Range | None
-    """At the best and the worst rates; None without a model."""
+    all_reduce_seconds: Range | None  # at the best and the worst rates; None without a model
     push_pull_seconds: Range | None
-    target_loss: float
-    """Within 5 % of the last loss of `target_policy`."""
-    target_policy: str
-    """Synchronous training, or the first policy without it."""
+    target_loss: float  # within 5 % of the last loss of `target_policy`
+    target_policy: str  # synchronous training, or the first policy without it
     policies: tuple[PolicyResult, ...]
 
     def as_json(self) -> dict[str, Any]:

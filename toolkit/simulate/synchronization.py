@@ -47,8 +47,7 @@ class Policy:
     """How gradients of several workers become updates."""
 
     name: str
-    number: int = 0
-    """Of workers that `backup_workers` does not wait for; of batches ahead in `bounded_staleness`."""
+    number: int = 0  # of workers that `backup_workers` does not wait for; of batches ahead in `bounded_staleness`
 
     @property
     def is_synchronous(self) -> bool:
@@ -65,11 +64,9 @@ class Update:
     """One update of the weights: by the mean of its workers' gradients; of one worker in the asynchronous policies."""
 
     seconds: float
-    version: int
-    """Number of updates that the weights had when the workers read them."""
+    version: int  # number of updates that the weights had when the workers read them
     workers: Sequence[int]
-    batches: Sequence[int]
-    """Number of each worker's batch, from 0."""
+    batches: Sequence[int]  # number of each worker's batch, from 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,10 +77,8 @@ class PolicyRun:
     workers: int
     gradients_per_step: int
     updates: list[Update] = field(default_factory=list)
-    waiting_seconds: float = 0.0
-    """Of all workers, as the next two: idle until the update or the slowest worker."""
-    discarded_seconds: float = 0.0
-    """Spent on gradients that were dropped."""
+    waiting_seconds: float = 0.0  # of all workers, as the next two: idle until the update or the slowest worker
+    discarded_seconds: float = 0.0  # spent on gradients that were dropped
     communication_seconds: float = 0.0
 
     @property

@@ -18,25 +18,19 @@ class Counts:
     """Counts of tokenised rows; tokens are of an epoch's rows, after truncation; in a stream, all of the first rows."""
 
     format: str
-    rows: int
-    """All rows read, also those dropped."""
-    dropped_rows: int
-    """Rows without a supervised token."""
-    epoch_rows: int | None
-    """Rows of an epoch: those kept, with the repeats that weights ask for; None for a stream."""
+    rows: int  # all rows read, also those dropped
+    dropped_rows: int  # rows without a supervised token
+    epoch_rows: int | None  # rows of an epoch: those kept, with the repeats that weights ask for; None for a stream
     tokens: int
-    supervised_tokens: int
-    """Labels that are not -100, without the first position of each row, which nothing predicts."""
+    supervised_tokens: int  # labels that are not -100, without the first position of each row, which nothing predicts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceStats(Counts):
     """Counts of one data set of a run."""
 
-    name: str
-    """File or hub id."""
-    weight: float | None
-    """Its share of the weights; None without `--dataset_weights`."""
+    name: str  # file or hub id
+    weight: float | None  # its share of the weights; None without `--dataset_weights`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,8 +64,7 @@ class RowStream:
 
     source: DataSource
     data_format: str
-    rows: datasets.IterableDataset
-    """Rows in the order of the source."""
+    rows: datasets.IterableDataset  # rows in the order of the source
     buffer_size: int
     seed: int
 
@@ -147,10 +146,8 @@ class LaneState:
     """The position of a lane."""
 
     lane: int
-    taken: int = 0
-    """Number of rows that it has taken from those dealt to it."""
-    open: tuple[tuple[int, ...], ...] = ()
-    """The rows in packs that are not full yet, by their number in the lane."""
+    taken: int = 0  # number of rows that it has taken from those dealt to it
+    open: tuple[tuple[int, ...], ...] = ()  # the rows in packs that are not full yet, by their number in the lane
 
 
 LaneStates = dict[int, LaneState]  # by the number of the lane
