@@ -140,7 +140,7 @@ SCHEMAS = {
 # What is refused as a whole, so that there is nothing to account for.
 REFUSED_SETTINGS = {
     "axolotl": {  # "x" is neither a DeepSpeed file nor a learning rate
-        *("adapter", "rl", "reward_model", "process_reward_model", "processor_type", "deepspeed", "learning_rate"),
+        *("adapter", "rl", "reward_model", "process_reward_model", "processor_type", "deepspeed", "learning_rate")
     },
     "llama-factory": {
         *("finetuning_type", "stage", "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches"),

@@ -179,8 +179,7 @@ def probes_table(results: Results) -> Table | None:
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], words: Sequence[str] = WORDS) -> Table:
     """Return a table; the columns that hold words are aligned left."""
     return Table(
-        headings=tuple(Heading(text=text, numeric=text not in words) for text in headings),
-        rows=tuple(map(tuple, rows)),
+        headings=tuple(Heading(text=text, numeric=text not in words) for text in headings), rows=tuple(map(tuple, rows))
     )
 
 

@@ -23,13 +23,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.planned_job import (
-    PlannedJob,
-    TrainingSetup,
-    check_planned_job,
-    check_world_size,
-    scaled,
-)
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
 from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset

@@ -115,8 +115,7 @@ class Figures(Model):
     memory_by_phase: Annotated[MemoryByPhase | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Bytes of one rank after each phase of its first step."""
     energy_joules: Annotated[
-        Measured,
-        Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL),
+        Measured, Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL)
     ] = None
     """Energy of all ranks' GPUs over the timed steps, as NVML reports it (mean power between readings times
     `timed_seconds`); null where it cannot."""

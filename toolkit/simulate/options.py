@@ -69,8 +69,7 @@ class PipelineOptions:
     max_seq_length: SeqLength = MAX_SEQ_LENGTH
     per_device_train_batch_size: Annotated[int, Option(help="with --model: sequences per micro-batch")] = 1
     activation_checkpointing: Annotated[
-        bool,
-        Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False),
+        bool, Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False)
     ] = False
     timeline: Annotated[
         bool, Option("--timeline/--no-timeline", help="print timelines; of many schedules, that of the shortest step")
