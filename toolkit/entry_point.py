@@ -1,7 +1,5 @@
 """What every program of ours does around its work: messages, and errors as two lines and an exit code.
 
-    sys.exit(exit_code_of(run))
-
 Invalid input and a machine that refuses (a full disk, no permission) are two lines. An error that nobody expected is
 two lines too, and a file with its traceback; `TOOLKIT_DEBUG=1` prints the traceback itself. A rank of a run reports in
 its run folder instead (`toolkit.train.rank_process`).
@@ -124,7 +122,6 @@ def _discard(stream: TextIO) -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print two lines about an error that is not a ToolkitError, and return the exit code."""
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         print_message("".join(traceback.format_exception(error)))
     if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:

@@ -228,6 +228,5 @@ def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> Sav
 
 
 def _seconds(recorded: object, name: str) -> float:
-    """Return a time of run.json; 0 where there is none."""
     value = recorded.get(name) if isinstance(recorded, dict) else None
     return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else 0.0

@@ -181,7 +181,6 @@ def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
 
 
 def _combined(rule: Repeats | None, values: list[Any]) -> Any:
-    """A row's figure from its repeats'."""
     if rule in (Repeats.GEOMETRIC_MEAN, Repeats.MEDIAN):  # unknown if it is, or is zero, in one repeat
         mean = statistics.geometric_mean if rule is Repeats.GEOMETRIC_MEAN else statistics.median
         return mean(values) if all(values) else None

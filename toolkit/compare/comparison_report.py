@@ -79,7 +79,6 @@ def console_table(results: Results) -> RichTable:
 
 
 def _content(results: Results) -> dict[str, Any]:
-    """What both kinds of report show, and the charts and trials of the page."""
     rows = results.labelled_rows
     sections = {
         "Memory of one rank": tables.row_table("memory", results).without_unknown_columns(),
@@ -147,7 +146,6 @@ def _job(results: Results) -> NamesAndValues:
 
 
 def _environment(results: Results) -> NamesAndValues:
-    """The node and its versions."""
     environment, disk = results.environment, results.environment.disk
     limits = [] if environment.memory_limit_bytes is None else [f"memory {gib(environment.memory_limit_bytes)}"]
     limits += [] if environment.cpu_limit is None else [f"{environment.cpu_limit:g} CPU cores"]

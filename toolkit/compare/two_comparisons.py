@@ -136,7 +136,6 @@ def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Name, value before and value after of what differs."""
     texts = [
         (name, *(NOT_AVAILABLE if each.get(name) is None else str(each[name]) for each in (old, new)))
         for name in {**old, **new}
@@ -165,7 +164,6 @@ def _environment(environment: Environment) -> dict[str, object]:
 
 
 def _speed_cell(row: Row) -> Cell:
-    """A speed, or why there is none."""
     if row.has_speed:
         return Cell(text=speed(row.tokens_per_second), value=row.tokens_per_second)
     return Cell(text=NOT_AVAILABLE if row.status_text == "completed" else row.status_text)

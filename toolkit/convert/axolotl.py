@@ -129,7 +129,6 @@ def _take_data(draft: Draft) -> None:
 
 
 def _entry(draft: Draft, prefix: str) -> NamedData:
-    """The data set of an entry; its settings about the format of the rows are used."""
     settings = draft.nested(prefix)
     kind = str(settings.get("type", ""))
     mapping = block_of(settings, "message_property_mappings", prefix.rstrip("."))

@@ -175,7 +175,6 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sou
 
 
 def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:
-    """A text, or None where it is missing. Raises ToolkitError for any other type."""
     value = values.get(key)
     if value is not None and not isinstance(value, str):
         raise unexpected(source, key, value, "text")
@@ -183,6 +182,5 @@ def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:
 
 
 def _names(value: Any) -> list[str]:
-    """`identity, alpaca_en_demo` as a list."""
     parts = value if isinstance(value, list) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]

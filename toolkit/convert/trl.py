@@ -101,7 +101,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
 
 
 def _take_lora(draft: Draft) -> None:
-    """LoRA is trained with `use_peft` only."""
     defaults, fields = draft.dialect.lora_defaults, draft.dialect.lora_config
     if not draft.is_on("use_peft"):
         reason = "no adapter is trained: `use_peft` is not set"

@@ -198,7 +198,6 @@ def _check_turn(turn: Row, where: str, *, sharegpt: bool) -> None:
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:
-    """Tools for the chat template: a list of JSON schemas, or the same as JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:

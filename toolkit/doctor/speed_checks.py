@@ -1,7 +1,5 @@
 """Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node.
 
-    python -m toolkit.doctor.speed_checks 2
-
 is the all-reduce by torch as a program. Without a GPU it runs in processes on the CPU with gloo: that tests
 collectives, and says nothing about a GPU.
 """

@@ -161,7 +161,6 @@ def _enum_values(hint: Any) -> list[str]:
 
 
 def _type_text(hint: Any) -> str:
-    """The annotation without module names."""
     text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     return re.sub(r"\b(?:\w+\.)+", "", text)
 

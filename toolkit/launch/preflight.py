@@ -152,7 +152,6 @@ def check_chat_template(job: Job) -> None:
 
 
 def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:
-    """Rows of each data set, where they are known."""
     paths = [source.path for source in resolve_sources(names, config=config, option=option)]
     checked = [None if path is None else check_file(path) for path in paths]
     return [each.rows if each is not None and each.complete else None for each in checked]

@@ -1,9 +1,5 @@
 """Resume a run: the checkpoint, whether the job continues it, and its conversion where its shards do not fit.
 
-    checkpoint = checkpoint_to_resume(run.job)
-    if converts(checkpoint, run):                     # another preset or number of processes wrote it
-        copy = convert_checkpoint(checkpoint, run, on_message=print)         # out/.resume/checkpoint-8
-
 `toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
 """
 

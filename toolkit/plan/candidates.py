@@ -198,7 +198,6 @@ def _best(request: RecommendRequest, preset: PresetSpec) -> Candidate:
 
 
 def _better(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest that fits, or the smallest if none does."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.seconds)

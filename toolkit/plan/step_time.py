@@ -190,7 +190,6 @@ def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens
 
 
 def _optimizer_share(setup: TrainingSetup) -> float:
-    """Trained elements whose optimizer states one GPU has."""
     if "optimizer" not in setup.preset.sharded_parts:
         return setup.weights.num_trained
     sharing = setup.engine.ranks_sharing

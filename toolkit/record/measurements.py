@@ -66,7 +66,6 @@ def _peak(heading: str, repeats: Repeats = Repeats.LARGEST) -> Column:
 
 
 def _document(repeats: Repeats) -> Column:
-    """A value that only JSON has."""
     return Column(repeats=repeats, in_csv=False)
 
 
@@ -332,7 +331,6 @@ def rank_skew(steps: list[list[StepRow]]) -> float | None:
 
 
 def _by_rank(steps: Sequence[Sequence[StepRow]]) -> list[list[StepRow]]:
-    """The rows of each rank over the steps in which the run had it."""
     ranks: dict[int, list[StepRow]] = {}
     for step in steps:
         for rank, row in enumerate(step):
@@ -355,7 +353,6 @@ def _counted(steps: list[list[StepRow]], key: str) -> tuple[int | None, ...]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """The sum; None where a part is not known."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
@@ -365,12 +362,10 @@ def _over_ranks(steps: list[list[StepRow]], key: str, reduce: Callable[[list[flo
 
 
 def _mean(values: list[float]) -> float:
-    """The mean; not a number where one is not finite, which `fsum` refuses."""
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _largest(rows: Iterable[BaseModel], key: str) -> int | None:
-    """The maximum of what is known."""
     return max((size for row in rows if (size := getattr(row, key)) is not None), default=None)
 
 

@@ -214,7 +214,6 @@ class _Process:
 
 
 def _divide(timeline: Sequence[Moment]) -> tuple[list[_Process], float]:
-    """Return the processes with their seconds by part, and the idle seconds between attempts."""
     processes, idle, began = [_Process()], 0.0, False
     for moment, following in pairwise([*timeline, *timeline[-1:]]):
         if moment.phase in ("start", LAUNCH) and began:

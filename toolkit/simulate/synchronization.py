@@ -255,7 +255,6 @@ def gradients(weights: Weights, inputs: Array, classes: Any) -> Weights:
 
 
 def _forward(weights: Weights, inputs: Array) -> list[Any]:
-    """Inputs of each layer, then the probabilities of the classes."""
     layers = [inputs]
     for weight in weights[:-1]:
         layers.append(numpy.maximum(layers[-1] @ weight, 0))
