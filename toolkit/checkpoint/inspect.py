@@ -49,12 +49,9 @@ class Layout:
     engine: str
     """`deepspeed`, `fsdp2`, `at_load` (transformers sharded the model while it loaded it), `pipeline`, `plain` (DDP and
     a single process write the same files) or `universal`."""
-    state_folder: Path
-    """Folder of the sharded states: `global_stepN/` for DeepSpeed, otherwise the checkpoint itself."""
-    adapter: bool | None
-    """True if only an adapter was saved; None if the files do not tell."""
-    world_size: int | None
-    """Number of ranks that wrote it; None if the files do not tell."""
+    state_folder: Path  # folder of the sharded states: `global_stepN/` for DeepSpeed, otherwise the checkpoint itself
+    adapter: bool | None  # true if only an adapter was saved; None if the files do not tell
+    world_size: int | None  # number of ranks that wrote it; None if the files do not tell
 
 
 def detect(path: Path) -> Layout:

@@ -42,10 +42,8 @@ MIN_HANG_MINUTES, MIN_COMPILED_HANG_MINUTES = 2, 10
 class SaveTime:
     """How long a checkpoint takes, and how that is known."""
 
-    seconds: float
-    """From the end of a step until the checkpoint is complete."""
-    step_seconds: float = 0.0
-    """A signal waits for the step in progress; 0 where steps were not measured."""
+    seconds: float  # from the end of a step until the checkpoint is complete
+    step_seconds: float = 0.0  # a signal waits for the step in progress; 0 where steps were not measured
     earlier_write_seconds: float = 0.0
     """With `--async_save`, a save first waits for the checkpoint before, whose writing may just have begun."""
     source: str

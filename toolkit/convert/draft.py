@@ -46,17 +46,13 @@ class Conversion:
 
     tool: str
     preset: str
-    num_processes: int | None
-    """None where the configuration does not say."""
+    num_processes: int | None  # None where the configuration does not say
     arguments: dict[str, Any]
     defaults: tuple[str, ...]
     """Arguments that the configuration does not set: they are the other tool's defaults, which differ from ours."""
-    notes: dict[str, str]
-    """Argument, or `--preset`, to what is different in meaning."""
-    converted: dict[str, str]
-    """Key of the configuration to the argument, or to `--preset` or `--num-processes`."""
-    redundant: tuple[str, ...]
-    """Keys that are empty, off, or say what happens here anyway."""
+    notes: dict[str, str]  # argument, or `--preset`, to what is different in meaning
+    converted: dict[str, str]  # key of the configuration to the argument, or to `--preset` or `--num-processes`
+    redundant: tuple[str, ...]  # keys that are empty, off, or say what happens here anyway
     not_converted: tuple[NotConverted, ...]
 
 

@@ -52,10 +52,8 @@ class TrainerSchema:
     fields: Mapping[str, TrainerField]
     schedules: Mapping[str, Mapping[str, bool] | None]
     """Schedule -> the keys of `lr_scheduler_kwargs`, each True if it must be given; None: any key."""
-    trackers: tuple[str, ...]
-    """Words of `report_to`."""
-    accelerator_config: Mapping[str, str]
-    """Key -> annotation."""
+    trackers: tuple[str, ...]  # words of `report_to`
+    accelerator_config: Mapping[str, str]  # key -> annotation
 
 
 @functools.cache

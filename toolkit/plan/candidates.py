@@ -38,17 +38,13 @@ class RecommendRequest:
     shape: ModelShape
     gpu: Gpu
     world_size: int
-    global_batch_size: int
-    """Sequences per optimizer step, over all GPUs and accumulation steps."""
-    job: PlannedJob
-    """Length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found."""
+    global_batch_size: int  # sequences per optimizer step, over all GPUs and accumulation steps
+    job: PlannedJob  # length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
-    host_memory_bytes: int | None = None
-    """Host memory of one node; None: as much as needed."""
-    data_parallel_size: int | None = None
-    """GPUs, or groups of GPUs, that train on different rows; None: each of them."""
+    host_memory_bytes: int | None = None  # host memory of one node; None: as much as needed
+    data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:

@@ -62,14 +62,11 @@ class Plan:
     num_params: int
     num_trainable_params: int
     communication_bytes_per_step: int
-    speed: StepTime | None
-    """None if the GPU's peak is unknown."""
+    speed: StepTime | None  # None if the GPU's peak is unknown
     largest_micro_batch: int | None
     smallest_world_size: int | None
-    traffic: tuple[DimensionTraffic, ...]
-    """What each GPU sends in a step, by dimension of the mesh."""
-    layout: ParallelLayout | None = None
-    """How the ranks are divided; None for data parallelism alone."""
+    traffic: tuple[DimensionTraffic, ...]  # what each GPU sends in a step, by dimension of the mesh
+    layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     accumulate: str | None = None
     """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
 

@@ -167,7 +167,7 @@ class Checkpoint:
 
     path: Path
     step: int  # completed optimizer steps
-    manifest: Manifest | None  # none where it is missing or cannot be read
+    manifest: Manifest | None  # None where it is missing or cannot be read
     unreadable: str | None = None  # why the manifest cannot be read
 
     @property

@@ -37,18 +37,12 @@ class SourceStats(Counts):
 class DataStats(Counts):
     """Counts of all data sets together."""
 
-    truncated_rows: int
-    """Rows longer than `max_seq_length`, kept or dropped."""
-    longest_row_tokens: int
-    """Before truncation: the `max_seq_length` that would truncate nothing."""
-    sample: str
-    """The first row kept, decoded, with its supervised parts between « and »."""
-    packs: int | None = None
-    """Sequences that the rows were packed into; None without packing."""
-    pack_fill_fraction: float | None = None
-    """Tokens, as a fraction of the packs' capacity."""
-    streamed: bool = False
-    """True for a stream, whose counts are of its first rows only."""
+    truncated_rows: int  # rows longer than `max_seq_length`, kept or dropped
+    longest_row_tokens: int  # before truncation: the `max_seq_length` that would truncate nothing
+    sample: str  # the first row kept, decoded, with its supervised parts between « and »
+    packs: int | None = None  # sequences that the rows were packed into; None without packing
+    pack_fill_fraction: float | None = None  # tokens, as a fraction of the packs' capacity
+    streamed: bool = False  # true for a stream, whose counts are of its first rows only
     sources: list[SourceStats] = field(default_factory=list)
     """Each data set of the training data; empty for evaluation data."""
 

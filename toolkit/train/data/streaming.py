@@ -48,10 +48,8 @@ class StreamedRow(NamedTuple):
     fields: dict[str, Any]
     place: str | None = None
     """Place in the file, in words. None on the hub, where the order of shards leaves a row no place."""
-    number: int | None = None
-    """Index of the row in a file, from 0; of several data sets, as `numbered`."""
-    source: int = 0
-    """Index of its data set in `--dataset`."""
+    number: int | None = None  # index of the row in a file, from 0; of several data sets, as `numbered`
+    source: int = 0  # index of its data set in `--dataset`
 
     def place_in(self, name: str) -> str:
         """Return the place of the row in the data set `name`, for error messages."""
