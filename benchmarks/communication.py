@@ -44,10 +44,8 @@ class Setting(JobSetting):
     """Settings of one run."""
 
     ranks: int
-    accumulate: str | None = None
-    """`whole`, where FSDP2 reduces in the last accumulation step only."""
-    alone: bool = False
-    """Rank 0 in one process, instead of all ranks."""
+    accumulate: str | None = None  # `whole`, where FSDP2 reduces in the last accumulation step only
+    alone: bool = False  # rank 0 in one process, instead of all ranks
 
     @property
     def name(self) -> str:

@@ -37,10 +37,8 @@ CONTROLS = ("zero2", "zero3", "fsdp2")  # besides ddp, the baseline
 class Fault(NamedTuple):
     """One row with an injected fault."""
 
-    row: str
-    """Its name; a fault of this name in `faulty_ranks` is put into its ranks."""
-    variant: str
-    """A preset and arguments, as `--variant` has them."""
+    row: str  # its name; a fault of this name in `faulty_ranks` is put into its ranks
+    variant: str  # a preset and arguments, as `--variant` has them
     does: str
     caught_by: str
     """The check that must catch it: of a rank's start, a fact of the attestation, a check of parity, or `rank_skew`."""

@@ -35,8 +35,7 @@ class Structure:
     """Figures of one source tree."""
 
     toolkit_files: int
-    toolkit_lines: int
-    """Lines of Python files, with comments and blank lines."""
+    toolkit_lines: int  # lines of Python files, with comments and blank lines
     test_lines: int
     benchmark_lines: int
     docs_words: int
@@ -47,12 +46,10 @@ class Structure:
     longest_import_chain: int
     """Modules on the longest path in the import graph, each import cycle counted as one module."""
     modules_in_import_cycles: int
-    argument_reads: int
-    """Calls in `toolkit/` of the functions that read one argument out of a dictionary of strings."""
+    argument_reads: int  # calls in `toolkit/` of the functions that read one argument out of a dictionary of strings
     files_naming_max_seq_length: int
     """Modules of `toolkit/` that mention this argument, which stands for every argument."""
-    training_script_files: int
-    """Modules that the training script imports, directly or not, also inside functions."""
+    training_script_files: int  # modules that the training script imports, directly or not, also inside functions
     training_script_lines: int
 
 

@@ -90,8 +90,6 @@ class Nodes:
             time.sleep(0.05)
 
     def train_on(self, world_size: int, *, attempt: int, steps: int = 3) -> None:
-        """Wait until an attempt of so many ranks has trained some steps."""
-
         def reached() -> bool:
             run = RunFolder(self.out).read_run() or {}
             start = (run.get("resumed_from") or {"step": 0})["step"]

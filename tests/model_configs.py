@@ -63,7 +63,6 @@ def config_file(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
 
 
 def built(path: Path) -> Any:
-    """Return the model as transformers builds it on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,7 +79,6 @@ def counted_tensors(model: Any) -> ModelShape:
 
 
 def fields_of(model_type: str) -> list[dict[str, Any]]:
-    """Return the tiny configurations of any architecture of `toolkit.models.read_model`."""
     known = [fields for kind, fields in ARCHITECTURES if kind == model_type]
     mixtures = (*MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS, "hunyuan_v1_dense", "ministral")
     return known or [TINY | MIXTURE if model_type in mixtures else TINY]
@@ -88,7 +86,6 @@ def fields_of(model_type: str) -> list[dict[str, Any]]:
 
 @cache
 def llama_8b() -> ModelShape:
-    """Return the shape of Llama 3.1 8B (`fixtures/llama-8b`)."""
     fields = json.loads(LLAMA_8B_CONFIG.read_text())
     return _shape("llama", fields)
 
@@ -101,6 +98,5 @@ def _shape(model_type: str, fields: dict[str, Any]) -> ModelShape:
 
 @cache
 def small_shape(name: str) -> ModelShape:
-    """Return the shape of one of the models that are split in `split_runs`."""
     fields = {**SIZES, **MODELS[name]}
     return _shape(fields.pop("model_type"), fields)

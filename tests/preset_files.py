@@ -23,5 +23,4 @@ def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def listed_presets() -> dict[str, dict[str, Any]]:
-    """Return the rows of `toolkit presets --json` by name."""
     return {row["name"]: row for row in json.loads(toolkit("presets", "--json").stdout)}

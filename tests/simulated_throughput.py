@@ -29,13 +29,11 @@ BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv
 def step(
     schedule: str, stages: int, micro_batches: int, times: ChunkTimes, *, chunks: int = 2, transfer: float = 0.0
 ) -> PipelineRun:
-    """Return one step with these times of a stage, in equal chunks."""
     size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
     return simulate(schedule, size, [times.divided(size.chunks)] * size.num_chunks, transfer_seconds=transfer)
 
 
 def published_step(schedule: str, row: dict[str, float], chunks: int = 2) -> PipelineRun:
-    """Return one step of a row of Table 5, in milliseconds."""
     forward, backward, weight, transfer = (row[f"{name}_ms"] for name in ("forward", "backward", "weight", "transfer"))
     times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
     return step(schedule, int(row["stages"]), int(row["micro_batches"]), times, chunks=chunks, transfer=transfer)
@@ -56,7 +54,6 @@ class Throughput:
 
 
 def throughputs() -> Iterator[Throughput]:
-    """Yield predicted and measured throughput of each row and schedule."""
     for row, found in zip(BUBBLES, THROUGHPUTS, strict=True):
         for schedule, column in MEASURED.items():
             run = published_step(schedule, row, chunks=int(found["chunks_interleaved"]))
@@ -66,7 +63,6 @@ def throughputs() -> Iterator[Throughput]:
 
 
 def throughput_table() -> str:
-    """Return the table of docs/evidence/simulations.md."""
     head = ("stages", "micro-batches", "schedule", "bubble", "predicted sequences/s per GPU", "measured", "too high by")
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     for each in throughputs():

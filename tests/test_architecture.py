@@ -41,7 +41,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the absolute name of everything that is imported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -52,7 +51,6 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def module_graph() -> Mapping[str, frozenset[str]]:
-    """Return for each module of the toolkit the modules of the toolkit that it imports."""
     names = {name_of(path) for path in MODULES}
 
     def module_of(name: str) -> str:

@@ -32,7 +32,6 @@ COMMANDS = {
 
 
 def run(redirect: str, *command: str, cwd: Path = ROOT) -> Any:
-    """Run a command of Python in a shell, which can close streams."""
     line = ["bash", "-c", f'exec "$@" {redirect}', "bash", sys.executable, *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -44,10 +44,8 @@ class Example:
     """A file of examples/, and what it says about itself."""
 
     path: Path
-    when: str
-    """Its first sentence, without `When to use it:`."""
-    line: str
-    """What to type, from the root of the repository."""
+    when: str  # its first sentence, without `When to use it:`
+    line: str  # what to type, from the root of the repository
 
     @property
     def name(self) -> str:
@@ -59,7 +57,6 @@ class Example:
 
 
 def read_example(path: Path) -> Example:
-    """Read the file's own first sentence and the first indented line of its heading."""
     if path.suffix == ".ipynb":
         text = "".join(json.loads(path.read_text())["cells"][0]["source"])
         line = f"jupyter lab examples/{path.name}"
@@ -76,7 +73,6 @@ YAMLS = [path for path in FILES if path.suffix == ".yaml"]
 
 
 def arguments_of(path: Path) -> list[str]:
-    """Return the training arguments of an example."""
     if path.suffix == ".yaml":
         return [str(path)]
     if path.suffix == ".sh":
@@ -93,13 +89,11 @@ def arguments_of(path: Path) -> list[str]:
 
 
 def presets_of(example: Example) -> list[str]:
-    """Return the presets that an example's line starts."""
     words = example.path.read_text().split() if example.path.suffix == ".sh" else example.words
     return [words[position + 1] for position, word in enumerate(words) if word == "--preset"]
 
 
 def world_size_of(example: Example) -> int:
-    """Return the processes that an example's line starts."""
     text = example.path.read_text() if example.path.suffix == ".sh" else example.line
     return int(re.findall(r"(?:NUM_PROCESSES:-|--nproc_per_node |--num-processes )(\d+)", text)[0])
 
@@ -116,7 +110,6 @@ def plans_of(example: Example) -> list[Plan]:
 
 
 def examples_table() -> str:
-    """Return the table of examples/README.md."""
     head = ["example", "when to use it", "GPUs", "planned GiB per GPU", "one line to type"]
     lines = [f"| {' | '.join(head)} |", "| :--- | :--- | :--- | :--- | :--- |"]
     for example in map(read_example, FILES):

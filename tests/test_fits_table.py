@@ -61,7 +61,6 @@ def cell(found: Candidate | None) -> str:
 
 
 def fits_table() -> str:
-    """Return the Markdown table."""
     lines = [f"| model | method | {' | '.join(HARDWARE)} |", "| :--- " * 4 + "|"]
     for model, (methods, _) in MODELS.items():
         for method in methods:

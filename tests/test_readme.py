@@ -70,7 +70,6 @@ def bash_blocks(page: Path, kind: str | None = None) -> list[Block]:
 
 
 def toolkit_commands() -> list[list[str]]:
-    """Return each `toolkit ...` command of any page, split into words."""
     texts = [block.text.replace("\\\n", " ") for page in PAGES for block in bash_blocks(page)]
     lines = [line for text in texts for line in text.splitlines() if line.startswith("toolkit ")]
     return [shlex.split(line, comments=True) for line in lines]
@@ -113,7 +112,6 @@ GENERATED = {
 
 
 def with_generated(name: str) -> str:
-    """Return a page with its generated block as it should be."""
     page, render = GENERATED[name]
     block = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n?<!-- /generated -->)", re.DOTALL)
     text, number = block.subn(lambda found: found[1] + render() + found[2], page.read_text())
@@ -192,7 +190,6 @@ def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
 
 
 def files_of_every_run() -> set[str]:
-    """Return the files at the top of a run folder that its page does not call optional."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", RUN_FOLDER.read_text().split("## run.json")[0], re.MULTILINE)
     return {name for name, text in rows if not text.startswith("Only if")}
 

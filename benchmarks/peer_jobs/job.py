@@ -29,14 +29,10 @@ class Setting:
     size: str = "tiny"
     steps: int = 30
     untimed_steps: int = 5
-    batch_size: int = 2
-    """Rows per rank and step."""
-    max_length: int = 128
-    """Tokens of every row."""
-    ranks: int = 2
-    """Of the jobs with several processes."""
-    threads: int = 1
-    """Per rank."""
+    batch_size: int = 2  # rows per rank and step
+    max_length: int = 128  # tokens of every row
+    ranks: int = 2  # of the jobs with several processes
+    threads: int = 1  # per rank
     device: str = "cpu"
     precision: str = "fp32"
 

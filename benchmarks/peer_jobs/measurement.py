@@ -27,14 +27,10 @@ class Run:
 
     exit_code: int
     wall_seconds: float
-    started: float
-    """Seconds since the epoch, when the command was started."""
-    cpu_seconds: float
-    """Of all its processes, from start to exit, as last sampled."""
-    peak_pss_bytes: int
-    """Highest sum over its processes: memory that they share is counted once."""
-    ranks: list[list[dict[str, Any]]]
-    """Per rank, what the hook recorded of each step."""
+    started: float  # seconds since the epoch, when the command was started
+    cpu_seconds: float  # of all its processes, from start to exit, as last sampled
+    peak_pss_bytes: int  # highest sum over its processes: memory that they share is counted once
+    ranks: list[list[dict[str, Any]]]  # per rank, what the hook recorded of each step
     error: str | None = None
 
 

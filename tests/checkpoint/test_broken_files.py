@@ -62,7 +62,6 @@ def sharded(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commit(folder: Path, facts: dict[str, Any]) -> None:
-    """Write a manifest that agrees with the files, as an attacker would."""
     (folder / "manifest.json").unlink(missing_ok=True)
     entries = file_entries(folder, checkpoint_files(folder))
     moved = folder.rename(folder.with_name("moving"))
@@ -86,7 +85,6 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def refusal(capsys: Capsys, command: str, checkpoint: Path, *options: str) -> str:
-    """Run a command that must refuse the checkpoint, and return its message."""
     out = checkpoint.parent.parent / "out"
     words = [command, str(checkpoint), *([str(out)] if command in ("export", "convert") else []), *options]
     words += ["--preset", "fsdp2", "--num-processes", "2"] if command == "convert" else []

@@ -37,12 +37,9 @@ sleep infinity & wait
 class Machine(NamedTuple):
     """A machine that is switched on."""
 
-    port: str
-    """The switch's end of its cable."""
-    holder: subprocess.Popen[bytes]
-    """`unshare`, which created the namespaces."""
-    pid: int
-    """The machine's init, as the host numbers it."""
+    port: str  # the switch's end of its cable
+    holder: subprocess.Popen[bytes]  # `unshare`, which created the namespaces
+    pid: int  # the machine's init, as the host numbers it
 
 
 class Machines:
@@ -106,7 +103,6 @@ class Machines:
         return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", "env", "-u", SERVER_VARIABLE, *words]
 
     def run(self, name: str, *words: str, **more: Any) -> CompletedProcess[str]:
-        """Run a command on a machine, which must succeed."""
         more.setdefault("timeout", COMMAND_SECONDS)
         ended = subprocess.run(self.command(name, *words), capture_output=True, text=True, check=False, **more)
         assert ended.returncode == 0, f"{name}: {' '.join(words)}\n{ended.stdout}{ended.stderr}"

@@ -123,8 +123,6 @@ SCHEMAS = json.loads((Path(__file__).parents[1] / "fixtures" / "skypilot-schemas
 
 @pytest.fixture
 def task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
-    """Return a function that writes a task of two nodes, which SkyPilot's schemas accept."""
-
     def write(*options: str) -> dict[str, Any]:
         given = ["--gpu", "H100", "--mount", "s3://bucket=/runs", *options]
         code, text, errors = run_cluster(words("skypilot", tmp_path, *given), capsys)

@@ -18,7 +18,6 @@ TORCHRUN = (
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the address of each interface of this host that is not the loopback."""
     every = [(name, each) for name, addresses in psutil.net_if_addrs().items() for each in addresses]
     every = [(name, each) for name, each in every if each.family == socket.AF_INET]
     return {name: each.address for name, each in every if not each.address.startswith("127.")}

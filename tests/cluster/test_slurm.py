@@ -32,8 +32,6 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def sbatch(tmp_path: Path, capsys: Capsys) -> Write:
-    """Return a function that writes the sbatch file of a job of two nodes with four GPUs each."""
-
     def write(*options: str, preset: str = "zero2", nodes: str = "2", training: tuple[str, ...] = ()) -> str:
         words = ["slurm", "--preset", preset, "--nodes", nodes, "--gpus-per-node", "4", *options]
         code, text, errors = run_cluster([*words, "--", *write_inputs(tmp_path), *training], capsys)
@@ -58,10 +56,8 @@ class Case:
     nodes: str = "2"
     training: tuple[str, ...] = ()
     directives: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    """In this order in the file."""
-    absent: str = "a-secret-value"
-    """A pattern that nothing in the file matches."""
+    parts: tuple[str, ...] = ()  # in this order in the file
+    absent: str = "a-secret-value"  # a pattern that nothing in the file matches
 
 
 FOUND = "doctor --json --output-dir {out} --num-processes 4 --gpus-per-node 4 --preset"
@@ -134,7 +130,6 @@ def test_the_file_has_its_options(sbatch: Write, case: Case, tmp_path: Path, mon
 
 
 def measured_run(folder: Path, *saves: dict[str, object], step_seconds: float) -> tuple[str, str]:
-    """Write the record of an earlier run, and return the option that names it."""
     folder.mkdir()
     run = {"schema_version": 1, "saves": saves, "measured": {"step_seconds_median": step_seconds}}
     (folder / "run.json").write_text(json.dumps(run))
@@ -189,7 +184,6 @@ TWO = ["slurm", *PRESETS, "--nodes", "1:2", "--gpus-per-node", "4"]
 
 
 def comparison(tmp_path: Path, capsys: Capsys, *options: str) -> str:
-    """Return the file of a comparison, in which lint finds nothing."""
     training = [*write_inputs(tmp_path), "--max_steps", "20"]
     code, text, errors = run_cluster([*TWO, *options, "--", *training], capsys)
     assert code == 0, errors

@@ -24,7 +24,6 @@ ATTENTION = 12 * 2 * 64 * 95
 
 
 def row_of(*trials: TrialRecord) -> Row:
-    """The only row of a comparison of `ddp` with itself."""
     return aggregate_rows(comparison("ddp", repeats=len(trials)), *trials)["ddp-n2"]
 
 

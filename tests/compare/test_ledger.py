@@ -96,7 +96,6 @@ def test_two_runners_never_share_a_folder(tmp_path: Path) -> None:
 
 
 def read(folder: Path) -> RunRecord:
-    """The record of a run in this folder."""
     return read_run_record(Trial(row=ZERO2, repeat=0), RunFolder(folder), folder, untimed_steps=2)
 
 

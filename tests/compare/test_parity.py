@@ -15,7 +15,6 @@ LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
 
 
 def step(values: list[Any], number: int, value: Any) -> list[Any]:
-    """Return the list with one step's value changed."""
     return [*values[: number - 1], value, *values[number:]]
 
 

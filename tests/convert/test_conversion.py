@@ -193,7 +193,6 @@ output_dir: {folder}/trl
 
 
 def conversation(words: str) -> str:
-    """A line of several turns, whose length depends on the words."""
     turns = [f"Say {words}.", f"{words}, gladly.", "And again?", f"{words} {words}"]
     messages = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
     return json.dumps({"messages": messages}) + "\n"

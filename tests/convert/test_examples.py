@@ -38,7 +38,6 @@ SHA256 = {
 
 
 def source_of(requirement: str) -> Path:
-    """Return an unpacked source distribution, cached. Skips where pip reaches no index."""
     folder = cache_folder() / "sdists" / requirement.replace("==", "-")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock, tempfile.TemporaryDirectory() as temporary:
@@ -93,7 +92,6 @@ def test_every_example_is_converted_completely_or_refused_by_name(
 
 
 def trl_commands(source: Path) -> Iterator[str]:
-    """Yield the commands of the README, and those in the docstring of the script."""
     for path in (source / "README.md", source / "trl" / "scripts" / "sft.py"):
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
             yield from re.findall(r"^(?:trl|python|accelerate) (?:[^\n]|(?<=\\)\n)*", block, re.MULTILINE)
@@ -151,7 +149,6 @@ REFUSED_SETTINGS = {
 
 
 def declared(tool: str) -> dict[str, str]:
-    """Return setting to annotation of a tool's classes, read from the syntax trees."""
     requirement, pattern, _ = SCHEMAS[tool]
     trees = [ast.parse(path.read_text()) for path in sorted(source_of(requirement).glob(pattern))]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]

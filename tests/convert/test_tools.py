@@ -231,10 +231,8 @@ class Case:
     preset: str = "ddp"
     processes: int | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    absent: str = "trust_remote_code"
-    """An argument that is not set."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Key to words in the reason why it is not converted."""
+    absent: str = "trust_remote_code"  # an argument that is not set
+    reasons: dict[str, str] = field(default_factory=dict)  # key to words in the reason why it is not converted
     notes: dict[str, str] = field(default_factory=dict)
     without_note: str = ""
 

@@ -43,7 +43,6 @@ def test_every_page_that_the_program_or_a_test_names_exists() -> None:
 
 
 def script(page: Path) -> str:
-    """Return the page's tested blocks as one script for bash."""
     parts = []
     for comment, language, text in TESTED.findall(page.read_text()):
         code = Block(comment, text).substituted()

@@ -41,7 +41,6 @@ def answer(command: str) -> Any:
 
 
 def plans(options: str) -> list[dict[str, Any]]:
-    """Return the plans of `toolkit plan Qwen/Qwen3-8B OPTIONS --json`."""
     return list(answer(f"toolkit plan {MODEL} {options}")["plans"])
 
 
@@ -50,7 +49,6 @@ def gib(number: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table whose last `right` columns are numbers."""
     aligned = [":---"] * (len(head) - right) + ["---:"] * right
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, aligned, *rows))
 
@@ -133,7 +131,6 @@ METHODS = {"all weights": "", "LoRA, rank 16": "--lora-r 16", "QLoRA, rank 16": 
 
 
 def recommended(options: str) -> str:
-    """Return what `toolkit recommend` chooses, in a table's cell."""
     command = shlex.split(f"recommend {MODEL_CONFIG} --max-seq-length 2048 {options} --json")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0 or "fits" in str(result.exception), result.exception
@@ -161,7 +158,6 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def explained(options: str) -> dict[str, dict[str, Any]]:
-    """Return one plan for each preset that the page explains."""
     found = {plan["preset"]: plan for plan in plans(options)}
     return {name: found[name] for name in EXPLAINED}
 
@@ -185,7 +181,6 @@ def traffic() -> str:
 
 
 def counted_collectives() -> str:
-    """Return the collectives counted on one of two ranks, in multiples of the model's bytes."""
     facts, *recorded = map(json.loads, COUNTED.read_text().splitlines())
     model_bytes = 4 * facts["num_params"]  # fp32, as every run on a CPU
     found = {row["setting"]: row for row in recorded}
@@ -217,7 +212,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def with_figures(text: str, names: Iterable[str]) -> str:
-    """Return a page with its blocks as they should be."""
     for name in names:
         block = re.compile(rf"(<!-- \w+: {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
         text, number = block.subn(lambda found, name=name: found[1] + BLOCKS[name][1]() + found[2], text)

@@ -104,7 +104,6 @@ def findings(node: NodeReadings, checks: list[str]) -> list[tuple[str, NodeFindi
 
 
 def run_here(check: str, **readings: Any) -> Outcome:
-    """Run a check on this node, of which some readings are given."""
     here = NodeReadings(DoctorOptions())
     here.__dict__.update(readings)
     return CHECKS[check].run(here)

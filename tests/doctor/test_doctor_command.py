@@ -26,7 +26,6 @@ TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
 
 
 def run_doctor(*words: str, **variables: str) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of the command in this process, with these variables."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         for name in [name for name in os.environ if name.startswith(("HF_", "NCCL_"))]:
@@ -90,7 +89,6 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
 def run_cold(
     command: list[str], before: Callable[[], None] | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, which `before` prepares."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": programs} | variables
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 240}

@@ -35,13 +35,10 @@ class Case:
     """What one attempt does: files in an empty folder, some of them mutated, and a command beside them."""
 
     format: str
-    files: Mapping[str, bytes | Path]
-    """Name to content, or to a file to link."""
+    files: Mapping[str, bytes | Path]  # name to content, or to a file to link
     command: Command
-    changed: str = ""
-    """The name of the file that is mutated."""
-    writes: tuple[str, ...] = ("out",)
-    """The folders that the command may write, beside its inputs."""
+    changed: str = ""  # the name of the file that is mutated
+    writes: tuple[str, ...] = ("out",)  # the folders that the command may write, beside its inputs
 
     def __repr__(self) -> str:
         return f"Case({self.command}, {self.changed}: {str(self.files.get(self.changed))[:3_000]})"
@@ -51,13 +48,10 @@ class Case:
 class Outcome:
     """How an attempt ended."""
 
-    kind: str
-    """`accepted`, `refused` or `failed`."""
+    kind: str  # `accepted`, `refused` or `failed`
     cpu_seconds: float
-    message: str = ""
-    """Of a failure: the traceback."""
-    family: str = ""
-    """Of a failure: exception type and the deepest line of the toolkit."""
+    message: str = ""  # of a failure: the traceback
+    family: str = ""  # of a failure: exception type and the deepest line of the toolkit
 
 
 class TakesTooLong(BaseException):
@@ -85,7 +79,6 @@ def call(function: Callable[[], Any]) -> Command:
 
 
 def attempt(case: Case, folder: Path) -> Outcome:
-    """Run a case in `folder`, which must not exist, and remove the folder."""
     work, home = folder / "work", folder / "home"
     home.mkdir(parents=True)
     for name, content in case.files.items():
@@ -112,7 +105,6 @@ def attempt(case: Case, folder: Path) -> Outcome:
 
 
 def _listing(folder: Path, leave_out: set[Path]) -> dict[Path, tuple[int, ...]]:
-    """Return mode, size and time of change of everything below a folder."""
     found = {path: path.lstat() for path in folder.rglob("*") if leave_out.isdisjoint((path, *path.parents))}
     return {
         path: (facts.st_mode, *(() if path.is_dir() else (facts.st_size, facts.st_mtime_ns)))
@@ -121,7 +113,6 @@ def _listing(folder: Path, leave_out: set[Path]) -> dict[Path, tuple[int, ...]]:
 
 
 def run(run_command: Command) -> Outcome:
-    """Run a command here, and classify its end."""
     started, code, message, kind = time.process_time(), 0, "", ""
     out, err = (  # they encode what is printed, as a terminal does
         io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)

@@ -22,7 +22,6 @@ RUN, MODEL = "run", "base"
 
 
 def files_below(folder: Path, name: str, *, leave_out: tuple[str, ...] = ()) -> dict[str, bytes | Path]:
-    """Return the files of a folder as those of an attempt, below `name`."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not any(map(path.match, leave_out))]
     return {f"{name}/{path.relative_to(folder).as_posix()}": path for path in paths}
 
@@ -90,7 +89,6 @@ def checkpoint_formats(runs: Mapping[str, Path], model: Path) -> list[Format]:
 
 
 def exported_formats(folder: Path) -> list[Format]:
-    """Return the files of a model that was exported in several shards."""
     seeds = [{**JOB_FILES, **files_below(folder, "exported")}]
     job = command(*DRY_RUN, "--model_name_or_path", "exported", *JOB[2:])
     verify, tokenized = command("checkpoint", "verify", "exported"), call(tokenize)

@@ -54,12 +54,10 @@ KEYS = st.one_of(st.sampled_from((*TEXTS, "__proto__", "<<", "__class__", "=", "
 
 
 def json_text(document: Any, *, indent: int | None = 1) -> str:
-    """Write a document as JSON, NaN and infinities included."""
     return _with_raw_texts(json.dumps(document, default=str, indent=indent))
 
 
 def yaml_text(document: Any) -> str:
-    """Write a document as YAML in block style."""
     return _with_raw_texts(yaml.safe_dump(json.loads(json.dumps(document, default=str)), sort_keys=False))
 
 
@@ -71,7 +69,6 @@ def _with_raw_texts(text: str) -> str:
 
 @st.composite
 def edited(draw: st.DrawFn, document: Any, *, values: st.SearchStrategy[Any] = VALUES) -> Any:
-    """Return a copy of the document with one to three edits, each at any depth."""
     document = [copy.deepcopy(document)]
     for _ in range(draw(st.integers(1, 3))):
         if not (places := _places(document)):
@@ -139,7 +136,6 @@ WHOLE_FILES = (
 
 @st.composite
 def edited_bytes(draw: st.DrawFn, content: bytes, *, others: tuple[bytes, ...] = ()) -> bytes:
-    """Return the content with one to three edits of its bytes."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
         end = min(len(content), at + draw(st.sampled_from([1, 2, 8, 64, 1_000])))
@@ -197,7 +193,6 @@ _CODES = (
 
 @st.composite
 def edited_pickle(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return a pickle, and the bytes after it, with one to three edits of its opcodes."""
     opcodes = list(_opcodes(content))
     for _ in range(draw(st.integers(1, 3))):
         at, other = (draw(st.integers(0, max(0, len(opcodes) - 1))) for _ in range(2))
@@ -220,7 +215,6 @@ def edited_pickle(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def edited_torch_file(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return a file of `torch.save` with edits of its `data.pkl`."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(written, "w") as changed:
         for name in archive.namelist():
@@ -231,7 +225,6 @@ def edited_torch_file(draw: st.DrawFn, content: bytes) -> bytes:
 
 @lru_cache(maxsize=64)
 def _opcodes(content: bytes) -> list[bytes]:
-    """Return each opcode of the first pickle with its argument, and the bytes behind it."""
     starts = [position or 0 for _, _, position in pickletools.genops(content)]
     starts.append(starts[-1] + 1)
     return [content[start:end] for start, end in itertools.pairwise([*starts, len(content)])]

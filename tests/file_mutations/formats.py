@@ -48,29 +48,24 @@ class Format:
     """A kind of file."""
 
     name: str
-    seeds: Sequence[Files]
-    """Files of valid inputs, by name."""
-    mutated: Sequence[str]
-    """Patterns of the names of which one is mutated."""
+    seeds: Sequence[Files]  # files of valid inputs, by name
+    mutated: Sequence[str]  # patterns of the names of which one is mutated
     commands: Sequence[Command]
     writes: tuple[str, ...] = ("out",)
     adjust: Callable[[dict[str, bytes | Path], str], dict[str, bytes | Path]] = lambda files, _changed: files
     """Changes other files with the mutated one, as whoever wrote it on purpose would."""
-    share: int = LIGHT_SHARE
-    """Attempts in relation to the other formats: fewer where a command takes long."""
+    share: int = LIGHT_SHARE  # attempts in relation to the other formats: fewer where a command takes long
 
     def __repr__(self) -> str:
         return f"Format({self.name!r})"
 
     def valid(self) -> list[Case]:
-        """Return every seed with every command, unchanged."""
         pairs = itertools.product(self.seeds, self.commands)
         return [Case(format=self.name, files=files, command=each, writes=self.writes) for files, each in pairs]
 
 
 @st.composite
 def mutated_cases(draw: st.DrawFn, kind: Format) -> Case:
-    """Return a seed with one file mutated, and a command."""
     files = dict(draw(st.sampled_from(kind.seeds)))
     names = sorted(name for name in files if any(Path(name).match(pattern) for pattern in kind.mutated))
     name = draw(st.sampled_from(names))
@@ -117,7 +112,6 @@ def _json_lines(rows: Any) -> bytes:
 
 @st.composite
 def edited_safetensors(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return a safetensors file whose header is changed, or lies about its length."""
     length = int.from_bytes(content[:8], "little")
     text = json_text(draw(edited(json.loads(content[8 : 8 + length])))).encode()
     claimed = draw(st.sampled_from([len(text)] * 6 + [0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1]))
@@ -193,7 +187,6 @@ def training_seeds() -> list[Files]:
 
 
 def job_formats() -> list[Format]:
-    """Return training arguments as YAML, data files, and a model's configuration."""
     on_gpus = ("train", "--dry-run", "--gpu", "h100", "--preset", "zero3", "--num-processes", "2", "--", "job.yaml")
     training = [command(*DRY_RUN, "job.yaml"), command(*on_gpus), command("lint", "job.yaml")]
     tiny = [{"model_type": model_type, **fields} for model_type, fields in ARCHITECTURES]
@@ -209,7 +202,6 @@ def job_formats() -> list[Format]:
 
 
 def data_seeds() -> list[Files]:
-    """Return the same conversations in every format and kind of file."""
     rows = [json.loads(line) for line in DATA.splitlines()][:6]
     asked = [("Add.", "1, 2", "3"), ("Hi", "", "Hej")]
     alpaca = [dict(zip(("instruction", "input", "output"), row, strict=True)) for row in asked]
@@ -260,7 +252,6 @@ TRL: dict[str, Any] = {
 
 
 def conversion_formats() -> list[Format]:
-    """Return the files of TRL, axolotl and LLaMA-Factory that `convert-config` reads."""
     info = {"faq": {"file_name": "faq.jsonl", "formatting": "sharegpt", "columns": {"messages": "m"}}}
     seeds: list[Files] = [
         {"theirs.yaml": (FIXTURES / "axolotl.yaml").read_bytes(), "rows.jsonl": DATA},
@@ -310,5 +301,4 @@ def results_of_ledger() -> None:
 
 
 def light_formats() -> list[Format]:
-    """Return the formats that are read without torch."""
     return [*preset_formats(), *job_formats(), *conversion_formats(), *comparison_formats()]

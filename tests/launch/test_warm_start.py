@@ -25,7 +25,6 @@ OF_ONE_LAUNCH |= {"TOOLKIT_PRESET", "TOOLKIT_WORLD_SIZE", SERVER_VARIABLE, "envi
 
 
 def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs between two processes, variables by their names."""
     both = [state | state["environment"] for state in (forked, cold)]
     names = {name for name in {*both[0], *both[1]} - OF_ONE_LAUNCH if not name.startswith("PYTEST_")}
     pairs = {name: (both[0].get(name), both[1].get(name)) for name in sorted(names)}

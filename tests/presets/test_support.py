@@ -43,12 +43,10 @@ QLORA = {"lora_r": "8", "load_in_4bit": "true"}
 
 
 def degrees(preset: Preset) -> dict[str, int]:
-    """The smallest degrees that divide anything."""
     return dict.fromkeys(preset.degrees, 2)
 
 
 def shape_for(preset: Preset) -> ModelShape:
-    """A model that the preset can split."""
     assert MIXTURE is not None
     return MIXTURE if "ep" in preset.degrees else read_model(str(LLAMA_8B))
 

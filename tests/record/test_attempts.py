@@ -17,7 +17,6 @@ from toolkit.record.folder import RunFolder, write_json
 
 
 def earlier_run(path: Path, *, steps: int = 3, **facts: Any) -> RunFolder:
-    """A folder as an interrupted run of two ranks leaves it."""
     folder = RunFolder(path)
     write_json(folder.run_json, {"status": "interrupted", "launcher_pid": None, "attempt": 1, "seed": 1} | facts)
     folder.log.write_text("earlier log\n")
@@ -99,7 +98,6 @@ def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(tmp_path: Pat
 
 
 def trained(path: Path, *, steps: dict[int, int], **facts: Any) -> RunFolder:
-    """A run folder whose ranks have trained so many steps."""
     folder = RunFolder(path)
     start_attempt(folder)
     folder.update_run(world_size=len(steps), **facts)

@@ -44,12 +44,10 @@ def at(unix: float, phase: str, step: int = 0, **facts: Any) -> Moment:
 
 
 def moments(text: str) -> list[Moment]:
-    """Read `SECONDS PHASE [COMPLETED STEPS]`, separated by commas."""
     return [at(float(unix), phase, *map(int, step)) for unix, phase, *step in map(str.split, text.split(","))]
 
 
 def steps(*seconds: float) -> list[list[StepRow]]:
-    """Rows of two equal ranks that wait for nothing."""
     row = StepRow.model_construct(own_seconds=0.5, data_seconds=0.0)
     return [
         [row.model_copy(update={"step": number, "rank": rank, "seconds": second}) for rank in (0, 1)]
@@ -58,7 +56,6 @@ def steps(*seconds: float) -> list[list[StepRow]]:
 
 
 def parts(found: Goodput) -> dict[str, float]:
-    """The parts that are not zero, without their unit."""
     seconds = {name: getattr(found, f"{name}_seconds") for name in PARTS}
     assert sum(seconds.values()) == pytest.approx(found.wall_seconds)
     return {name: pytest.approx(second) for name, second in seconds.items() if second}

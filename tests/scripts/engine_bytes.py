@@ -99,7 +99,6 @@ def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """The Trainer's two groups, of what is trained."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [[p for name, p in named if (name in decayed) is with_decay] for with_decay in (True, False)]

@@ -55,5 +55,4 @@ def process_state() -> dict[str, Any]:
 
 
 def write_process_state(prefix: str) -> None:
-    """Write PREFIX0.json, PREFIX1.json, one per rank."""
     Path(f"{prefix}{os.environ.get('RANK', '0')}.json").write_text(json.dumps(process_state(), default=str))

@@ -25,7 +25,6 @@ TINY_BYTES = 4 * 3_219_776
 
 
 def some(*first: str) -> list[object]:
-    """The cases of `saved_runs`, those after the first ones nightly."""
     return [pytest.param(case, marks=() if case in first else pytest.mark.nightly) for case in SAVED]
 
 

@@ -13,7 +13,6 @@ from toolkit.record.heartbeat import read_heartbeats
 
 
 def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
-    """Values of each step by key under DDP, rank 0 first."""
     config = ROOT / "accelerate_configs" / "ddp.yaml"
     ended = accelerate_launch(config, *words, "--save_model", "false", "--output_dir", str(output))
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"

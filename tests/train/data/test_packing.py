@@ -28,7 +28,6 @@ register()
 
 
 def row(number: int, length: int) -> dict[str, Any]:
-    """A row with tokens of its own, supervised from its second token."""
     tokens = [100 * (number + 1) + place for place in range(length)]
     return {"input_ids": tokens, "labels": tokens, "length": length, "row": number}
 

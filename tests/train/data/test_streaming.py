@@ -45,7 +45,6 @@ def token_stream(path: Path, tokenizer: Any, training: Any, *, packing: bool = F
 
 
 def rank_arguments(index: int, ranks: int, *, batch: int, accumulation: int = 1, workers: int = 0) -> Any:
-    """The training arguments that a stream reads."""
     loading = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
     rank = {"process_index": index, "world_size": ranks, "train_batch_size": batch}
     return SimpleNamespace(**rank, gradient_accumulation_steps=accumulation, **loading)
@@ -80,7 +79,6 @@ def test_hub_rows_are_streamed_without_indices(monkeypatch: pytest.MonkeyPatch, 
 
 
 def steps_of(training: Any, path: Path, tokenizer: Any, *, steps: int, packing: bool) -> list[list[tuple[Any, ...]]]:
-    """Tokens of each sequence of a rank's first steps."""
     sequences = iter(token_stream(path, tokenizer, training, packing=packing))
     a_step = training.train_batch_size * training.gradient_accumulation_steps
     return [[tuple(row["input_ids"]) for row in itertools.islice(sequences, a_step)] for _ in range(steps)]
