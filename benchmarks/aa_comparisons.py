@@ -20,8 +20,7 @@ from small_job import words
 from toolkit.compare.results import load_results
 from toolkit.demo.assets import prepare_default_model
 
-GOAL = 1
-"""Largest number of claimed differences in 20 comparisons."""
+GOAL = 1  # largest number of claimed differences in 20 comparisons
 
 
 def compare(folder: Path, given: argparse.Namespace, seed: int) -> None:
@@ -37,10 +36,9 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
     """Return what one comparison claims, and the speeds of its trials."""
     results = load_results(folder)
     again = next(row for row in results.rows if row.preset == "again")
-    speeds = {
-        name: [trial.tokens_per_second for trial in results.trials if trial.preset == name]
-        for name in {row.preset for row in results.rows}
-    }
+    speeds: dict[str, list[float | None]] = {row.preset: [] for row in results.rows}
+    for trial in results.trials:
+        speeds[trial.preset].append(trial.tokens_per_second)
     claim = {"parity": again.parity, "difference": again.difference, "ratio": again.ratio_to_reference}
     return {"seed": seed, **claim, "ratio_interval": again.ratio_interval, "tokens_per_second": speeds}
 

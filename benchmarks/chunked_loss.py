@@ -28,8 +28,6 @@ from toolkit.train.model.chunked_loss import ChunkedLoss
 
 LOSS_TOLERANCE = 1e-5
 HEADER = ["job", "supervised", "chunked / full", "min", "max", "peak, full", "peak, chunked"]
-
-
 # What is trained, and the share of the tokens that is supervised.
 CASES = [(trained, share) for trained in ("all weights", "LoRA") for share in (1.0, 0.4)]
 

@@ -32,7 +32,7 @@ from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
-SCRIPTS = ROOT / "tests" / "scripts"
+COUNT = ROOT / "tests" / "scripts" / "count_collectives.py"
 STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False}
@@ -44,32 +44,19 @@ class Setting(JobSetting):
     """Settings of one run."""
 
     ranks: int
-    accumulate: str | None = None
-    """`whole`, where FSDP2 reduces in the last accumulation step only."""
-    alone: bool = False
-    """Rank 0 in one process, instead of all ranks."""
+    accumulate: str | None = None  # `whole`, where FSDP2 reduces in the last accumulation step only
+    alone: bool = False  # rank 0 in one process, instead of all ranks
 
     @property
     def name(self) -> str:
         """Name of the setting, for example `zero3 n4 a2 lora`."""
-        parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
         extras = {"whole": self.accumulate, "lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
-        return " ".join([*parts, *(name for name, there in extras.items() if there)])
+        return self.named(f"n{self.ranks}", f"a{self.accumulation}", **extras)
 
     def setup(self, shape: ModelShape) -> TrainingSetup:
         """The setup as the planner takes it."""
-        return TrainingSetup(
-            preset=load_preset(self.preset),
-            shape=shape,
-            world_size=self.ranks,
-            job=PlannedJob(
-                gradient_accumulation_steps=self.accumulation,
-                accumulate=self.accumulate,
-                lora_r=self.lora_r,
-                activation_checkpointing=self.checkpointing,
-            ),
-            mixed_precision="no",
-        )
+        job, preset = PlannedJob(accumulate=self.accumulate, **self.planned), load_preset(self.preset)
+        return TrainingSetup(preset=preset, shape=shape, world_size=self.ranks, job=job, mixed_precision="no")
 
 
 def lone_settings() -> list[Setting]:
@@ -89,10 +76,8 @@ def settings() -> list[Setting]:
     found += [Setting(preset=name, ranks=4) for name in (*main, "fsdp2_hybrid")]
     found += [Setting(preset="fsdp2_hybrid", ranks=4, accumulation=2)]
     # Sharded gradients over several accumulation steps are counted by `--alone`, and by a test on two real ranks.
-    found = [
-        replace(one, accumulate="whole") if one.preset.startswith("fsdp2") and one.accumulation > 1 else one
-        for one in found
-    ]
+    split = [one.preset.startswith("fsdp2") and one.accumulation > 1 for one in found]
+    found = [replace(one, accumulate="whole") if whole else one for one, whole in zip(found, split, strict=True)]
     found += [Setting(preset=name, ranks=2, lora_r=8) for name in main]
     return found + [Setting(preset=name, ranks=2, checkpointing=True) for name in ("zero3", "fsdp2")]
 
@@ -104,11 +89,10 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     job |= {} if setting.accumulate is None else {"accumulate": setting.accumulate}
     if setting.alone:
         config = str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")
-        launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), config, str(setting.ranks)]
+        launcher = [sys.executable, str(COUNT), "--alone", config, str(setting.ranks)]
     else:
         mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
-        script = str(SCRIPTS / "count_collectives.py")
-        launcher = accelerate_command(setting.preset, setting.ranks, script, options=mesh)
+        launcher = accelerate_command(setting.preset, setting.ranks, str(COUNT), options=mesh)
     argv = [*launcher, *words(**job)]
     done = subprocess.run(argv, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -127,18 +111,12 @@ def row(setting: Setting, shape: ModelShape, model: Path, output: Path) -> dict[
     return facts | {"counted": counted, "largest_difference": largest_difference(setting, shape, counted)}
 
 
-def planned(setting: Setting, shape: ModelShape) -> Counter[str]:
-    """Return the planned payload of each collective; its name has the number of ranks where not all take part."""
-    payloads: Counter[str] = Counter()
-    for collective in step_collectives(setting.setup(shape)):
-        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
-        payloads[collective.name + among] += collective.payload_bytes
-    return payloads
-
-
 def largest_difference(setting: Setting, shape: ModelShape, counted: dict[str, int]) -> float:
     """Return the largest difference of any collective's plan, as a fraction of its counted payload."""
-    plan = planned(setting, shape)
+    plan: Counter[str] = Counter()
+    for collective in step_collectives(setting.setup(shape)):
+        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
+        plan[collective.name + among] += collective.payload_bytes
     names = plan.keys() | counted.keys()
     return max(abs(plan[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names)
 
@@ -154,9 +132,7 @@ def cells(one: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a preset to run; repeatable; rows of other presets are kept")
-    parser.add_argument(
-        "--alone", action="store_true", help="rank 0 of 8 and of 64 in one process, instead of two and four real ranks"
-    )
+    parser.add_argument("--alone", action="store_true", help="rank 0 of 8 and of 64 in one process, not real ranks")
     parser.add_argument("--missing", action="store_true", help="skip what has been counted")
     given = parser.parse_args()
     rows = {one["setting"]: one for one in read_result("communication")[1]}

@@ -50,7 +50,7 @@ def rehearse(
         options = ["--preset", preset, "--world-size", str(world_size), "--rank", str(rank)]
         if fake_tensors:
             options, words = [*options, "--fake-tensors"], ["--bf16", "true", *words]
-        _run_rank(options, words, folder)
+        _run_rank([*options, "--", *NOT_KEPT, *words, "--output_dir", str(folder)], folder)
     deadline, ended_for_time = time.monotonic() + timeout_seconds, False
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline and not ended_for_time:
@@ -67,13 +67,13 @@ def log_tail(folder: Path) -> str:
     return " ".join(lines[-3:])
 
 
-def _run_rank(options: Sequence[str], words: Sequence[str], folder: Path) -> None:
+def _run_rank(argv: Sequence[str], folder: Path) -> None:
     from toolkit.rehearse.__main__ import main
 
     try:
         folder.mkdir(parents=True)
         log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1), os.dup2(log, 2)
-        os._exit(main([*options, "--", *NOT_KEPT, *words, "--output_dir", str(folder)]))
+        os._exit(main(argv))
     finally:
         os._exit(1)  # skip the parent's exit handlers, which remove its folders

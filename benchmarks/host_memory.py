@@ -68,8 +68,7 @@ class Setting(JobSetting):
     def name(self) -> str:
         """Name of the setting, for example `zero3 128 lora`."""
         extras = {"lora": self.lora_r, f"a{self.accumulation}": self.accumulation > 1}
-        extras |= {"ckpt": self.checkpointing, "malloc": self.keeps_freed}
-        return " ".join([self.preset, str(self.seq_length), *(name for name, there in extras.items() if there)])
+        return self.named(self.seq_length, **extras, ckpt=self.checkpointing, malloc=self.keeps_freed)
 
 
 def settings() -> list[Setting]:
@@ -86,23 +85,13 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
     """Return the planned bytes of all ranks together."""
     preset = load_preset(setting.preset)
     engine = engine_settings(preset, world_size=setting.ranks, hidden_size=shape.hidden_size, mixed_precision="no")
-    job = PlannedJob(
-        max_seq_length=setting.seq_length,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=setting.accumulation,
-        lora_r=setting.lora_r,
-        activation_checkpointing=setting.checkpointing,
-        loss=LOSS,
-    )
+    job = PlannedJob(max_seq_length=setting.seq_length, per_device_train_batch_size=1, loss=LOSS, **setting.planned)
     memory = plan_engine_memory(shape, replace(engine, pins_memory=False), job)
     held = {phase.phase: setting.ranks * phase.allocated_bytes for phase in memory.phases}
     # Until FSDP2 wraps the model, rank 0 has the full model on the host next to all shards; other engines move it.
     whole_first = memory.host.loading_bytes + (held["load"] if preset.engine == "fsdp2" else 0)
     loading = max(whole_first, setting.ranks * PROCESS_BYTES + held["load"] + memory.host.before_first_step_bytes)
-    return {
-        "loading_bytes": loading,
-        "run_bytes": max(loading, memory.host.training_bytes + max(held.values())),
-    }
+    return {"loading_bytes": loading, "run_bytes": max(loading, memory.host.training_bytes + max(held.values()))}
 
 
 def measured(setting: Setting, model: Path, output: Path) -> dict[str, int]:
@@ -149,22 +138,20 @@ def watched(run: subprocess.Popen[bytes]) -> list[Sample]:
     while run.poll() is None:
         with contextlib.suppress(psutil.Error):
             children = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
-            samples.append((time.time(), {pid: held_bytes(pid) for pid in children if is_rank(pid)}))
+            samples.append((time.time(), {pid: held_bytes(pid) for pid in children}))
         time.sleep(SECONDS_BETWEEN)
     return samples
 
 
-def is_rank(pid: int) -> bool:
-    """Return True for the training script, and False for its launcher."""
+def held_bytes(pid: int) -> int:
+    """Return what the kernel cannot drop of a rank: proportional set size without files.
+
+    It is 0 for the launcher, for any other process, and for one that has ended.
+    """
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return b"toolkit.train" in words and b"accelerate.commands.launch" not in words
-    return False
-
-
-def held_bytes(pid: int) -> int:
-    """Return what the kernel cannot drop of a process: proportional set size without files; 0 if it has ended."""
-    with contextlib.suppress(OSError):
+        if b"toolkit.train" not in words or b"accelerate.commands.launch" in words:
+            return 0
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         kinds = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         return kinds["Pss"] - kinds["Pss_File"]

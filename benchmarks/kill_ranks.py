@@ -97,14 +97,12 @@ def kill_once(
     wait_for(lambda: len(restarts_of(folder)) > before, process)
     seconds = time.monotonic() - killed
     restart = restarts_of(folder)[-1]
-    reached = restart["lost_steps"] + restart["resumed_from_step"]
+    steps_of_restart = {name: restart[name] for name in ("resumed_from_step", "lost_steps")}
+    reached = sum(steps_of_restart.values())
     newest = next((each.step for each in list_checkpoints(folder.path) if each.problem(deep=True) is None), 0)
-    resumed_at, lost = restart["resumed_from_step"], restart["lost_steps"]
-    return {
-        **{"rank": rank, "named_rank": restart["rank"], "step_reached": reached, "seconds_to_end": round(seconds, 2)},
-        **{"newest_checkpoint_step": newest, "save_cut_off": newest < reached // SAVE_STEPS * SAVE_STEPS},
-        **{"resumed_from_step": resumed_at, "lost_steps": lost},
-    }
+    found = {"rank": rank, "named_rank": restart["rank"], "step_reached": reached, "seconds_to_end": round(seconds, 2)}
+    found |= {"newest_checkpoint_step": newest, "save_cut_off": newest < reached // SAVE_STEPS * SAVE_STEPS}
+    return found | steps_of_restart
 
 
 def run_once(number: int, seed: int, most: int, until: float, work: Path) -> dict[str, Any]:

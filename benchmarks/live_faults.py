@@ -29,20 +29,16 @@ from toolkit.record.folder import read_json
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "live_faults"
 HEADER = ("Fault", "What one side does differently", "Preset, arguments", "Caught by", "Message")
-SKEWED = 2.0
-"""A rank slept 0.3 s a step, several times what it otherwise takes by itself."""
+SKEWED = 2.0  # a rank slept 0.3 s a step, several times what it otherwise takes by itself
 PASSED = ("reference", "agrees")
-CONTROLS = ("zero2", "zero3", "fsdp2")
-"""Besides ddp, the baseline."""
+CONTROLS = ("zero2", "zero3", "fsdp2")  # besides ddp, the baseline
 
 
 class Fault(NamedTuple):
     """One row with an injected fault."""
 
-    row: str
-    """Its name; a fault of this name in `faulty_ranks` is put into its ranks."""
-    variant: str
-    """A preset and arguments, as `--variant` has them."""
+    row: str  # its name; a fault of this name in `faulty_ranks` is put into its ranks
+    variant: str  # a preset and arguments, as `--variant` has them
     does: str
     caught_by: str
     """The check that must catch it: of a rank's start, a fact of the attestation, a check of parity, or `rank_skew`."""
@@ -50,6 +46,7 @@ class Fault(NamedTuple):
 
 DTYPE, NORM = "attestation: optimizer_dtype", "attestation: gradient norm at the optimizer"
 TRIED = "attestation: norm of a large gradient, clipped"
+CHECKPOINTED = "ddp --activation_checkpointing true"
 PARITY_OF_CHECKPOINTING = "parity: activation_checkpointing"
 WORLD, RECOMPUTES = "start: number of ranks", "attestation: activation_checkpointing"
 FAULTS = {
@@ -95,10 +92,8 @@ FAULTS = {
         Fault("checkpointing", "ddp", "switched on in the model", RECOMPUTES),
         Fault("checkpointing_without_a_flag", "ddp", "done, and no module says so", RECOMPUTES),
         # A layer whose checkpoint function is not torch's reads as one that offloads, and that is reported first.
-        Fault(
-            "no_checkpointing", "ddp --activation_checkpointing true", "enabled, and not done", f"{RECOMPUTES}_offload"
-        ),
-        Fault("recomputing", "ddp --activation_checkpointing true", "its arguments say so", PARITY_OF_CHECKPOINTING),
+        Fault("no_checkpointing", CHECKPOINTED, "enabled, and not done", f"{RECOMPUTES}_offload"),
+        Fault("recomputing", CHECKPOINTED, "its arguments say so", PARITY_OF_CHECKPOINTING),
     ),
 }
 # Rows of different lengths, so that there is padding.
@@ -121,22 +116,15 @@ PARITY = {
 }
 
 
-def compare(folder: Path, training: Sequence[str], *options: str) -> None:
+def compare(folder: Path, training: Sequence[str], faults: Sequence[Fault], *options: str) -> None:
     """Run or resume one comparison, with a fork server of its own: only that has `FAULTY_RANKS` on its path."""
-    command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
+    variants = [word for fault in faults for word in ("--variant", f"{fault.row}={fault.variant}")]
+    command = ["compare", *options, *variants, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
     environment = {name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
-    ended = subprocess.run(
-        [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])},
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    if ended.returncode:
-        raise SystemExit(f"the comparison in {folder} ended with {ended.returncode}")
-
-
-def variants(faults: Sequence[Fault]) -> list[str]:
-    return [word for fault in faults for word in ("--variant", f"{fault.row}={fault.variant}")]
+    environment["PYTHONPATH"] = os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])
+    argv = [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training]
+    if code := subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise SystemExit(f"the comparison in {folder} ended with {code}")
 
 
 def caught_by(row: Row, run: Path) -> str | None:
@@ -209,9 +197,9 @@ def main() -> int:
     every = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
     presets = [word for name in ("ddp", *CONTROLS) for word in ("--preset", name)]
     two, padded, scaled = (given.work / name for name in ("two", "padded", "scaled"))
-    compare(two, job(model), *presets, *variants([fault for _, fault in every]), "--num-processes", "2")
-    compare(padded, job(model, 256), "--preset", "ddp", *variants(MISCOUNTED), "--num-processes", "2")
-    compare(scaled, job(model), *variants([AT_TWO]), "--num-processes", "1,2")
+    compare(two, job(model), [fault for _, fault in every], *presets, "--num-processes", "2")
+    compare(padded, job(model, 256), MISCOUNTED, "--preset", "ddp", "--num-processes", "2")
+    compare(scaled, job(model), [AT_TWO], "--num-processes", "1,2")
     controls = {name: figures(two, f"{name}-n2") for name in ("ddp", *CONTROLS)}
     controls["ddp, with padding"] = figures(padded, "ddp-n2")
     controls["ddp, one process"] = figures(scaled, f"{AT_TWO.row}-n1")

@@ -33,7 +33,7 @@ from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_r
 sys.path.append(str(ROOT / "tests"))
 
 from file_mutations.attempts import Case, Outcome, attempt
-from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, newest, run_format
+from file_mutations.checkpoint_formats import checkpoint_formats, exported_formats, run_format
 from file_mutations.formats import Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from small_job import small_model, train
@@ -64,6 +64,7 @@ class Chunk(NamedTuple):
 def formats(work: Path) -> list[Format]:
     """Return every format. Runs the toolkit for the checkpoints that are missing in the work folder."""
     from toolkit.checkpoint.hf_export import export
+    from toolkit.record.checkpoints import list_checkpoints
 
     runs = {case: work / "runs" / case for case in CASES}
     model = small_model(work / "runs" / "model", vocab_size=300)  # the words are bytes, so that checkpoints are small
@@ -75,7 +76,7 @@ def formats(work: Path) -> list[Format]:
             train(preset, folder, **job, **({"lora_r": 2} if lora else {}))
     shards = work / "runs" / "exported"
     if not shards.is_dir():
-        export(newest(runs["ddp"]), shards, max_shard_bytes=150_000, base_model=str(model))
+        export(list_checkpoints(runs["ddp"])[0].path, shards, max_shard_bytes=150_000, base_model=str(model))
     return [*light_formats(), run_format(runs["ddp"]), *exported_formats(shards), *checkpoint_formats(runs, model)]
 
 
@@ -99,14 +100,10 @@ def run_chunk(kind: Format, chunk: Chunk, first_seed: int, work: Path) -> dict[s
     for number, case in enumerate(unchanged.values()):  # imports count for no mutation
         attempt(case, folder / f"valid-{number}")
 
+    alone = {"database": None, "deadline": None, "phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+
     @seed(int.from_bytes(hashlib.sha256(f"{first_seed} {chunk.name}".encode()).digest()[:8]))
-    @settings(
-        max_examples=chunk.mutations,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=chunk.mutations, **alone)
     @given(mutated_cases(kind))
     def try_each(case: Case) -> None:
         faulthandler.dump_traceback_later(120, exit=True)  # where no signal handler of Python's would run
@@ -124,7 +121,7 @@ def summary(chunk: Chunk, outcomes: list[tuple[Case, Outcome]], work: Path) -> d
     for case, outcome in outcomes:
         if outcome.kind != "failed" and outcome.cpu_seconds > HANG_SECONDS:
             report = f"{outcome.cpu_seconds:.1f} s of CPU time; then {outcome.kind}: {outcome.message}"
-            outcome = replace(outcome, kind="failed", family="slow", report=report)
+            outcome = replace(outcome, kind="failed", family="slow", message=report)
         counts[outcome.kind] += 1
         if outcome.kind == "failed":
             families[outcome.family] += 1
@@ -147,7 +144,7 @@ def save_failure(case: Case, outcome: Outcome, work: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     facts = {"bytes": size, "command": str(case.command), "family": outcome.family, "changed": case.changed}
-    kept.write_text(json.dumps(facts | {"traceback": outcome.report}, indent=2))
+    kept.write_text(json.dumps(facts | {"traceback": outcome.message}, indent=2))
 
 
 def slug(text: str) -> str:
@@ -160,10 +157,9 @@ def run_in_process(chunk: Chunk, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--chunk", json.dumps(chunk)]
     # With one thread, CPU time is at most wall time.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    limited: dict[str, Any] = {"env": variables, "timeout": CHUNK_SECONDS}
     try:
-        ended = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=CHUNK_SECONDS, check=False
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, **limited)
         code, message = ended.returncode, ended.stderr
     except subprocess.TimeoutExpired:
         code, message = -1, f"no end after {CHUNK_SECONDS} s"

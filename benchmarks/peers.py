@@ -91,20 +91,12 @@ def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
     """Return a row for each job and program that was run, in the order of the table."""
     rows = []
     for job in (job_of(name, given) for name in given.jobs):
-        runs = {program: runs_of(done, job, program) for program in PROGRAMS}
+        own = [run for run in done if run["job"] == job.name]
+        for run in (run for run in own if run["error"] is None):
+            run["figures"] = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
+        runs = {program: [run for run in own if run["program"] == program] for program in PROGRAMS}
         rows += [row_of(program, job, runs) for program in given.peers if runs[program]]
     return rows
-
-
-def runs_of(done: Sequence[Record], job: Job, program: str) -> list[Record]:
-    """Return a program's runs of a job, each with its figures or its error."""
-    runs = [run for run in done if (run["job"], run["program"]) == (job.name, program)]
-    return [
-        run
-        if run["error"] is not None
-        else run | {"figures": comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)}
-        for run in runs
-    ]
 
 
 def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Record:
@@ -153,14 +145,10 @@ def shown(ratio: Record | None) -> str:
     return f"{ratio['ratio']:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
 
 
-def setting_of(given: argparse.Namespace) -> Setting:
-    return Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
-
-
 def job_of(name: str, given: argparse.Namespace) -> Job:
     preset, method = name.split("-")
     model, rows = given.work / "model", given.work / "rows" / "train.jsonl"
-    return Job(preset=preset, method=method, setting=setting_of(given), model=model, rows=rows)
+    return Job(preset=preset, method=method, setting=given.setting, model=model, rows=rows)
 
 
 def build_all(given: argparse.Namespace) -> dict[str, str]:
@@ -195,6 +183,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--name", default="peers", help="name of the result file")
     parser.add_argument("--no-document", action="store_true", help="leave the table in docs/ alone")
     given = parser.parse_args()
+    given.setting = Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
     given.work = given.work.resolve()
     given.environments = (given.environments or given.work / "environments").resolve()
     return given
@@ -207,23 +196,20 @@ def run_all(given: argparse.Namespace, done: list[Record], unbuilt: dict[str, st
     while left and (given.at_most_seconds is None or time.monotonic() - began < given.at_most_seconds):
         repeat, job_name, program = left[0]
         record: Record = {"repeat": repeat, "job": job_name, "program": program}
-        if program in unbuilt:
-            record |= {"exit_code": None, "error": unbuilt[program]}
-        else:
-            record |= measure(program, job_of(job_name, given), given)
+        unable = {"exit_code": None, "error": unbuilt.get(program)}
+        record |= unable if program in unbuilt else measure(program, job_of(job_name, given), given)
         done.append(record)
         append_line(ledger, record)
         left = waiting(runs_in_order(given.peers, given.jobs, given.repeats), done)
-        print(
-            f"repeat {repeat + 1}, {job_name}, {program}: {record['error'] or 'finished'}; {len(left)} left", flush=True
-        )
+        ended = record["error"] or "finished"
+        print(f"repeat {repeat + 1}, {job_name}, {program}: {ended}; {len(left)} left", flush=True)
     return len(left)
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the program that runs is ended too
     given = read_arguments()
-    prepare(given.work, setting_of(given))
+    prepare(given.work, given.setting)
     unbuilt = build_all(given)
     if given.build_only:
         raise SystemExit("\n".join(f"{program}: {reason}" for program, reason in unbuilt.items()) or 0)
@@ -235,7 +221,7 @@ def main() -> None:
         raise SystemExit(f"{left} runs are left: the same command resumes")
     built = [program for program in given.peers if program not in unbuilt]
     libraries = {program: environments.versions(program, given.environments) for program in built}
-    print(write_result(given.name, {"setting": asdict(setting_of(given)), "libraries": libraries}, rows))
+    print(write_result(given.name, {"setting": asdict(given.setting), "libraries": libraries}, rows))
     if not given.no_document:
         write_table(DOCUMENT, TABLE, HEADER, table_rows({}, rows))
 

@@ -37,15 +37,9 @@ WAYS = ("loaded", "built")
 
 def plan_all(config: Path) -> int:
     """Plan every preset at every world size, with the largest batch size and the smallest world size."""
-    request = PlanRequest(
-        shape=read_model(str(config)),
-        presets=list_presets(),
-        world_sizes=SIZES,
-        job=PlannedJob(max_seq_length=4096, activation_checkpointing=True),
-        gpu=find_gpu("h100-sxm"),
-        strict=False,
-    )
-    return len(make_plans(request))
+    job, gpu = PlannedJob(max_seq_length=4096, activation_checkpointing=True), find_gpu("h100-sxm")
+    named = {"shape": read_model(str(config)), "presets": list_presets(), "world_sizes": SIZES}
+    return len(make_plans(PlanRequest(**named, job=job, gpu=gpu, strict=False)))
 
 
 def estimate_all(folder: Path, way: str) -> None:
@@ -94,29 +88,21 @@ def seconds(answer: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def run(command: list[str]) -> None:
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-
-
-def plan_command() -> list[str]:
-    """Return the command that a user would type."""
-    sizes = [word for size in SIZES for word in ("--num-processes", str(size))]
-    how = ["--gpu", "h100-sxm", "--max-seq-length", "4096", "--activation-checkpointing", "--json"]
-    return [sys.executable, "-m", "toolkit", "plan", str(MODEL), *sizes, *how]
-
-
-def estimate_command(folder: Path, way: str) -> list[str]:
-    """Return the command that a user of the estimator would type, with as few imports as possible."""
-    call = f"import planner; planner.estimate_all(planner.Path({str(folder)!r}), {way!r})"
-    return [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks'); {call}"]
+def run(*words: str) -> None:
+    subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, check=True)
 
 
 def measure(folder: Path, way: str, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield the medians of both sides, and of the ratio of each pair: in one process, and as commands."""
     estimate_all(folder, way)  # warms up imports and the file's pages
     inside = pairs(rounds, lambda: seconds(lambda: plan_all(MODEL)), lambda: seconds(lambda: estimate_all(folder, way)))
-    ours, theirs = plan_command(), estimate_command(folder, way)
-    typed = pairs(rounds, lambda: seconds(lambda: run(ours)), lambda: seconds(lambda: run(theirs)))
+    # What a user would type, and what a user of the estimator would, with as few imports as possible.
+    sizes = [word for size in SIZES for word in ("--num-processes", str(size))]
+    how = ["--gpu", "h100-sxm", "--max-seq-length", "4096", "--activation-checkpointing", "--json"]
+    ours = ["-m", "toolkit", "plan", str(MODEL), *sizes, *how]
+    call = f"import planner; planner.estimate_all(planner.Path({str(folder)!r}), {way!r})"
+    theirs = ["-c", f"import sys; sys.path.insert(0, 'benchmarks'); {call}"]
+    typed = pairs(rounds, lambda: seconds(lambda: run(*ours)), lambda: seconds(lambda: run(*theirs)))
     for timed, measured in (("in one process", inside), ("command", typed)):
         sides = {name: spread([pair[side] for pair in measured]) for side, name in enumerate(("plan", "estimator"))}
         ratios = {"ratio": spread([estimator / plan for plan, estimator in measured])}

@@ -8,6 +8,7 @@ The first line of a record has what holds for all of its rows: the command, comm
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -32,12 +33,9 @@ def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> li
     """Run A B, B A, A B, ..., so that neither side always runs on the warmer or busier machine."""
     measured = []
     for index in range(number):
-        if index % 2 == 0:
-            first = a()
-            measured.append((first, b()))
-        else:
-            second = b()
-            measured.append((a(), second))
+        sides = (a, b) if index % 2 == 0 else (b, a)
+        first, second = [side() for side in sides]
+        measured.append((first, second) if index % 2 == 0 else (second, first))
     return measured
 
 
@@ -86,10 +84,8 @@ def read_lines(path: Path) -> list[Row]:
     """Return a ledger's rows, without a last line that was cut off; none where there is no file."""
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return rows
 
 

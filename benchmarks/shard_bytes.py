@@ -129,20 +129,14 @@ def planned(case: Case, model: Path) -> Case:
     engine = engine_settings(load_preset(case["preset"]), mixed_precision="no", **place)
     weights = job_weights(shape, int(LORA[1]) if case["arguments"] == LORA else None, False)
     states = model_states(engine, weights)
-    return {name: getattr(states, name) for name in PARTS[:3]} | {
-        "num_params": weights.num_trained + weights.num_frozen,
-        "num_trainable_params": weights.num_trained,
-    }
+    numbers = (weights.num_trained + weights.num_frozen, weights.num_trained)
+    return {name: getattr(states, name) for name in PARTS[:3]} | dict(zip(PARTS[3:], numbers, strict=True))
 
 
 def differing(cases: Iterable[Case], work: Path) -> list[Case]:
     """Return the cases whose bytes differ from the plan, with the plan; nothing is rehearsed."""
-    different = []
-    for case in cases:
-        plan = planned(case, model_file(case["architecture"], work))
-        if any(case[name] != value for name, value in plan.items()):
-            different.append(case | {"planned": plan})
-    return different
+    with_plan = [case | {"planned": planned(case, model_file(case["architecture"], work))} for case in cases]
+    return [case for case in with_plan if any(case[name] != value for name, value in case["planned"].items())]
 
 
 def main() -> None:

@@ -46,12 +46,20 @@ class JobSetting:
     lora_r: int | None = None
     checkpointing: bool = False
 
+    def named(self, *parts: object, **extras: object) -> str:
+        """Return the preset, the parts and the names of the extras that are not empty."""
+        return " ".join(map(str, [self.preset, *parts, *(name for name, there in extras.items() if there)]))
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The fields of a `PlannedJob`."""
+        job = {"gradient_accumulation_steps": self.accumulation, "lora_r": self.lora_r}
+        return job | {"activation_checkpointing": self.checkpointing}
+
     @property
     def words(self) -> dict[str, Any]:
         """Arguments of the training script that are not its defaults."""
-        arguments: dict[str, Any] = {"gradient_accumulation_steps": self.accumulation}
-        arguments |= {} if self.lora_r is None else {"lora_r": self.lora_r}
-        return arguments | ({"activation_checkpointing": "true"} if self.checkpointing else {})
+        return {name: str(value).lower() for name, value in self.planned.items() if value}
 
 
 def accelerate_command(preset: str, ranks: int, *script: str, options: Sequence[str] = ()) -> list[str]:

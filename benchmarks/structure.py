@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,8 @@ from typing import Any
 
 import networkx
 from record import ROOT, print_table
+
+from toolkit.hardware.node import git_commit
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Functions that read one argument out of a dictionary of strings; methods of the same names read other things.
@@ -34,8 +35,7 @@ class Structure:
     """Figures of one source tree."""
 
     toolkit_files: int
-    toolkit_lines: int
-    """Lines of Python files, with comments and blank lines."""
+    toolkit_lines: int  # lines of Python files, with comments and blank lines
     test_lines: int
     benchmark_lines: int
     docs_words: int
@@ -46,12 +46,10 @@ class Structure:
     longest_import_chain: int
     """Modules on the longest path in the import graph, each import cycle counted as one module."""
     modules_in_import_cycles: int
-    argument_reads: int
-    """Calls in `toolkit/` of the functions that read one argument out of a dictionary of strings."""
+    argument_reads: int  # calls in `toolkit/` of the functions that read one argument out of a dictionary of strings
     files_naming_max_seq_length: int
     """Modules of `toolkit/` that mention this argument, which stands for every argument."""
-    training_script_files: int
-    """Modules that the training script imports, directly or not, also inside functions."""
+    training_script_files: int  # modules that the training script imports, directly or not, also inside functions
     training_script_lines: int
 
 
@@ -63,6 +61,8 @@ def measure(root: Path) -> Structure:
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     references = [count for tree in trees.values() for count in private_functions(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    cycles = networkx.strongly_connected_components(graph)
     script = {TRAINING_SCRIPT} | networkx.descendants(graph, TRAINING_SCRIPT)
     return Structure(
         toolkit_files=len(texts),
@@ -75,13 +75,8 @@ def measure(root: Path) -> Structure:
         private_functions=len(references),
         private_functions_referenced_once=references.count(1),
         longest_import_chain=networkx.dag_longest_path_length(networkx.condensation(graph)) + 1,
-        modules_in_import_cycles=sum(
-            len(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1
-        ),
-        argument_reads=sum(
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ARGUMENT_READERS
-            for node in nodes
-        ),
+        modules_in_import_cycles=sum(size for size in map(len, cycles) if size > 1),
+        argument_reads=sum(getattr(call.func, "id", None) in ARGUMENT_READERS for call in calls),
         files_naming_max_seq_length=sum(SPREAD_ARGUMENT in text for text in texts.values()),
         training_script_files=len(script),
         training_script_lines=sum(len(texts[name].splitlines()) for name in script),
@@ -122,12 +117,6 @@ def import_graph(trees: Mapping[str, ast.Module]) -> Any:
     return graph
 
 
-def commit_of(root: Path) -> str:
-    """Return the commit that is checked out in a folder."""
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Structure of the source tree.")
     parser.add_argument("--before", type=Path, help="root of a checkout of an earlier commit")
@@ -135,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, by commit")
     given = parser.parse_args()
     roots = [root for root in (given.before, given.after) if root is not None]
-    measured = [(commit_of(root), asdict(measure(root))) for root in roots]
+    measured = [(git_commit(root) or str(root), asdict(measure(root))) for root in roots]
     if given.json:
         print(json.dumps([{"commit": commit, **figures} for commit, figures in measured], indent=1))
         return

@@ -66,7 +66,6 @@ class OpenPage:
 
 @contextlib.contextmanager
 def open_page(browser: Browser, file: Path, window: ViewportSize = DESKTOP) -> Iterator[OpenPage]:
-    """Open a file in a window of its own."""
     page = browser.new_page(viewport=window)
     try:
         yield OpenPage(page, file)

@@ -22,7 +22,6 @@ def write_inputs(folder: Path) -> list[str]:
 
 
 def run_cluster(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `toolkit cluster WORDS`."""
     return run_command(["cluster", *words], capsys)
 
 
@@ -33,7 +32,6 @@ def check_shell(text: str) -> None:
 
 
 def node_script_of(sbatch: str) -> str:
-    """Return what an sbatch file runs on each node."""
     found = re.search(r"<<'END_OF_NODE_SCRIPT'\n(.*?)\nEND_OF_NODE_SCRIPT\n", sbatch, re.DOTALL)
     assert found is not None
     return found[1]

@@ -12,14 +12,12 @@ from toolkit.cli.program import main
 
 
 def exit_code(*words: object) -> int:
-    """Return the exit code of `toolkit WORDS`."""
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     return int(ended.value.code or 0)
 
 
 def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `toolkit WORDS`."""
     code = exit_code(*words)
     out, err = capsys.readouterr()
     return code, out, err

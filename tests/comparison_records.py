@@ -39,7 +39,6 @@ def comparison(*presets: str, **changes: Any) -> ComparisonSpec:
 
 
 def comparison_runner(spec: ComparisonSpec, folder: Path, **options: Any) -> Runner:
-    """A runner of this comparison in `folder`, on a CPU."""
     given = CompareOptions(output_dir=folder, num_processes=("2",), cpu=True, **options)
     return Runner(options=given, spec=spec, unsupported={}, nvme={}, progress=ConsoleProgress(0))
 
@@ -107,26 +106,22 @@ def probe(preset: str, size: int, *, world_size: int = 2, **changes: Any) -> Pro
 
 
 def failure(status: str, **changes: Any) -> dict[str, Any]:
-    """The facts of a failure in which nothing is known but its status."""
     return dict.fromkeys(Failure.model_fields) | {"kind": status, **changes}
 
 
 def row(preset: str = "ddp", *, world_size: int = 2, **changes: Any) -> Row:
-    """A completed row of which nothing is known but `changes`."""
     name = RowKey(preset=preset, world_size=world_size).name
     known = {"preset": preset, "world_size": world_size, "status": "completed", "timed_steps": 6, "repeats": 3}
     return Row.model_validate({"trial": name} | known | changes)
 
 
 def node(device: str, *gpus: dict[str, Any]) -> Environment:
-    """A node with these GPUs, of which nothing else is known."""
     return Environment.model_validate({"device": device, "gpus": gpus, "versions": {}, "python": "3.11"})
 
 
 def aggregate_rows(
     spec: ComparisonSpec, *trials: TrialRecord, unsupported: dict[str, str] | None = None
 ) -> dict[str, Row]:
-    """The rows of these trials, by name."""
     rows, _ = aggregate_trials({record.trial: record for record in trials}, spec, unsupported or {})
     return {row.trial: row for row in rows}
 

@@ -50,7 +50,6 @@ def marked(sample: Sample, tokenizer: Any, *, supervise_all: bool = False) -> st
 def tokenized(
     rows: list[dict[str, Any]] | datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any
 ) -> tuple[datasets.Dataset, DataStats]:
-    """Rows with a supervised token, and their statistics."""
     dataset = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
     encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
     return EncodedSource(name="rows", rows=encode_rows(dataset, encoder), encoder=encoder).supervised()

@@ -18,13 +18,11 @@ MISSING_PACKAGE = "needs a package that is not installed"
 
 
 def convert_text(folder: Path, text: str, *, name: str = "theirs.yaml", tool: str | None = None) -> Conversion:
-    """Convert the text of a file in `folder`."""
     (folder / name).write_text(text)
     return convert_file(folder / name, tool)
 
 
 def outcome(convert: Callable[[], Conversion]) -> Conversion | ToolkitError:
-    """Return the conversion, or the error that refuses it."""
     try:
         return convert()
     except ToolkitError as error:
@@ -32,7 +30,6 @@ def outcome(convert: Callable[[], Conversion]) -> Conversion | ToolkitError:
 
 
 def reasons_of(conversion: Conversion) -> dict[str, str]:
-    """Return key to reason of what is not converted."""
     return {each.key: each.reason for each in conversion.not_converted}
 
 

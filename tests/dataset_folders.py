@@ -22,7 +22,6 @@ configs:
 
 
 def write_dataset_folder(folder: Path, *, default: str | None = None) -> Path:
-    """Write 6 rows for training per configuration, and 2 for validation of `en`."""
     text = README if default is None else README.replace(f"name: {default}\n", f"name: {default}\n  default: true\n")
     for file, word, count in (("en/train", "hello", 6), ("en/validation", "goodbye", 2), ("sv/train", "hej", 6)):
         path = folder / f"{file}.jsonl"

@@ -43,6 +43,13 @@ class Nodes:
         self.environment = cpu_environment() | {"TOOLKIT_PRESET": preset, "OMP_NUM_THREADS": "1"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.agents):
+            self.lose(name)
+
     def start(self, name: str) -> None:
         """Start an agent; the one that is started when there is none holds the rendezvous."""
         holds = ["--rdzv-conf", f"{RENDEZVOUS},is_host={not self.agents}"]
@@ -83,8 +90,6 @@ class Nodes:
             time.sleep(0.05)
 
     def train_on(self, world_size: int, *, attempt: int, steps: int = 3) -> None:
-        """Wait until an attempt of so many ranks has trained some steps."""
-
         def reached() -> bool:
             run = RunFolder(self.out).read_run() or {}
             start = (run.get("resumed_from") or {"step": 0})["step"]

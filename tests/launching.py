@@ -127,13 +127,18 @@ def torchrun_words(num_processes: int) -> list[str]:
 
 
 def toolkit(*words: str, cwd: Path = ROOT) -> CompletedProcess[str]:
-    """Run the command line in a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return run_captured([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
 
 
 def run_captured(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
+
+
+def run_bash(script: str, environment: dict[str, str]) -> CompletedProcess[str]:
+    """Run a script with this environment's programs first; it stops at the first command that fails."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return run_captured(["bash", "-euo", "pipefail", "-c", script], environment | {"PATH": path})
 
 
 def run_warm(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
@@ -157,7 +162,6 @@ def read(path: Path) -> Any:
 
 
 def attested_ranks(folder: Path) -> list[dict[str, Any]]:
-    """Return what each rank of a verified run has read back."""
     attestation = read(folder / "attestation.json")
     assert attestation["verdict"] == "attested"
     found: list[dict[str, Any]] = attestation["ranks"]
@@ -165,7 +169,6 @@ def attested_ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def attested(folder: Path) -> dict[str, Any]:
-    """Return every figure of an attestation, by the path of its keys."""
     return dict(_leaves(read(folder / "attestation.json")))
 
 
@@ -179,7 +182,6 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rank_rows(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the rows of one rank, a step each."""
     return [json.loads(line) for line in (folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()]
 
 

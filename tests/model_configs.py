@@ -16,6 +16,13 @@ from toolkit.models.read_model import MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WI
 from toolkit.models.shape import ModelShape
 
 LLAMA_8B_PARAMS = 8_030_261_248
+# A Llama whose sizes are easy to count.
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 1009, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+}
+# Embedding and head 1009 x 64 each; a layer has q and o 64 x 64, k and v 32 x 64, gate, up and down 128 x 64, 2 norms.
+NUM_PARAMS = 2 * 1009 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64) + 64
 
 TINY = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
@@ -56,7 +63,6 @@ def config_file(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
 
 
 def built(path: Path) -> Any:
-    """Return the model as transformers builds it on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,7 +79,6 @@ def counted_tensors(model: Any) -> ModelShape:
 
 
 def fields_of(model_type: str) -> list[dict[str, Any]]:
-    """Return the tiny configurations of any architecture of `toolkit.models.read_model`."""
     known = [fields for kind, fields in ARCHITECTURES if kind == model_type]
     mixtures = (*MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS, "hunyuan_v1_dense", "ministral")
     return known or [TINY | MIXTURE if model_type in mixtures else TINY]
@@ -81,7 +86,6 @@ def fields_of(model_type: str) -> list[dict[str, Any]]:
 
 @cache
 def llama_8b() -> ModelShape:
-    """Return the shape of Llama 3.1 8B (`fixtures/llama-8b`)."""
     fields = json.loads(LLAMA_8B_CONFIG.read_text())
     return _shape("llama", fields)
 
@@ -94,6 +98,5 @@ def _shape(model_type: str, fields: dict[str, Any]) -> ModelShape:
 
 @cache
 def small_shape(name: str) -> ModelShape:
-    """Return the shape of one of the models that are split in `split_runs`."""
     fields = {**SIZES, **MODELS[name]}
     return _shape(fields.pop("model_type"), fields)

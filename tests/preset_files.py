@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from launching import toolkit
 
 
 def write(path: Path, text: str) -> Path:
@@ -25,9 +23,4 @@ def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def listed_presets() -> dict[str, dict[str, Any]]:
-    """Return the rows of `toolkit presets --json` by name."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "toolkit", "presets", "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return {row["name"]: row for row in json.loads(listed.stdout)}
+    return {row["name"]: row for row in json.loads(toolkit("presets", "--json").stdout)}

@@ -16,7 +16,6 @@ MPT = {
 
 
 def published() -> list[dict[str, str]]:
-    """Return the rows of the table."""
     lines = [line for line in FIXTURE.read_text().splitlines() if not line.startswith("#")]
     return list(csv.DictReader(lines))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.compare import comparison_report, two_comparisons
 from toolkit.compare.results import Results, load_results
@@ -15,34 +16,26 @@ FIXTURES = Path(__file__).parent / "fixtures"
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 Document = dict[str, Any]
+Rendered = TypeVar("Rendered")
 
 
 def read(file: Path) -> Document:
     return load_results(file).model_dump(mode="json")
 
 
-def summary_sentence(document: Document) -> str:
-    return comparison_report.summary_sentence(Results.model_validate(document))
+def _of_document(render: Callable[[Results], Rendered]) -> Callable[[Document], Rendered]:
+    return lambda document: render(Results.model_validate(document))
 
 
-def notes(document: Document) -> list[str]:
-    return comparison_report.notes(Results.model_validate(document))
+summary_sentence = _of_document(comparison_report.summary_sentence)
+notes = _of_document(comparison_report.notes)
+html_text = _of_document(lambda results: comparison_report.report_text(results, "html"))
+markdown_text = _of_document(lambda results: comparison_report.report_text(results, "md"))
+csv_text = _of_document(comparison_report.csv_text)
 
 
 def write_report(document: Document, folder: Path) -> None:
     comparison_report.write_report(Results.model_validate(document), folder)
-
-
-def html_text(document: Document) -> str:
-    return comparison_report.html_text(Results.model_validate(document))
-
-
-def markdown_text(document: Document) -> str:
-    return comparison_report.markdown_text(Results.model_validate(document))
-
-
-def csv_text(document: Document) -> str:
-    return comparison_report.csv_text(Results.model_validate(document))
 
 
 def before_and_after(before: Document, after: Document) -> BeforeAndAfter:

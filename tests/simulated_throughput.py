@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.simulate.pipeline_schedules import PipelineSize, chunks_of
-from toolkit.simulate.pipeline_step import ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, PipelineSize, chunks_of, simulate
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MEASURED = {"1f1b": "measured_1f1b", "interleaved_1f1b": "measured_interleaved_1f1b", "zb_h1": "measured_zb_1p"}
@@ -27,14 +26,17 @@ def rows(name: str) -> list[dict[str, float]]:
 BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv")
 
 
+def step(
+    schedule: str, stages: int, micro_batches: int, times: ChunkTimes, *, chunks: int = 2, transfer: float = 0.0
+) -> PipelineRun:
+    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
+    return simulate(schedule, size, [times.divided(size.chunks)] * size.num_chunks, transfer_seconds=transfer)
+
+
 def published_step(schedule: str, row: dict[str, float], chunks: int = 2) -> PipelineRun:
-    """Return one step of a row of Table 5, in milliseconds."""
     forward, backward, weight, transfer = (row[f"{name}_ms"] for name in ("forward", "backward", "weight", "transfer"))
     times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
-    stages, micro_batches = int(row["stages"]), int(row["micro_batches"])
-    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
-    each = times.divided(size.chunks)
-    return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=transfer)
+    return step(schedule, int(row["stages"]), int(row["micro_batches"]), times, chunks=chunks, transfer=transfer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,6 @@ class Throughput:
 
 
 def throughputs() -> Iterator[Throughput]:
-    """Yield predicted and measured throughput of each row and schedule."""
     for row, found in zip(BUBBLES, THROUGHPUTS, strict=True):
         for schedule, column in MEASURED.items():
             run = published_step(schedule, row, chunks=int(found["chunks_interleaved"]))
@@ -62,7 +63,6 @@ def throughputs() -> Iterator[Throughput]:
 
 
 def throughput_table() -> str:
-    """Return the table of docs/evidence/simulations.md."""
     head = ("stages", "micro-batches", "schedule", "bubble", "predicted sequences/s per GPU", "measured", "too high by")
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     for each in throughputs():

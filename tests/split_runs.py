@@ -53,16 +53,12 @@ class SplitRun:
 
     preset: str
     model: str
-    layout: dict[str, int]
-    """The degrees above 1 that every rank must read back; empty for one process."""
+    layout: dict[str, int]  # the degrees above 1 that every rank must read back; empty for one process
     words: tuple[str, ...] = ()
-    baseline: str = ""
-    """The run in one process that it must equal."""
-    resumes: tuple[str, int] | None = None
-    """The run and the step from whose checkpoint it resumes."""
+    baseline: str = ""  # the run in one process that it must equal
+    resumes: tuple[str, int] | None = None  # the run and the step from whose checkpoint it resumes
     steps: int = STEPS
-    without_fix: str = ""
-    """A fix of a library that is left out: its module and function."""
+    without_fix: str = ""  # a fix of a library that is left out: its module and function
 
     @property
     def num_ranks(self) -> int:
@@ -91,7 +87,6 @@ FOUR_MICRO_BATCHES = ("--per_device_train_batch_size", "2", "--gradient_accumula
 
 
 def _split(preset: str, model: str, *words: str, baseline: str = "", **layout: int) -> SplitRun:
-    """A run that must equal one process with the same model."""
     return SplitRun(preset=preset, model=model, layout=layout, words=words, baseline=baseline or model)
 
 
@@ -176,7 +171,6 @@ def split_runs(*, resumed: bool = False) -> list[Any]:
 
 
 def build_models(folder: Path) -> None:
-    """Write each model with random fp32 weights, seed 0, and a tokenizer of bytes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -233,7 +227,6 @@ def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint:
 
 
 def losses_and_norms(folder: Path) -> tuple[list[float], list[float | None]]:
-    """Return the loss, the mean over ranks, and the gradient norm of each step."""
     steps = read_steps(RunFolder(folder))
     losses = [sum(float(row.loss or 0.0) for row in step) / len(step) for step in steps]
     return losses, [grad_norm(step) for step in steps]

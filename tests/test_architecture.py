@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from cluster_jobs import write_inputs
+from launching import ROOT
 from loaded_modules import HEAVY, EndedCommand, loaded_after, run_forked_commands
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "toolkit"
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
 
@@ -41,7 +41,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the absolute name of everything that is imported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -52,7 +51,6 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def module_graph() -> Mapping[str, frozenset[str]]:
-    """Return for each module of the toolkit the modules of the toolkit that it imports."""
     names = {name_of(path) for path in MODULES}
 
     def module_of(name: str) -> str:
@@ -83,17 +81,11 @@ def import_cycle(graph: Mapping[str, object]) -> list[str]:
     return []
 
 
-def test_the_modules_are_found() -> None:
+def test_modules_cycles_and_imports_inside_functions_are_found() -> None:
     assert len(module_graph()) > 50
     assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.observe.attest.differences"} <= set(module_graph())
-
-
-def test_a_cycle_is_found() -> None:
     assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "c", "b", "a"]
     assert import_cycle({"a": {"b"}, "b": set()}) == []
-
-
-def test_imports_inside_functions_are_seen() -> None:
     tree = ast.parse("def f():\n    import torch.nn\nif TYPE_CHECKING:\n    from toolkit.train import script\n")
     assert set(imports(tree)) == {"torch.nn", "toolkit.train.script"}
 
@@ -212,12 +204,3 @@ def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "sound"}\n{"text": 1}\n')
     loaded = loaded_after(f"from toolkit.__main__ import main; main({words!r})")
     assert not {name for name in loaded if name in HEAVY or name.startswith("toolkit.train")}
-
-
-@pytest.mark.parametrize(
-    "module", ["toolkit", "toolkit.cli.program", "toolkit.compare.commands", "toolkit.launch.launch"]
-)
-def test_importing_a_light_module_does_not_import_torch(module: str) -> None:
-    loaded = loaded_after(f"import {module}")
-    assert "toolkit" in loaded
-    assert not loaded & HEAVY

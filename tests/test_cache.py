@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from command_line import run_command
 
 from toolkit.cache import check_extensions_folder, instruction_sets, torch_extensions_folder
-from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
 
 
@@ -50,11 +50,8 @@ def test_it_is_refused_before_a_rank_starts(
 ) -> None:
     cache.chmod(0o777)
     job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--preset", "zero2", "--cpu", "--num-processes", "2", "--", *job])
-    assert ended.value.code == 2
-    assert "export TOOLKIT_CACHE=DIR" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    code, _, printed = run_command(["train", "--preset", "zero2", "--cpu", "--num-processes", "2", "--", *job], capsys)
+    assert (code, "export TOOLKIT_CACHE=DIR" in printed, (tmp_path / "out").exists()) == (2, True, False)
 
 
 def test_compiled_ops_are_kept_apart_for_cpus_with_other_instruction_sets(

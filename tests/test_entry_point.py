@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_command
+from launching import ROOT
 from loaded_modules import run_forked_commands
 
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import RunFailed, ToolkitError
 
-ROOT = Path(__file__).parents[1]
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
 COMMANDS = {
     "version": ["--version"],
@@ -31,7 +32,6 @@ COMMANDS = {
 
 
 def run(redirect: str, *command: str, cwd: Path = ROOT) -> Any:
-    """Run a command of Python in a shell, which can close streams."""
     line = ["bash", "-c", f'exec "$@" {redirect}', "bash", sys.executable, *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -184,16 +184,12 @@ def full_disk(tmp_path: Path) -> Any:
 
 
 def test_a_full_disk_loses_no_file(full_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from toolkit.cli.program import main
-
     config = full_disk / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}}')
     before = config.read_text()
     for words in (["preset", "export", str(full_disk / "out")], ["lint", "--fix", "--in-place", str(config)]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        printed = capsys.readouterr().err
-        assert ended.value.code == 2, printed
+        code, _, printed = run_command(words, capsys)
+        assert code == 2, printed
         assert "No space left on device\n  hint: " in printed
         assert len(printed.splitlines()) == 2
     assert config.read_text() == before

@@ -1,26 +1,19 @@
-"""examples/: each is linted, planned and dry-run as it is typed; scripts and notebook train on two CPU ranks.
-
-To write the table of examples/README.md again:
-
-    python tests/test_examples.py
-"""
+"""examples/: each is linted, planned and dry-run as it is typed; scripts and notebook train on two CPU ranks."""
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import ROOT, read, torchrun
+from launching import ROOT, cpu_environment, read, run_bash, torchrun
 
 from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
@@ -51,10 +44,8 @@ class Example:
     """A file of examples/, and what it says about itself."""
 
     path: Path
-    when: str
-    """Its first sentence, without `When to use it:`."""
-    line: str
-    """What to type, from the root of the repository."""
+    when: str  # its first sentence, without `When to use it:`
+    line: str  # what to type, from the root of the repository
 
     @property
     def name(self) -> str:
@@ -66,7 +57,6 @@ class Example:
 
 
 def read_example(path: Path) -> Example:
-    """Read the file's own first sentence and the first indented line of its heading."""
     if path.suffix == ".ipynb":
         text = "".join(json.loads(path.read_text())["cells"][0]["source"])
         line = f"jupyter lab examples/{path.name}"
@@ -83,7 +73,6 @@ YAMLS = [path for path in FILES if path.suffix == ".yaml"]
 
 
 def arguments_of(path: Path) -> list[str]:
-    """Return the training arguments of an example."""
     if path.suffix == ".yaml":
         return [str(path)]
     if path.suffix == ".sh":
@@ -100,13 +89,11 @@ def arguments_of(path: Path) -> list[str]:
 
 
 def presets_of(example: Example) -> list[str]:
-    """Return the presets that an example's line starts."""
     words = example.path.read_text().split() if example.path.suffix == ".sh" else example.words
     return [words[position + 1] for position, word in enumerate(words) if word == "--preset"]
 
 
 def world_size_of(example: Example) -> int:
-    """Return the processes that an example's line starts."""
     text = example.path.read_text() if example.path.suffix == ".sh" else example.line
     return int(re.findall(r"(?:NUM_PROCESSES:-|--nproc_per_node |--num-processes )(\d+)", text)[0])
 
@@ -122,7 +109,7 @@ def plans_of(example: Example) -> list[Plan]:
 # -- the table
 
 
-def table() -> str:
+def examples_table() -> str:
     head = ["example", "when to use it", "GPUs", "planned GiB per GPU", "one line to type"]
     lines = [f"| {' | '.join(head)} |", "| :--- | :--- | :--- | :--- | :--- |"]
     for example in map(read_example, FILES):
@@ -142,17 +129,6 @@ def planned(example: Example) -> str:
     if len(peaks) == 1:
         return next(iter(peaks.values()))
     return ", ".join(f"`{preset}` {peak}" for preset, peak in peaks.items())
-
-
-def with_table(readme: str) -> str:
-    """Return the page with its table as it should be."""
-    block = re.compile(r"(<!-- generated: examples -->\n).*?(\n?<!-- /generated -->)", re.DOTALL)
-    assert block.search(readme)
-    return block.sub(lambda found: found[1] + table() + found[2], readme)
-
-
-def test_the_table_is_generated_from_the_examples() -> None:
-    assert with_table(README.read_text()) == README.read_text(), "run: python tests/test_examples.py"
 
 
 def test_every_file_is_in_the_table_or_named_below_it() -> None:
@@ -197,13 +173,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_line(line: str, hub: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_line(line: str, hub: Path, **variables: str) -> CompletedProcess[str]:
     """Run a line with the hub's cache; nothing listens on its port, so that no time is lost."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
-    environment |= {"HF_HOME": str(hub), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    command = ["bash", "-euo", "pipefail", "-c", line]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return run_bash(line, cpu_environment() | variables | {"HF_HOME": str(hub), "HF_ENDPOINT": "http://127.0.0.1:9"})
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
@@ -285,7 +257,3 @@ def test_the_notebook_runs_from_top_to_bottom(tiny_model: Path, monkeypatch: pyt
     shutil.rmtree(run)
     pictures: list[Any] = [output for output in notebook.cells[-2].outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 1
-
-
-if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))

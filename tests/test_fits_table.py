@@ -1,48 +1,92 @@
-"""README's table of what fits, and the sizes of the models in it."""
+"""README's table of what fits: the recommended preset for public models on two kinds of hardware, planned.
+
+The configurations in `fixtures/` have the sizes that the models' owners publish.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from fits_table import FULL, HARDWARE, LORA, METHODS, ROWS, Hardware, cell, choice, config_of
+from launching import ROOT
 
+from toolkit.errors import ToolkitError
 from toolkit.models.read_model import read_model
-from toolkit.plan.options import PlanOptions
+from toolkit.plan.candidates import Candidate
+from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.plan.recommend import recommend, recommend_request
+from toolkit.presets import list_presets
+from toolkit.units import GIB
 
-# Billions of parameters, as the models' pages on the Hugging Face hub say.
-PUBLISHED = {
-    **{"Qwen3-0.6B": 0.6, "Qwen3-1.7B": 1.7, "Qwen3-4B": 4.0, "Qwen3-8B": 8.2, "Qwen3-14B": 14.8, "Qwen3-32B": 32.8},
-    "Qwen2.5-72B": 72.7,
+FULL, LORA, QLORA = "full", "LoRA r=16", "QLoRA r=16"
+METHODS: dict[str, dict[str, Any]] = {FULL: {}, LORA: {"lora_r": 16}, QLORA: {"lora_r": 16, "load_in_4bit": True}}
+# Model -> its rows, and billions of parameters as its page on the Hugging Face hub says.
+MODELS: dict[str, tuple[tuple[str, ...], float]] = {
+    **{"Qwen3-0.6B": ((FULL,), 0.6), "Qwen3-1.7B": ((FULL,), 1.7), "Qwen3-4B": ((FULL,), 4.0)},
+    **{"Qwen3-8B": ((FULL, LORA, QLORA), 8.2), "Qwen3-14B": ((FULL, LORA), 14.8)},
+    **{"Qwen3-32B": ((FULL, LORA, QLORA), 32.8), "Qwen2.5-72B": ((FULL, LORA, QLORA), 72.7)},
+}
+# Column -> the options of `toolkit recommend`.
+HARDWARE: dict[str, dict[str, Any]] = {
+    "8 × H100 80 GB, host 1,024 GiB": {"gpu": "h100", "num_processes": 8, "host_memory_gib": 1024},
+    "2 × RTX 4090 24 GB, host 128 GiB": {"gpu": "rtx-4090", "num_processes": 2, "host_memory_gib": 128},
 }
 
 
-@pytest.mark.parametrize("model", ROWS)
+def config_of(model: str) -> str:
+    return str(ROOT / "tests" / "fixtures" / model.lower() / "config.json")
+
+
+def choice(model: str, method: str, hardware: dict[str, Any]) -> Candidate | None:
+    """Return what `toolkit recommend` chooses; None if nothing fits."""
+    options = RecommendOptions(max_seq_length=2048, **hardware, **METHODS[method])
+    try:
+        return recommend(recommend_request(config_of(model), options), list_presets()).choice
+    except ToolkitError as error:
+        if not error.message.startswith("nothing fits"):
+            raise
+        return None
+
+
+def cell(found: Candidate | None) -> str:
+    """Return preset, micro-batch and planned GiB, with `c` for activation checkpointing, as Markdown."""
+    if found is None:
+        return "does not fit"
+    job, preset, memory = found.job, found.preset, found.memory
+    batch = f"{job.per_device_train_batch_size}{'c' if job.activation_checkpointing else ''}"
+    text = f"`{preset.name}`, {batch}, {memory.planned_peak_bytes / GIB:.0f} GiB"
+    offloads = preset.offload_optimizer or preset.offload_param
+    return text + (f", host {memory.host.peak_bytes / GIB:.0f} GiB" if offloads else "")
+
+
+def fits_table() -> str:
+    lines = [f"| model | method | {' | '.join(HARDWARE)} |", "| :--- " * 4 + "|"]
+    for model, (methods, _) in MODELS.items():
+        for method in methods:
+            cells = [cell(choice(model, method, hardware)) for hardware in HARDWARE.values()]
+            lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_the_models_have_their_published_sizes(model: str) -> None:
-    assert round(read_model(config_of(model)).num_params / 1e9, 1) == PUBLISHED[model]
+    assert round(read_model(config_of(model)).num_params / 1e9, 1) == MODELS[model][1]
 
 
 @pytest.mark.parametrize("method", [FULL, LORA])
 def test_a_cell_has_the_bytes_that_plan_says(method: str) -> None:
-    model, hardware = "Qwen3-8B", HARDWARE[0]
-    found = choice(model, method, hardware)
+    found = choice("Qwen3-8B", method, HARDWARE["8 × H100 80 GB, host 1,024 GiB"])
     assert found is not None
-    job = found.job
-    options = PlanOptions(
-        num_processes=(hardware.num_processes,),
-        preset=(found.preset.name,),
-        gpu=hardware.gpu,
-        per_device_train_batch_size=job.per_device_train_batch_size,
-        gradient_accumulation_steps=job.gradient_accumulation_steps,
-        activation_checkpointing=job.activation_checkpointing,
-        max_seq_length=job.max_seq_length,
-        **METHODS[method],
-    )
-    (plan,) = make_plans(plan_request(config_of(model), options))
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "max_seq_length")
+    job = {name: getattr(found.job, name) for name in names}
+    options = PlanOptions(num_processes=(8,), gpu="h100", preset=(found.preset.name,), **job, **METHODS[method])
+    (plan,) = make_plans(plan_request(config_of("Qwen3-8B"), options))
     assert plan.verdict == "fits"
     assert plan.memory.planned_peak_bytes == found.memory.planned_peak_bytes
-    assert f"{found.memory.planned_peak_bytes / 2**30:.0f} GiB" in cell(found)
+    assert f"{found.memory.planned_peak_bytes / GIB:.0f} GiB" in cell(found)
 
 
 def test_what_fits_nowhere_says_so() -> None:
-    tiny = Hardware(name="1 small GPU", gpu="rtx-4090", num_processes=1, host_memory_gib=16)
+    tiny = {"gpu": "rtx-4090", "num_processes": 1, "host_memory_gib": 16}
     assert cell(choice("Qwen3-32B", FULL, tiny)) == "does not fit"

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from file_mutations import attempts
 from file_mutations.attempts import Case, attempt, call, command
-from file_mutations.checkpoint_formats import CHECKPOINT_FILES, checkpoint_format, exported_formats, newest, run_format
+from file_mutations.checkpoint_formats import CHECKPOINT_FILES, checkpoint_format, exported_formats, run_format
 from file_mutations.formats import LIGHT_SHARE, Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, settings
 
 from toolkit.errors import ToolkitError
+from toolkit.record.checkpoints import list_checkpoints
 
 LIGHT = {kind.name: kind for kind in light_formats()}
 # Mutations per format: with torch or a report, of pickles, which only three formats contain, and of all others.
@@ -41,7 +42,7 @@ def try_mutations(kind: Format, folder: Path, examples: int) -> None:
     @given(mutated_cases(kind))
     def is_accepted_or_refused(case: Case) -> None:
         outcome = attempt(case, folder / str(next(numbers)))
-        assert outcome.kind != "failed", f"{case.command}: {outcome.family}\n{outcome.report}"
+        assert outcome.kind != "failed", f"{case.command}: {outcome.family}\n{outcome.message}"
 
     is_accepted_or_refused()
 
@@ -85,7 +86,7 @@ def test_mutated_run_and_model_folders_are_accepted_or_refused_and_valid_ones_ac
     from toolkit.checkpoint.hf_export import export
 
     exported = tmp_path / "model"
-    export(newest(saved_runs["ddp"]), exported, max_shard_bytes=150_000, base_model=str(tiny_model))
+    export(list_checkpoints(saved_runs["ddp"])[0].path, exported, max_shard_bytes=150_000, base_model=str(tiny_model))
     folders = [run_format(saved_runs["ddp"]), *exported_formats(exported)]
     for kind in folders:
         try_mutations(kind, tmp_path, EXAMPLES if kind.name == "run folder" else SLOW_EXAMPLES)

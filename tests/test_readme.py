@@ -11,27 +11,25 @@ import dataclasses
 import doctest
 import functools
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
-from fits_table import fits_table
-from launching import cpu_environment
+from launching import ROOT, cpu_environment, run_bash
 from reference_blocks import measured_table, optimizer_table, preset_table
 from simulated_throughput import throughput_table
+from test_examples import examples_table
+from test_fits_table import fits_table
 
 from toolkit.cli.program import app
 from toolkit.job.argument_reading import read_arguments, read_config_file
 from toolkit.presets import preset_names
 from toolkit.record.folder import read_json
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 README_BYTES = 10_000  # everything else is in docs/
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -39,7 +37,6 @@ RUN_FOLDER = ROOT / "docs" / "reference" / "run-folder.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
 EXAMPLE = "examples/lora_8b.yaml"
-PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
 WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed", "toolkit/_version.py"}
 
 
@@ -73,18 +70,9 @@ def bash_blocks(page: Path, kind: str | None = None) -> list[Block]:
 
 
 def toolkit_commands() -> list[list[str]]:
-    """Return each `toolkit ...` command of any page, split into words."""
     texts = [block.text.replace("\\\n", " ") for page in PAGES for block in bash_blocks(page)]
     lines = [line for text in texts for line in text.splitlines() if line.startswith("toolkit ")]
     return [shlex.split(line, comments=True) for line in lines]
-
-
-def run_bash(script: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a script with this environment's programs first; it stops at the first command that fails."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = environment or os.environ | PLAIN_SCREEN | {"CUDA_VISIBLE_DEVICES": ""}
-    command, variables = ["bash", "-euo", "pipefail", "-c", script], variables | {"PATH": path}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 # Programs of a script that are forked from the session's server, so that they do not import torch again. The command
@@ -118,12 +106,12 @@ GENERATED = {
     "fits": (README, fits_table),
     "presets": (ROOT / "docs" / "reference" / "presets.md", preset_table),
     "optimizers": (ROOT / "docs" / "how-to" / "optimizers.md", optimizer_table),
+    "examples": (ROOT / "examples" / "README.md", examples_table),
     "simulated throughput": (ROOT / "docs" / "evidence" / "simulations.md", throughput_table),
 }
 
 
 def with_generated(name: str) -> str:
-    """Return a page with its generated block as it should be."""
     page, render = GENERATED[name]
     block = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n?<!-- /generated -->)", re.DOTALL)
     text, number = block.subn(lambda found: found[1] + render() + found[2], page.read_text())
@@ -147,12 +135,12 @@ def test_the_readme_is_short_and_names_every_preset() -> None:
 
 def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
     (block,) = bash_blocks(README, "variables")
-    shown = run_bash(block.text + 'echo "$model"; echo "$data"')
+    shown = run_bash(block.text + 'echo "$model"; echo "$data"', cpu_environment())
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
 
 def test_our_own_configuration_files_have_no_findings() -> None:
-    shown = run_bash("toolkit lint accelerate_configs ds_configs examples")
+    shown = run_bash("toolkit lint accelerate_configs ds_configs examples", cpu_environment())
     assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
 
 
@@ -204,7 +192,6 @@ def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
 
 
 def files_of_every_run() -> set[str]:
-    """Return the files at the top of a run folder that its page does not call optional."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", RUN_FOLDER.read_text().split("## run.json")[0], re.MULTILINE)
     return {name for name, text in rows if not text.startswith("Only if")}
 

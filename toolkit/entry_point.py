@@ -1,7 +1,5 @@
 """What every program of ours does around its work: messages, and errors as two lines and an exit code.
 
-    sys.exit(exit_code_of(run))
-
 Invalid input and a machine that refuses (a full disk, no permission) are two lines. An error that nobody expected is
 two lines too, and a file with its traceback; `TOOLKIT_DEBUG=1` prints the traceback itself. A rank of a run reports in
 its run folder instead (`toolkit.observe.rank_process`).
@@ -124,7 +122,6 @@ def _discard(stream: TextIO) -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print two lines about an error that is not a ToolkitError, and return the exit code."""
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         print_message("".join(traceback.format_exception(error)))
     if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
@@ -133,30 +130,23 @@ def _report(error: Exception) -> int:
         what = f"{error.filename}: {error.strerror}" if error.filename else f"cannot write: {error.strerror}"
         print_message(f"error: {ToolkitError(what, hint=MACHINE_FAULTS[error.errno])}")
         return EXIT_INVALID_INPUT
-    what = f"unexpected {type(error).__name__}: {error}" if str(error) else f"unexpected {type(error).__name__}"
+    what = f"unexpected {type(error).__name__}" + (f": {error}" if str(error) else "")
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
     try:
-        how = f"report it with {save_traceback(error)} ({REPORT_PAGE})"
-    except OSError:
+        how = f"report it with {_save_traceback(error)} ({REPORT_PAGE})"
+    except OSError:  # no folder for temporary files can be written to
         how = f"run it again with {DEBUG_VARIABLE}=1 and report it ({REPORT_PAGE})"
     print_message(f"error: {ToolkitError(what, hint=f'it is a mistake in the toolkit: {how}')}")
     return EXIT_RUN_FAILED
 
 
-def save_traceback(error: BaseException) -> Path:
-    """Write the command and the traceback, without secrets, to a new file that only its owner can read.
-
-    Raises OSError where no folder for temporary files can be written to.
-    """
+def _save_traceback(error: Exception) -> str:
+    """Write the command and the traceback, without secrets, to a new file that only its owner can read."""
     from toolkit._version import __version__
 
-    lines = [
-        f"finetune-toolkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"command: {shlex.join(hide_words(sys.argv))}",
-        "",
-        "".join(traceback.format_exception(error)),
-    ]
+    platforms = f"finetune-toolkit {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    lines = [platforms, f"command: {shlex.join(hide_words(sys.argv))}", "", "".join(traceback.format_exception(error))]
     descriptor, name = tempfile.mkstemp(prefix="toolkit-error-", suffix=".txt")
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(hide_secrets("\n".join(lines)))
-    return Path(name)
+    return name

@@ -1,12 +1,4 @@
-"""Command-line parameters that several commands share, as annotated types for their options dataclasses.
-
-A field of one of these types is a flag with its help text:
-
-    @dataclass(frozen=True, kw_only=True)
-    class TrainOptions:
-        preset: PresetName
-        cpu: CpuFlag = None
-"""
+"""Command-line parameters that several commands share, as annotated types for their options dataclasses."""
 
 from __future__ import annotations
 

@@ -104,7 +104,6 @@ def _classes_of_model(model_type: str, kind: str) -> list[ast.ClassDef]:
 
 @functools.cache
 def _pairs(table: str) -> dict[str, str]:
-    """The pairs of an `OrderedDict([("llama", "LlamaConfig"), ...])` of transformers."""
     text = _text("transformers", "models/auto/auto_mappings.py").partition(f"\n{table} = OrderedDict(")[2]
     return dict(re.findall(r'\("([^"]+)", "([^"]+)"\)', text.partition("\n)")[0]))
 

@@ -9,6 +9,7 @@ itself does not know of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -66,16 +67,17 @@ def bf16_adam(_: int) -> None:
     replace(ADAM, step)
 
 
-def no_clipping(_: int) -> None:
-    def clip_grad_norm(original: Any, accelerator: Any, parameters: Any, max_norm: float, *rest: Any) -> Any:
-        del max_norm
-        return original(accelerator, parameters, float("inf"), *rest)
-
-    replace("accelerate:Accelerator.clip_grad_norm_", clip_grad_norm)
+def replaced(place: str, replacement: Replacement) -> Callable[[int], None]:
+    """A fault that is one call of `replace` on every rank."""
+    return lambda _: replace(place, replacement)
 
 
-def no_clipping_in_deepspeed(_: int, optimizer: str) -> None:
-    replace(f"deepspeed.runtime.zero.{optimizer}.unscale_and_clip_grads", lambda *_, **__: None)
+def no_clipping(original: Any, accelerator: Any, parameters: Any, _: float, *rest: Any) -> Any:
+    return original(accelerator, parameters, float("inf"), *rest)
+
+
+def no_clipping_in_deepspeed(optimizer: str) -> Callable[[int], None]:
+    return replaced(f"deepspeed.runtime.zero.{optimizer}.unscale_and_clip_grads", lambda *_, **__: None)
 
 
 def order_on_rank_1(rank: int) -> None:
@@ -86,10 +88,9 @@ def order_on_rank_1(rank: int) -> None:
     replace("accelerate.data_loader:SeedableRandomSampler.__iter__", rows)
 
 
-def seed_on_rank_1(rank: int) -> None:
-    if rank == 1:
-        tell()
-        sys.argv += ["--seed", "43"]
+def with_arguments(*words: str) -> None:
+    tell()
+    sys.argv += words
 
 
 def one_process(rank: int) -> None:
@@ -103,20 +104,15 @@ def in_environment(_: int, **variables: str) -> None:
     os.environ |= variables
 
 
-def fsdp2_without_resharding(_: int) -> None:
-    def fully_shard(original: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **(kwargs | {"reshard_after_forward": False}))
-
-    replace("torch.distributed.fsdp:fully_shard", fully_shard)
+def without_resharding(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **(kwargs | {"reshard_after_forward": False}))
 
 
-def counted_as(_: int, wrong: Callable[[Any], dict[str, int]]) -> None:
-    from dataclasses import replace as changed
-
+def counted_as(wrong: Callable[[Any], dict[str, int]]) -> Callable[[int], None]:
     def add_batch(original: Any, meter: Any, facts: Any) -> None:
-        original(meter, changed(facts, **wrong(facts)))
+        original(meter, dataclasses.replace(facts, **wrong(facts)))
 
-    replace("toolkit.observe.timer:StepTimer.add_batch", add_batch)
+    return replaced("toolkit.observe.timer:StepTimer.add_batch", add_batch)
 
 
 def padded_to_the_longest(_: int) -> None:
@@ -158,54 +154,41 @@ def slow_rank(rank: int, place: str = f"{TRAINER}.training_step") -> None:
     replace(place, slowed)
 
 
-def checkpointing(_: int) -> None:
-    def train(original: Any, trainer: Any, **kwargs: Any) -> Any:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-        return original(trainer, **kwargs)
-
-    replace(f"{TRAINER}.train", train)
+def checkpointing(original: Any, trainer: Any, **kwargs: Any) -> Any:
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return original(trainer, **kwargs)
 
 
-def checkpointing_without_a_flag(_: int) -> None:
+def checkpointing_without_a_flag(original: Any, *args: Any) -> Any:
     """Recompute what a layer does, although no module says so."""
     from torch.utils.checkpoint import checkpoint
 
-    def forward(original: Any, *args: Any) -> Any:
-        return checkpoint(original, *args, use_reentrant=False)
-
-    replace("transformers.models.llama.modeling_llama:LlamaMLP.forward", forward)
-
-
-def no_checkpointing(_: int) -> None:
-    """Ignore the layers' flag, which the arguments switched on."""
-    replace("transformers.modeling_utils:checkpoint", lambda _, function, *args, **__: function(*args))
+    return checkpoint(original, *args, use_reentrant=False)
 
 
 def checkpointing_at_two(_: int) -> None:
     if os.environ["WORLD_SIZE"] == "2":
-        tell()
-        sys.argv += ["--activation_checkpointing", "true"]
+        with_arguments("--activation_checkpointing", "true")
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
     **dict.fromkeys(("bf16_adam", "bf16_adam_zero2"), bf16_adam),
     "bf16_adam_on_rank_1": lambda rank: bf16_adam(rank) if rank == 1 else None,
-    **dict.fromkeys(("no_clipping", "no_clipping_fsdp2", "nothing_to_clip_yet"), no_clipping),
-    "no_clipping_zero2": functools.partial(no_clipping_in_deepspeed, optimizer="stage_1_and_2:DeepSpeedZeroOptimizer"),
-    "no_clipping_zero3": functools.partial(no_clipping_in_deepspeed, optimizer="stage3:DeepSpeedZeroOptimizer_Stage3"),
+    **dict.fromkeys(
+        ("no_clipping", "no_clipping_fsdp2", "nothing_to_clip_yet"),
+        replaced("accelerate:Accelerator.clip_grad_norm_", no_clipping),
+    ),
+    "no_clipping_zero2": no_clipping_in_deepspeed("stage_1_and_2:DeepSpeedZeroOptimizer"),
+    "no_clipping_zero3": no_clipping_in_deepspeed("stage3:DeepSpeedZeroOptimizer_Stage3"),
     "order_on_rank_1": order_on_rank_1,
-    "seed_on_rank_1": seed_on_rank_1,
+    "seed_on_rank_1": lambda rank: with_arguments("--seed", "43") if rank == 1 else None,
     "one_process": one_process,
     "each_alone": functools.partial(in_environment, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0"),
     "ddp_for_fsdp2": functools.partial(in_environment, ACCELERATE_USE_FSDP="false"),
-    "fsdp2_without_resharding": fsdp2_without_resharding,
-    "padding_counted_alone": functools.partial(
-        counted_as, wrong=lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens}
-    ),
-    "padding_counted_as_text": functools.partial(counted_as, wrong=lambda facts: {"non_padding_tokens": facts.tokens}),
-    "prompt_counted_as_supervised": functools.partial(
-        counted_as, wrong=lambda facts: {"supervised_tokens": facts.non_padding_tokens}
-    ),
+    "fsdp2_without_resharding": replaced("torch.distributed.fsdp:fully_shard", without_resharding),
+    "padding_counted_alone": counted_as(lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens}),
+    "padding_counted_as_text": counted_as(lambda facts: {"non_padding_tokens": facts.tokens}),
+    "prompt_counted_as_supervised": counted_as(lambda facts: {"supervised_tokens": facts.non_padding_tokens}),
     "padded_to_the_longest": padded_to_the_longest,
     "first_step_timed": functools.partial(first_step_timed, slowly=True),
     "first_step_timed_as_fast": first_step_timed,
@@ -213,9 +196,14 @@ FAULTS: dict[str, Callable[[int], None]] = {
     **dict.fromkeys(("slow_rank", "slow_rank_zero2", "slow_rank_fsdp2"), slow_rank),
     "slow_loading_on_rank_1": functools.partial(slow_rank, place=f"{TRAINER}.get_batch_samples"),
     "slow_optimizer_on_rank_1": functools.partial(slow_rank, place=ADAM),
-    "checkpointing": checkpointing,
-    "checkpointing_without_a_flag": checkpointing_without_a_flag,
-    "no_checkpointing": no_checkpointing,
+    "checkpointing": replaced(f"{TRAINER}.train", checkpointing),
+    "checkpointing_without_a_flag": replaced(
+        "transformers.models.llama.modeling_llama:LlamaMLP.forward", checkpointing_without_a_flag
+    ),
+    # The layers' flag, which the arguments switched on, is ignored.
+    "no_checkpointing": replaced(
+        "transformers.modeling_utils:checkpoint", lambda _, function, *args, **__: function(*args)
+    ),
     "checkpointing_at_two": checkpointing_at_two,
 }
 """By the name of the row that carries it; each is called with its rank. `live_faults.py` says what each does."""
@@ -233,19 +221,13 @@ def argument(name: str) -> str | None:
     return words[words.index(name) + 1] if name in words else None
 
 
-def install() -> None:
-    row = row_of_this_rank()
-    if row not in FAULTS:
-        return
-    from toolkit.observe.rank_process import prepare_environment
-
-    prepare_environment()
-    FAULTS[row](int(os.environ["RANK"]))
-
-
 def install_or_exit() -> None:
     try:
-        install()
+        if fault := FAULTS.get(row_of_this_rank() or ""):
+            from toolkit.observe.rank_process import prepare_environment
+
+            prepare_environment()
+            fault(int(os.environ["RANK"]))
     except BaseException:  # Python would continue after an error here, and run the trial without its fault
         traceback.print_exc()
         os._exit(97)

@@ -53,15 +53,11 @@ def registered_grid() -> list[Case]:
 
 def _case(architecture: str, preset: str, chance: random.Random) -> Case:
     length, rows = chance.choice(BATCHES)
+    split = "calibration" if architecture in CALIBRATION else "test"
     return {
-        "split": "calibration" if architecture in CALIBRATION else "test",
-        "architecture": architecture,
-        "preset": preset,
-        "world_size": chance.choice(WORLD_SIZES[preset]),
-        "rank": 0,
-        "method": chance.choice(METHODS),
-        "activation_checkpointing": chance.random() < 0.5,
-        "max_seq_length": length,
+        **{"split": split, "architecture": architecture, "preset": preset},
+        **{"world_size": chance.choice(WORLD_SIZES[preset]), "rank": 0, "method": chance.choice(METHODS)},
+        **{"activation_checkpointing": chance.random() < 0.5, "max_seq_length": length},
         "per_device_train_batch_size": rows,
     }
 

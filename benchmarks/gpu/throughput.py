@@ -108,11 +108,6 @@ def compare(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"job": name, "variant": row["preset"], **{figure: row.get(figure) for figure in FIGURES}} for row in found]
 
 
-def cells(row: dict[str, Any]) -> list[object]:
-    shown = ["n/a" if row[name] is None else show(row[name]) for name, show in FIGURES.items()]
-    return [row["job"], row["variant"], *shown]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens per second and MFU of one GPU.")
     parser.add_argument("--work", type=Path, required=True, help="folder of models and comparisons")
@@ -124,7 +119,8 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     rows = [row for name in given.job for row in compare(name, given)]
     header = ["job", "variant", "status", "tokens/s", f"MFU (goal {GOAL})", "median step (s)", "peak allocated (GiB)"]
-    print_table(header, [cells(row) for row in rows])
+    shown = [["n/a" if row[name] is None else show(row[name]) for name, show in FIGURES.items()] for row in rows]
+    print_table(header, [[row["job"], row["variant"], *cells] for row, cells in zip(rows, shown, strict=True)])
     if not given.tiny:
         print(write_result("gpu_throughput", {"goal_mfu": GOAL, "jobs": {n: JOBS[n] for n in given.job}}, rows))
 

@@ -39,16 +39,7 @@ MEASURED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params"
 MEASURED += ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "phase_peaks", "compute_step_seconds")
 MEASURED += ("peaks",)
 TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
-
-
 JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing")
-
-
-def words_of(case: Case, model: Path) -> list[str]:
-    """Return the training arguments of a case."""
-    job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
-    job |= {name: str(case[name]).lower() for name in JOB}
-    return words(**job, **({"lora_r": LORA_RANK} if case["method"] == "lora" else {}))
 
 
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
@@ -56,10 +47,12 @@ def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str,
     model = work / case["architecture"] / "config.json"
     model.parent.mkdir(parents=True, exist_ok=True)
     model.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))
+    job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
+    job |= {name: str(case[name]).lower() for name in JOB} | ({"lora_r": LORA_RANK} if case["method"] == "lora" else {})
     folder, started = work / case["id"], time.monotonic()
     named = {name: case[name] for name in ("preset", "world_size", "rank")}
     how = {"timeout_seconds": TIMEOUT_SECONDS, "fake_tensors": fake_tensors}
-    code = rehearse(**named, words=words_of(case, model), folder=folder, **how)
+    code = rehearse(**named, words=words(**job), folder=folder, **how)
     seconds = {"wall_seconds": round(time.monotonic() - started, 1)}
     run_json, failure_json = folder / "run.json", folder / "failure.json"
     run = json.loads(run_json.read_text()) if run_json.is_file() else {}
@@ -102,12 +95,10 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
 
 def facts_of(grid: list[Case], cases: list[Case]) -> dict[str, Any]:
     """Return what holds for all cases of a record."""
-    return {
-        **{"grid_sha256": digest(grid), "registered_cases": len(grid)},
-        **{"steps": STEPS, "untimed_steps": UNTIMED_STEPS, "lora_rank": LORA_RANK},
-        "out_of_memory_among_fits": out_of_memory_among_fits(cases),
-        "verdicts_against_traces": verdicts_against_traces(cases),
-    }
+    facts = {"grid_sha256": digest(grid), "registered_cases": len(grid), "steps": STEPS}
+    facts |= {"untimed_steps": UNTIMED_STEPS, "lora_rank": LORA_RANK}
+    found = {"out_of_memory_among_fits": out_of_memory_among_fits(cases)}
+    return facts | found | {"verdicts_against_traces": verdicts_against_traces(cases)}
 
 
 def print_summary(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -115,13 +106,9 @@ def print_summary(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     statuses = statistics.multimode(row["status"] for row in rows) if rows else []
     done = sum(row["status"] == "completed" for row in rows)
     print(f"{len(rows)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
+    form = "{split}|{what}|{name}|{cases}|{mean:.1%}|{p95:.1%}|{under:.1%}|{worst:+.1%} ({worst_case})"
     head = ("half", "of", "", "cases", "mean error", "p95", "planned less", "worst")
-    shown = []
-    for row in summary(rows):
-        names = [row[name] for name in ("split", "what", "name", "cases")]
-        errors = [f"{row[name]:.1%}" for name in ("mean", "p95", "under")]
-        shown.append([*names, *errors, f"{row['worst']:+.1%} ({row['worst_case']})"])
-    print_table(head, shown)
+    print_table(head, [form.format(**row).split("|") for row in summary(rows)])
     print(json.dumps(facts["verdicts_against_traces"]))
 
 

@@ -63,9 +63,11 @@ def words(values: Mapping[str, Any]) -> list[str]:
     return [word for name, value in shown.items() for word in (f"--{name}", value)]
 
 
-def engine_file(job: Job) -> dict[str, str]:
-    """Return the preset's DeepSpeed JSON as a file of the run's folder, for programs that take the JSON alone."""
-    return {"deepspeed.json": (ROOT / "ds_configs" / f"{job.preset}.json").read_text()}
+def add_engine(job: Job, folder: Path, values: dict[str, Any], files: dict[str, str]) -> None:
+    """Add the preset's DeepSpeed JSON as a file of the run's folder, for programs that take the JSON alone."""
+    if job.preset.startswith("zero"):
+        values["deepspeed"] = str(folder / "deepspeed.json")
+        files["deepspeed.json"] = (ROOT / "ds_configs" / f"{job.preset}.json").read_text()
 
 
 def accelerate(job: Job, python: str, script: list[str]) -> list[str]:
@@ -126,9 +128,7 @@ def llamafactory(job: Job, python: str, folder: Path) -> Launch:
         argv = accelerate(job, python, ["-m", "llamafactory.launcher", config])
     elif job.ranks > 1:
         environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(job.ranks)}
-    if job.preset.startswith("zero"):
-        values["deepspeed"] = str(folder / "deepspeed.json")
-        files |= engine_file(job)
+    add_engine(job, folder, values, files)
     return Launch(argv=argv, environment=environment, files=files | {"job.yaml": yaml.safe_dump(values)})
 
 
@@ -144,9 +144,7 @@ def swift(job: Job, python: str, folder: Path) -> Launch:
     messages = [{"messages": [{"role": "assistant", "content": text}]} for text in rows]
     files = {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in messages)}
     environment = on_fsdp(job) | ({"NPROC_PER_NODE": str(job.ranks)} if job.ranks > 1 else {})
-    if job.preset.startswith("zero"):
-        values["deepspeed"] = folder / "deepspeed.json"
-        files |= engine_file(job)
+    add_engine(job, folder, values, files)
     if job.preset == "fsdp2":
         values["fsdp"] = folder / "fsdp.json"
         fsdp = {"fsdp_config": {"fsdp_version": 2, **FSDP2}, "fsdp": "full_shard auto_wrap"}
@@ -172,9 +170,7 @@ def axolotl(job: Job, python: str, folder: Path) -> Launch:
     values |= {"gradient_checkpointing": False, "attn_implementation": "sdpa"}
     values |= {"bf16": job.bf16, "fp16": False, "tf32": False}
     files = {"rows.jsonl": tokenized_rows(job)}
-    if job.preset.startswith("zero"):
-        values["deepspeed"] = str(folder / "deepspeed.json")
-        files |= engine_file(job)
+    add_engine(job, folder, values, files)
     if job.preset == "fsdp2":
         values |= {"fsdp_version": 2, "fsdp_config": FSDP2 | {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
     if job.lora:
@@ -247,13 +243,8 @@ def torchtune_parts(job: Job, folder: Path) -> dict[str, Any]:
 
 
 PROGRAMS: dict[str, Callable[[Job, str, Path], Launch]] = {
-    "bare": bare,
-    "toolkit": toolkit,
-    "trl": trl,
-    "llamafactory": llamafactory,
-    "ms-swift": swift,
-    "axolotl": axolotl,
-    "torchtune": torchtune,
+    **{"bare": bare, "toolkit": toolkit, "trl": trl, "llamafactory": llamafactory, "ms-swift": swift},
+    **{"axolotl": axolotl, "torchtune": torchtune},
 }
 
 
@@ -262,13 +253,9 @@ def environment_of(launch: Launch, job: Job, *, python: Path, extensions: Path, 
     chosen = {
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         # More threads than free cores wait in a loop, and processor time then measures the load of the node.
-        "OMP_NUM_THREADS": str(job.setting.threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "datasets"),
-        "TORCH_EXTENSIONS_DIR": str(extensions),
-        "PEER_STEPS_FOLDER": str(folder / "steps"),
-        "DS_BUILD_OPS": "0",
+        **{"OMP_NUM_THREADS": str(job.setting.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        **{"HF_DATASETS_CACHE": str(folder / "datasets"), "PEER_STEPS_FOLDER": str(folder / "steps")},
+        **{"TORCH_EXTENSIONS_DIR": str(extensions), "DS_BUILD_OPS": "0"},
         **launch.environment,
     }
     if job.cpu:

@@ -51,9 +51,8 @@ def differences(own: dict[str, Any], bare: dict[str, Any], job: Job) -> list[str
             found.append(f"{name}: {own['facts'][name]}, bare Trainer: {bare['facts'][name]}")
     if len(own["losses"]) != len(bare["losses"]) or None in own["losses"]:
         return [*found, f"{len(own['losses'])} steps with a loss, bare Trainer: {len(bare['losses'])}"]
-    losses = list(
-        zip(comparable_losses(own["losses"], bare["losses"], job.setting.max_length), bare["losses"], strict=True)
-    )
+    comparable = comparable_losses(own["losses"], bare["losses"], job.setting.max_length)
+    losses = list(zip(comparable, bare["losses"], strict=True))
     first = relative(*losses[0])
     if first > FIRST_LOSS_BAND:
         found.append(f"first loss {losses[0][0]:.4f}, bare Trainer: {losses[0][1]:.4f}")

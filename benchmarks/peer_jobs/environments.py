@@ -13,9 +13,7 @@ TORCH = "torch==2.13.0"
 # Program -> what `pip install` gets beside torch. An empty list: the interpreter that runs the benchmark, whose
 # versions are in constraints.txt.
 REQUIREMENTS: dict[str, list[str]] = {
-    "bare": [],
-    "toolkit": [],
-    "trl": [],
+    **{"bare": [], "toolkit": [], "trl": []},
     # 0.9.5 asks for transformers up to 5.6.0, and for DeepSpeed up to 0.18.4 in its requirements/deepspeed.txt.
     "llamafactory": ["llamafactory==0.9.5", "deepspeed<=0.18.4", "torchvision==0.28.0", "hatchling", "editables"],
     "ms-swift": ["ms-swift==4.6.0", "deepspeed==0.19.8", "torchvision==0.28.0"],
@@ -44,9 +42,7 @@ class Unbuildable(Exception):
 
 def python_of(program: str, environments: Path) -> Path:
     """Return the interpreter of a program's environment, built or not."""
-    if not REQUIREMENTS[program]:
-        return Path(sys.executable)
-    return environments / program / "bin" / "python"
+    return environments / program / "bin" / "python" if REQUIREMENTS[program] else Path(sys.executable)
 
 
 def build(program: str, environments: Path) -> None:
@@ -101,11 +97,8 @@ def compile_ops(program: str, environments: Path) -> None:
     python, extensions = python_of(program, environments), extensions_of(program, environments)
     if any(extensions.glob("**/deepspeed_shm_comm*.so")):
         return
-    variables = os.environ | {
-        "TORCH_EXTENSIONS_DIR": str(extensions),
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-    }
+    variables = os.environ | {"TORCH_EXTENSIONS_DIR": str(extensions), "DS_ACCELERATOR": "cpu"}
+    variables["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     variables.pop("PYTHONPATH", None)
     subprocess.run([str(python), "-c", COMPILE], env=variables, capture_output=True, check=False)
 
@@ -114,5 +107,4 @@ def versions(program: str, environments: Path) -> dict[str, str]:
     """Return the versions of the libraries that a program runs with."""
     argv = [str(python_of(program, environments)), "-c", REPORT, *sorted(REPORTED)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return dict(sorted(found.items()))
+    return dict(sorted(json.loads(done.stdout).items()))

@@ -29,14 +29,10 @@ class Setting:
     size: str = "tiny"
     steps: int = 30
     untimed_steps: int = 5
-    batch_size: int = 2
-    """Rows per rank and step."""
-    max_length: int = 128
-    """Tokens of every row."""
-    ranks: int = 2
-    """Of the jobs with several processes."""
-    threads: int = 1
-    """Per rank."""
+    batch_size: int = 2  # rows per rank and step
+    max_length: int = 128  # tokens of every row
+    ranks: int = 2  # of the jobs with several processes
+    threads: int = 1  # per rank
     device: str = "cpu"
     precision: str = "fp32"
 
@@ -117,18 +113,10 @@ def make_model(folder: Path, tokenizer: Any, setting: Setting) -> None:
     set_seed(SEED)
     sizes = SIZES[setting.size]
     heads = sizes["hidden_size"] // HEAD_DIM
-    config = LlamaConfig(
-        **sizes,
-        vocab_size=VOCAB_SIZE,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        head_dim=HEAD_DIM,
-        max_position_embeddings=max(512, setting.max_length),
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    attention = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2), "head_dim": HEAD_DIM}
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    words = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, **tokens}
+    config = LlamaConfig(**sizes, **attention, **words, max_position_embeddings=max(512, setting.max_length))
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -27,23 +27,11 @@ class Run:
 
     exit_code: int
     wall_seconds: float
-    started: float
-    """Seconds since the epoch, when the command was started."""
-    cpu_seconds: float
-    """Of all its processes, from start to exit, as last sampled."""
-    peak_pss_bytes: int
-    """Highest sum over its processes: memory that they share is counted once."""
-    ranks: list[list[dict[str, Any]]]
-    """Per rank, what the hook recorded of each step."""
+    started: float  # seconds since the epoch, when the command was started
+    cpu_seconds: float  # of all its processes, from start to exit, as last sampled
+    peak_pss_bytes: int  # highest sum over its processes: memory that they share is counted once
+    ranks: list[list[dict[str, Any]]]  # per rank, what the hook recorded of each step
     error: str | None = None
-
-
-def pss_bytes(pid: int) -> int:
-    """Return a process's proportional set size: pages that it shares with others count in part."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, timeout_seconds: float, cwd: Path) -> Run:
@@ -53,9 +41,8 @@ def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, ti
     started, clock = time.time(), time.perf_counter()
     exit_code, cpu_seconds, peak_pss_bytes = None, dict[int, float](), 0
     with log.open("w") as output:
-        process = subprocess.Popen(
-            argv, env=dict(environment), cwd=cwd, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(argv, env=dict(environment), cwd=cwd, **streams)
         try:
             while exit_code is None:
                 peak_pss_bytes = max(peak_pss_bytes, sample(process.pid, cpu_seconds))
@@ -74,15 +61,8 @@ def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, ti
         error = f"not finished after {timeout_seconds:.0f} s"
     elif exit_code != 0 or not ranks:
         error = error_line(log.read_text(errors="replace"))
-    return Run(
-        exit_code=exit_code,
-        wall_seconds=wall_seconds,
-        started=started,
-        cpu_seconds=sum(cpu_seconds.values()),
-        peak_pss_bytes=peak_pss_bytes,
-        ranks=ranks,
-        error=error,
-    )
+    seconds = {"wall_seconds": wall_seconds, "started": started, "cpu_seconds": sum(cpu_seconds.values())}
+    return Run(exit_code=exit_code, **seconds, peak_pss_bytes=peak_pss_bytes, ranks=ranks, error=error)
 
 
 def sample(pid: int, cpu_seconds: dict[int, float]) -> int:
@@ -92,7 +72,7 @@ def sample(pid: int, cpu_seconds: dict[int, float]) -> int:
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-                total += pss_bytes(process.pid)
+                total += process.memory_full_info().pss  # pages that it shares with others count in part
                 times = process.cpu_times()
                 cpu_seconds[process.pid] = times.user + times.system
     return total

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import exit_code
+from launching import read
 
 from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
+
+Capsys = pytest.CaptureFixture[str]
 
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 Change = Callable[[Path], object]
@@ -59,7 +62,6 @@ def sharded(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commit(folder: Path, facts: dict[str, Any]) -> None:
-    """Write a manifest that agrees with the files, as an attacker would."""
     (folder / "manifest.json").unlink(missing_ok=True)
     entries = file_entries(folder, checkpoint_files(folder))
     moved = folder.rename(folder.with_name("moving"))
@@ -70,7 +72,7 @@ def changed(source: Path, tmp_path: Path, change: Change, *, signed: bool = True
     """A copy of a checkpoint with one change, which its manifest agrees with if `signed`."""
     copy = tmp_path / "run" / source.name
     shutil.copytree(source, copy, copy_function=os.link)
-    facts = {k: v for k, v in json.loads((copy / "manifest.json").read_text()).items() if k not in ("files", "sha256")}
+    facts = {k: v for k, v in read(copy / "manifest.json").items() if k not in ("files", "sha256")}
     change(copy)
     if signed:
         commit(copy, facts)
@@ -82,8 +84,7 @@ def replace(path: Path, content: str | bytes) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def refusal(capsys: pytest.CaptureFixture[str], command: str, checkpoint: Path, *options: str) -> str:
-    """Run a command that must refuse the checkpoint, and return its message."""
+def refusal(capsys: Capsys, command: str, checkpoint: Path, *options: str) -> str:
     out = checkpoint.parent.parent / "out"
     words = [command, str(checkpoint), *([str(out)] if command in ("export", "convert") else []), *options]
     words += ["--preset", "fsdp2", "--num-processes", "2"] if command == "convert" else []
@@ -100,7 +101,7 @@ def refusal(capsys: pytest.CaptureFixture[str], command: str, checkpoint: Path, 
 
 def manifest(**values: Any) -> Change:
     def change(folder: Path) -> None:
-        facts = {k: v for k, v in json.loads((folder / "manifest.json").read_text()).items() if k != "sha256"}
+        facts = {k: v for k, v in read(folder / "manifest.json").items() if k != "sha256"}
         replace(folder / "manifest.json", json.dumps(facts | values))
 
     return change
@@ -111,9 +112,7 @@ def write(name: str, content: str | bytes) -> Change:
 
 
 def config(**values: Any) -> Change:
-    return lambda folder: replace(
-        folder / "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | values)
-    )
+    return lambda folder: replace(folder / "config.json", json.dumps(read(folder / "config.json") | values))
 
 
 def optimizer(change: Callable[[Any], object]) -> Change:
@@ -150,8 +149,8 @@ MANIFESTS: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), MANIFESTS)
-def test_a_wrong_manifest_is_reported_by_key(
-    change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_key_of_a_manifest_is_named(
+    change: Change, message: str, plain: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     checkpoint = changed(plain, tmp_path, change, signed=False)
     for command in ("inspect", "verify", "export"):
@@ -189,23 +188,19 @@ WRONG_METADATA: list[tuple[Change, str]] = [
 
 @pytest.mark.parametrize(("command", "change", "message"), WRONG_FILES)
 def test_a_wrong_file_is_reported_by_what_is_wrong_in_it(
-    command: str, change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, change: Change, message: str, plain: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     text = refusal(capsys, command, changed(plain, tmp_path, change))
     assert re.search(message, text), text
 
 
-def test_wrong_metadata_of_a_distributed_checkpoint_is_refused(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_distributed_metadata_is_refused(sharded: Path, tmp_path: Path, capsys: Capsys) -> None:
     for number, (change, message) in enumerate(WRONG_METADATA):
         text = refusal(capsys, "export", changed(sharded, tmp_path / str(number), change))
         assert re.search(message, text), text
 
 
-def test_a_checkpoint_in_the_place_of_something_else_is_refused(
-    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_checkpoint_folder_is_refused(plain: Path, tmp_path: Path, capsys: Capsys) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     os.mkfifo(tmp_path / "pipe")
@@ -220,9 +215,7 @@ def test_a_checkpoint_in_the_place_of_something_else_is_refused(
         assert exit_code("checkpoint", "export", plain, out) == 2
         assert len(capsys.readouterr().err.splitlines()) <= 2
     assert not (plain / "inside").exists()
-
-
-def test_a_shard_size_that_is_no_size_is_refused() -> None:
+    # So is a size of shards that is none.
     for text in ("inf", "0", "-1", "1e400", "", "GB"):
         with pytest.raises(ToolkitError, match="--max-shard-size is "):
             parse_size(text)

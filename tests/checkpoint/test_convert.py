@@ -18,6 +18,8 @@ from toolkit.checkpoint.verify import verify
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 
+Runs = dict[str, Path]
+
 # peft reads a deprecated attribute of transformers; `toolkit checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
@@ -38,13 +40,7 @@ CONVERSIONS = [
 
 @pytest.mark.parametrize(("source", "preset", "ranks", "words"), CONVERSIONS)
 def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
-    saved_runs: dict[str, Path],
-    saved_job: list[str],
-    source: str,
-    preset: str,
-    ranks: int,
-    words: list[str],
-    tmp_path: Path,
+    saved_runs: Runs, saved_job: list[str], source: str, preset: str, ranks: int, words: list[str], tmp_path: Path
 ) -> None:
     checkpoint = saved_runs[source] / f"checkpoint-{SAVED[source]}"
     words = [*saved_job, *words, "--save_strategy", "no", "--save_model", "false"]
@@ -52,10 +48,9 @@ def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
     ended = toolkit("train", "--preset", preset, "--num-processes", str(ranks), "--cpu", "--", *words)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
     assert f"converting it for {preset} on {ranks}" in ended.stderr
-    assert losses(tmp_path / "out", ranks) == pytest.approx(
-        losses(saved_runs[source])[SAVED[source] :], rel=LOSS_TOLERANCE
-    )
-    assert len(losses(saved_runs[source])) == SAVED_STEPS
+    whole = losses(saved_runs[source])
+    assert losses(tmp_path / "out", ranks) == pytest.approx(whole[SAVED[source] :], rel=LOSS_TOLERANCE)
+    assert len(whole) == SAVED_STEPS
     assert not (tmp_path / "out" / ".resume").exists()
 
 
@@ -83,7 +78,7 @@ def test_an_impossible_conversion_is_refused_before_anything_is_written(
     [("zero3", "fsdp2", 20), ("zero3-lora", "ddp", 28), ("fsdp2-lora", "ddp", 28), ("zero3-lora", "fsdp2", 28)],
 )
 def test_a_converted_checkpoint_holds_the_same_weights_and_moments(
-    saved_runs: dict[str, Path], source: str, preset: str, num_trained: int, tmp_path: Path
+    saved_runs: Runs, source: str, preset: str, num_trained: int, tmp_path: Path
 ) -> None:
     checkpoint = saved_runs[source] / "checkpoint-6"
     convert(checkpoint, tmp_path / "converted", load_preset(preset), num_processes=4)
@@ -101,7 +96,7 @@ def test_a_converted_checkpoint_holds_the_same_weights_and_moments(
 
 @pytest.mark.parametrize(("source", "preset", "groups"), [("zero2-lora", "fsdp2", 2), ("fsdp2-lora", "zero2", 1)])
 def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have_groups(
-    saved_runs: dict[str, Path], source: str, preset: str, groups: int, tmp_path: Path
+    saved_runs: Runs, source: str, preset: str, groups: int, tmp_path: Path
 ) -> None:
     """Adapters have no parameters without weight decay, and DeepSpeed drops their empty group."""
     convert(saved_runs[source] / "checkpoint-6", tmp_path / "converted", load_preset(preset), num_processes=2)
@@ -117,7 +112,7 @@ def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have
         assert "the checkpoint that it was converted from" in str(refused.value.hint)
 
 
-def test_a_full_disk_is_reported_and_nothing_is_left(saved_runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(saved_runs: Runs, tmp_path: Path) -> None:
     checkpoint, out, before = saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", resource.getrlimit(FILE_SIZE)
     writes = [partial(convert, preset=load_preset(name), num_processes=4) for name in ("ddp", "zero3", "fsdp2")]
     resource.setrlimit(FILE_SIZE, (4_000_000, before[1]))  # beyond which writes fail as on a full disk

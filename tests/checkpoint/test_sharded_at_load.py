@@ -39,9 +39,8 @@ def tiny_experts(build_once: BuildOnce, tokenizer: Any) -> Path:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": []}
-        config = Qwen3MoeConfig(
-            vocab_size=len(tokenizer), dtype="float32", tie_word_embeddings=True, **sizes, **experts
-        )
+        sizes |= {"vocab_size": len(tokenizer), "dtype": "float32", "tie_word_embeddings": True}
+        config = Qwen3MoeConfig(**sizes, **experts)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
@@ -82,9 +81,7 @@ def test_inspect_shows_how_the_ranks_were_divided(checkpoint: Path) -> None:
     assert summary.optimizer_bytes >= 8 * summary.num_params
 
 
-def test_it_verifies_and_its_export_has_the_names_of_the_models_own_files(
-    checkpoint: Path, tiny_experts: Path, tmp_path: Path
-) -> None:
+def test_it_verifies_and_its_export_has_the_models_names(checkpoint: Path, tiny_experts: Path, tmp_path: Path) -> None:
     export(checkpoint, tmp_path / "out")
     for folder in (checkpoint, tmp_path / "out"):
         found = verify(folder)
@@ -119,9 +116,7 @@ def test_a_conversion_there_and_back_keeps_weights_and_moments(checkpoint: Path,
     assert [group["weight_decay"] for group in readers[2].hyperparameters] == [0.1, 0.0]
 
 
-def test_a_run_that_was_sharded_at_load_resumes_under_ddp(
-    expert_run: Path, checkpoint: Path, expert_job: list[str], tmp_path: Path
-) -> None:
+def test_sharded_runs_resume_as_ddp(expert_run: Path, checkpoint: Path, expert_job: list[str], tmp_path: Path) -> None:
     """DDP's checkpoint has a tensor per expert, which the Trainer alone would pass over."""
     words = [*expert_job, "--save_strategy", "no", "--output_dir", str(tmp_path / "out")]
     command = ["train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *words]

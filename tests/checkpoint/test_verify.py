@@ -17,6 +17,8 @@ from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.inspect import inspect_all
 from toolkit.checkpoint.verify import verify
 
+Runs = dict[str, Path]
+
 # peft reads a deprecated attribute of transformers; `toolkit checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
@@ -26,9 +28,7 @@ CASES = ["ddp", "zero2", "zero3", "fsdp2", "zero3-lora", "fsdp2-lora"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_and_the_trained_model_give_the_logits_of_the_live_model(
-    saved_runs: dict[str, Path], case: str
-) -> None:
+def test_a_checkpoint_and_the_trained_model_give_the_live_logits(saved_runs: Runs, case: str) -> None:
     for folder, kind in ((saved_runs[case] / "checkpoint-6", "checkpoint"), (saved_runs[case], "model")):
         found = verify(folder)
         assert (found.kind, found.problems) == (kind, [])
@@ -47,9 +47,7 @@ def logits(folder: Path, base: Path | None = None) -> Any:
 
 
 @pytest.mark.parametrize("case", ["zero2", "zero3-lora", "fsdp2-lora"])
-def test_an_export_gives_the_logits_of_the_model_that_the_run_saved(
-    saved_runs: dict[str, Path], case: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_export_gives_the_saved_models_logits(saved_runs: Runs, case: str, tiny_model: Path, tmp_path: Path) -> None:
     base = tiny_model if case.endswith("-lora") else None
     export(saved_runs[case] / "checkpoint-6", tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out", base), logits(saved_runs[case], base), rtol=0, atol=TOLERANCE)
@@ -59,8 +57,8 @@ def test_an_export_gives_the_logits_of_the_model_that_the_run_saved(
         torch.testing.assert_close(logits(tmp_path / "merged"), logits(saved_runs[case], base), rtol=0, atol=TOLERANCE)
 
 
-def test_inspect_lists_every_checkpoint_of_a_run(
-    saved_runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+def test_inspect_lists_checkpoints_and_says_where_a_manifest_is_missing(
+    saved_runs: Runs, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code("checkpoint", "inspect", saved_runs["zero3"], "--json") == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -68,25 +66,20 @@ def test_inspect_lists_every_checkpoint_of_a_run(
     facts = {"engine": "deepspeed", "preset": "zero3", "world_size": 2, "num_params": 3_219_776, "adapter": False}
     assert {name: found[0][name] for name in facts} == facts
     assert found[0]["optimizer_bytes"] >= 12 * 3_219_776
-
-
-def test_a_checkpoint_without_a_manifest_has_unknown_completeness(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     (summary,) = inspect_all(checkpoint)
     assert summary.state == "no manifest: completeness unknown"
     assert (summary.engine, summary.step, summary.world_size) == ("deepspeed", 6, 2)
 
 
-def test_shards_of_an_export_respect_the_size_limit_and_load(saved_runs: dict[str, Path], tmp_path: Path) -> None:
+def test_shards_of_an_export_respect_the_size_limit_and_load(saved_runs: Runs, tmp_path: Path) -> None:
     export(saved_runs["fsdp2"] / "checkpoint-6", tmp_path / "out", max_shard_bytes=200_000)
     index = read(tmp_path / "out" / "model.safetensors.index.json")
     assert len(set(index["weight_map"].values())) == 3  # the embedding alone, then 296,192 bytes of the rest
     torch.testing.assert_close(logits(tmp_path / "out"), logits(saved_runs["fsdp2"]), rtol=0, atol=TOLERANCE)
 
 
-def test_a_checkpoint_with_a_damaged_file_is_not_exported(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_are_not_exported(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = next(checkpoint.glob("global_step6/*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -111,9 +104,7 @@ def test_a_checkpoint_with_a_damaged_file_is_not_exported(
     ],
     ids=["missing", "empty", "nan", "inf", "unexpected", "shape", "perturbed"],
 )
-def test_a_damaged_tensor_is_reported_by_name(
-    saved_runs: dict[str, Path], tmp_path: Path, damage: Any, message: str
-) -> None:
+def test_a_damaged_tensor_is_named(saved_runs: Runs, tmp_path: Path, damage: Any, message: str) -> None:
     for path in saved_runs["ddp"].iterdir():
         if path.is_file() and path.suffix in (".json", ".safetensors", ".jinja"):
             shutil.copyfile(path, tmp_path / path.name)

@@ -42,18 +42,12 @@ def test_findings_as_json_and_the_exit_code(lint: Lint, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
     code, out, _ = lint("mine.yaml", "--json")
     assert code == 1
-    assert json.loads(out)["findings"] == [
-        {
-            "file": "mine.yaml",
-            "key": "distributed_type",
-            "line": 1,
-            "level": "error",
-            "rule": "starts-one-process",
-            "message": "any --num_processes is ignored: distributed_type MULTI_CPU starts one process",
-            "fix": "`distributed_type: MULTI_GPU`, with `use_cpu: true`",
-            "checked_against": "accelerate 1.15.0",
-        }
-    ]
+    (finding,) = json.loads(out)["findings"]
+    assert (finding["file"], finding["line"], finding["key"]) == ("mine.yaml", 1, "distributed_type")
+    assert (finding["level"], finding["rule"]) == ("error", "starts-one-process")
+    assert finding["message"] == "any --num_processes is ignored: distributed_type MULTI_CPU starts one process"
+    assert finding["fix"] == "`distributed_type: MULTI_GPU`, with `use_cpu: true`"
+    assert finding["checked_against"] == "accelerate 1.15.0"
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
     code, out, _ = lint("mine.yaml", "--json")
     assert (code, json.loads(out)["findings"]) == (0, [])
@@ -76,22 +70,15 @@ def test_fix_in_place_keeps_the_old_text_in_a_backup(lint: Lint, tmp_path: Path)
     (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
     assert lint("mine.yaml", "--fix")[:2] == (0, FSDP2_FILE)
     assert (tmp_path / "mine.yaml").read_text() == FSDP1_FILE
-    code, out, _ = lint(".", "--fix", "--in-place")
-    assert (code, out) == (0, "")
+    assert lint(".", "--fix", "--in-place")[:2] == (0, "")
     assert (tmp_path / "mine.yaml").read_text() == FSDP2_FILE
     assert (tmp_path / "mine.yaml.bak").read_text() == FSDP1_FILE
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["a.yaml", "--in-place"], "--in-place has no effect without --fix"),
-        (["a.yaml", "b.yaml", "--fix"], "--fix writes one file to stdout"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(lint: Lint, words: list[str], why: str, tmp_path: Path) -> None:
+def test_options_that_exclude_each_other_are_refused(lint: Lint, tmp_path: Path) -> None:
     for name in ("a.yaml", "b.yaml"):
         (tmp_path / name).write_text("distributed_type: FSDP\n")
-    code, _, err = lint(*words)
-    assert code == 2
-    assert why in err
+    code, _, err = lint("a.yaml", "--in-place")
+    assert (code, "--in-place has no effect without --fix" in err) == (2, True)
+    code, _, err = lint("a.yaml", "b.yaml", "--fix")
+    assert (code, "--fix writes one file to stdout" in err) == (2, True)

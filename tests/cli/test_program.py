@@ -1,67 +1,82 @@
-"""Habits of the ecosystem on the command line: underscores, other tools' words, hints, defaults."""
+"""Every `--help` renders, and the ecosystem's habits on the command line: underscores, and other tools' words."""
 
 from __future__ import annotations
 
-import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from command_line import run_command
+from command_line import json_of, run_command
+from launching import ROOT, cpu_environment, run_warm
+from typer.testing import CliRunner
 
+from toolkit import __version__
 from toolkit.cli.program import app
 
-ROOT = Path(__file__).parents[2]
-LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
+
+def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from command_paths(child, (*path, name))
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
-    """Return exit code, stdout and stderr."""
-    return run_command(words, capsys)
+PROGRAM: Any = typer.main.get_command(app)
+PATHS = list(command_paths(PROGRAM))
+
+
+def test_the_commands_are_found() -> None:
+    assert {("presets",), ("preset", "show"), ("checkpoint", "convert"), ("compare",)} <= set(PATHS)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: " ".join(path) or "toolkit")
+def test_help_describes_every_option_and_cuts_none_at_100_columns(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "100", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    command = PROGRAM
+    for name in path:
+        command = command.commands[name]
+    assert command.help
+    assert [each.name for each in command.params if each.name != "help" and not each.help] == []
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 100
+    options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+    assert [option for option in options if not any(option in line.split() for line in lines)] == []
+    assert not [line for line in lines if line.endswith("-")], "a flag is broken in half"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("module", ["toolkit.train", "toolkit.demo"])
+def test_help_of_a_module_that_python_runs_renders(module: str) -> None:
+    ended = run_warm([sys.executable, "-m", module, "--help"], cpu_environment())
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr[-2000:]
+    assert "usage: " in ended.stdout.lower()
+
+
+@pytest.mark.parametrize("words", ["--version", "plan --version", "checkpoint inspect --version"])
+def test_version_is_printed_anywhere(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(words.split(), capsys) == (0, f"finetune-toolkit {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
     ("other", "ours"),
     [
-        (["--num_processes", "8", "--lora_r", "16"], ["--num-processes", "8", "--lora-r", "16"]),
-        (["--world-size", "8"], ["--num-processes", "8"]),
-        (
-            ["--num_processes", "8", "--no-activation_checkpointing"],
-            ["--num-processes", "8", "--no-activation-checkpointing"],
-        ),
+        ("--num_processes 8 --lora_r 16", "--num-processes 8 --lora-r 16"),
+        ("--world-size 8", "--num-processes 8"),
+        ("--num_processes 8 --no-activation_checkpointing", "--num-processes 8 --no-activation-checkpointing"),
     ],
 )
 def test_other_spellings_of_an_option_are_the_same_option(
-    other: list[str], ours: list[str], capsys: pytest.CaptureFixture[str]
+    other: str, ours: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["plan", LLAMA_8B, "--gpu", "h100", "--preset", "zero3", "--json"]
-    plans = [json.loads(run(capsys, *common, *words)[1]) for words in (other, ours)]
-    assert plans[0] == plans[1]
+    common = ["plan", str(ROOT / "tests" / "fixtures" / "llama-8b"), "--gpu", "h100", "--preset", "zero3"]
+    assert json_of([*common, *other.split()], capsys) == json_of([*common, *ours.split()], capsys)
 
 
 @pytest.mark.parametrize("word", ["--output", "--output-dir", "--output_dir"])
 def test_compare_takes_its_folder_under_both_words(word: str) -> None:
-    program: Any = typer.main.get_command(app)
-    parent = program.make_context("toolkit", ["compare"])
-    context = program.commands["compare"].make_context("compare", [word, "folder", "--preset", "ddp"], parent=parent)
+    parent = PROGRAM.make_context("toolkit", ["compare"])
+    context = PROGRAM.commands["compare"].make_context("compare", [word, "folder", "--preset", "ddp"], parent=parent)
     assert context.params["output_dir"] == Path("folder")
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        (["train", "--preset", "ddp", "--max_steps", "3"], "no such option: --max", "training arguments go after `--`"),
-        (["train", "--preset", "ddp", "--nonsense", "x"], "no such option: --nonsense", "see `toolkit train --help`"),
-        (["plan", LLAMA_8B, "--num-processes"], "requires an argument", "--help"),
-        (["plam"], "no such command 'plam'", "toolkit --help"),
-    ],
-)
-def test_a_usage_error_is_two_lines_that_say_what_to_type(
-    words: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, *words)
-    assert (code, out) == (2, "")
-    first, second = err.strip().splitlines()
-    assert message in first
-    assert hint in second

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 from toolkit.launch.warm_start import SERVER_VARIABLE
 
-NETWORK = "10.77.0"
-SWITCH = "switch"
-BRIDGE = "br0"
+NETWORK, SWITCH, BRIDGE = "10.77.0", "switch", "br0"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BOOT_SECONDS = 20.0
 COMMAND_SECONDS = 60.0
@@ -39,12 +37,9 @@ sleep infinity & wait
 class Machine(NamedTuple):
     """A machine that is switched on."""
 
-    port: str
-    """The switch's end of its cable."""
-    holder: subprocess.Popen[bytes]
-    """`unshare`, which created the namespaces."""
-    pid: int
-    """The machine's init, as the host numbers it."""
+    port: str  # the switch's end of its cable
+    holder: subprocess.Popen[bytes]  # `unshare`, which created the namespaces
+    pid: int  # the machine's init, as the host numbers it
 
 
 class Machines:
@@ -108,7 +103,6 @@ class Machines:
         return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", "env", "-u", SERVER_VARIABLE, *words]
 
     def run(self, name: str, *words: str, **more: Any) -> CompletedProcess[str]:
-        """Run a command on a machine, which must succeed."""
         more.setdefault("timeout", COMMAND_SECONDS)
         ended = subprocess.run(self.command(name, *words), capture_output=True, text=True, check=False, **more)
         assert ended.returncode == 0, f"{name}: {' '.join(words)}\n{ended.stdout}{ended.stderr}"

@@ -47,7 +47,6 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_programs() -> list[str]:
-    """Return the programs that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 
 
@@ -60,7 +59,6 @@ class Slurm:
         self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def start(self) -> None:
-        """Write the configuration, start all daemons, and wait until every node is idle."""
         for name in ("munge", "slurmctld", *(f"{node}/slurmd" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True)
         munge = self.folder / "munge"
@@ -75,7 +73,7 @@ class Slurm:
         (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\nCgroupAutomount=no\n")
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
         self.machines.run(CONTROLLER, "munged", *files, f"--socket={munge / 'socket'}")
-        self._ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
+        self.ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
         for name in self.nodes:
             self._start_node(name)
         self.machines.at_boot.append(self._start_node)
@@ -88,20 +86,18 @@ class Slurm:
         return self.machines.run(CONTROLLER, *words, env=environment).stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """Return what the controller knows of a job."""
-        words = self._ctl("scontrol", "--oneliner", "show", "job", job).split()
+        words = self.ctl("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def nodes_of(self, job: str) -> list[str]:
         """Return the nodes that a running job has; the first one runs its batch script."""
-        return self._ctl("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
+        return self.ctl("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def wait_for_end(self, job: str, seconds: float = 240) -> None:
         wait_until(lambda: self.job(job)["JobState"] in ENDED, f"job {job} ends", seconds)
 
     def state(self, job: str) -> str:
-        """Return what the controller knows of a job and of every node."""
-        return self._ctl("scontrol", "show", "job", job) + self._ctl("scontrol", "show", "nodes")
+        return self.ctl("scontrol", "show", "job", job) + self.ctl("scontrol", "show", "nodes")
 
     def end_soon(self, job: str) -> None:
         """Shorten a job's time limit, in whole minutes, so that SLURM's own warning (`--signal`) is soon due.
@@ -110,22 +106,16 @@ class Slurm:
         """
         hours, minutes, seconds = map(int, self.job(job)["RunTime"].split(":"))
         more = 1 if seconds < 20 else 2
-        self._ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + more}")
-
-    def extend(self, job: str) -> None:
-        self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-
-    def cancel(self, job: str) -> None:
-        self._ctl("scancel", job)
+        self.ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + more}")
 
     def node_states(self) -> dict[str, str]:
-        lines = self._ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
+        lines = self.ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
         return dict(line.split()[:2] for line in lines)  # type: ignore[misc]
 
     def _start_node(self, name: str) -> None:
         self.machines.run(name, "slurmd", "-N", name, "-L", f"{self.folder}/{name}/slurmd.log", env=self.environment)
 
-    def _ctl(self, *words: str) -> str:
+    def ctl(self, *words: str) -> str:
         return self.machines.run(CONTROLLER, *words, env=self.environment).stdout
 
 
@@ -139,7 +129,6 @@ class ClusterJobs:
         self.submitted = list[str]()
 
     def submit(self, options: Sequence[str], out: Path, *training: str) -> str:
-        """Write the job file as a user does, submit it, and return the job's number."""
         path = self.folder / f"{out.name}.sbatch"
         nodes = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10", "--output", str(path)]
         words = [*options, *nodes, "--", *self.words, *training, "--output_dir", str(out)]
@@ -149,13 +138,10 @@ class ClusterJobs:
         return self.submitted[-1]
 
     def logs(self) -> str:
-        """Return what the jobs of the test and their nodes have printed."""
         found = sorted([*self.folder.glob("**/*.log"), *self.folder.glob("**/*.err")])
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found)
 
     def until(self, job: str, condition: Callable[[], bool]) -> None:
-        """Wait until a condition of a job in progress is true."""
-
         def reached() -> bool:
             assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
             return condition()
@@ -163,8 +149,6 @@ class ClusterJobs:
         wait_until(reached, f"job {job} makes progress", LAUNCH_SECONDS, lambda: self.slurm.state(job))
 
     def until_restart(self, job: str, number: int) -> None:
-        """Wait until a job runs again, after SLURM has put it back into its queue."""
-
         def runs_again() -> bool:
             found = self.slurm.job(job)
             return found["JobState"] == "RUNNING" and int(found["Restarts"]) >= number
@@ -172,7 +156,6 @@ class ClusterJobs:
         self.until(job, runs_again)
 
     def until_step(self, job: str, out: Path, step: int) -> None:
-        """Wait until both ranks have trained a step in the job's current attempt."""
         self.until(job, lambda: min(steps(out)) >= step)
 
     def on_one_node(self, preset: str, out: Path, *words: str) -> Path:
@@ -184,7 +167,7 @@ class ClusterJobs:
 
     def end(self) -> None:
         for job in self.submitted:
-            self.slurm.cancel(job)
+            self.slurm.ctl("scancel", job)
         for node in self.slurm.nodes:
             if node not in self.slurm.machines.on:
                 self.slurm.machines.power_on(node)
@@ -192,18 +175,15 @@ class ClusterJobs:
 
 
 def steps(out: Path) -> list[int]:
-    """Return the steps that each rank has written."""
     files = [out / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
     return [len(file.read_text().splitlines()) if file.exists() else 0 for file in files]
 
 
 def hosts(out: Path) -> list[str]:
-    """Return the node of each rank."""
     return [str(read(out / "ranks" / f"rank{rank}.heartbeat")["host"]) for rank in (0, 1)]
 
 
 def rows(out: Path, rank: int) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step."""
     lines = (out / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()
     found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [(row["loss"], row["grad_norm"]) for row in found]

@@ -81,9 +81,14 @@ def test_a_pod_has_time_to_save_shared_memory_the_claim_and_resources(manifest: 
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4", "rdma/ib": "8"}
 
 
-def test_a_secret_comes_from_a_secret(manifest: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_compares_the_nodes_and_a_secret_comes_from_a_secret(
+    manifest: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
-    (document,) = manifest("--env", "HF_TOKEN")
+    (document,) = manifest("--env", "HF_TOKEN", "--preflight")
+    script = pod_of(document)["containers"][0]["command"][2]
+    check_shell(script)
+    assert script.index("doctor --json") < script.index("doctor --compare") < script.index("torch.distributed.run")
     key = {"name": "zero2-env", "key": "HF_TOKEN"}
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}} in pod_of(document)["containers"][0]["env"]
     assert "a-secret-value" not in json.dumps(document)
@@ -111,12 +116,6 @@ def test_a_train_job_runs_the_same_script_in_a_runtime_with_the_same_pods(manife
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
-def test_preflight_compares_the_nodes_in_the_shared_folder(manifest: Written) -> None:
-    script = pod_of(manifest("--preflight")[0])["containers"][0]["command"][2]
-    check_shell(script)
-    assert script.index("doctor --json") < script.index("doctor --compare") < script.index("torch.distributed.run")
-
-
 # -- SkyPilot
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "fixtures" / "skypilot-schemas.json").read_text())
@@ -124,8 +123,6 @@ SCHEMAS = json.loads((Path(__file__).parents[1] / "fixtures" / "skypilot-schemas
 
 @pytest.fixture
 def task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
-    """Return a function that writes a task of two nodes, which SkyPilot's schemas accept."""
-
     def write(*options: str) -> dict[str, Any]:
         given = ["--gpu", "H100", "--mount", "s3://bucket=/runs", *options]
         code, text, errors = run_cluster(words("skypilot", tmp_path, *given), capsys)
@@ -149,19 +146,14 @@ def test_every_node_runs_torchrun_with_the_head_that_skypilot_lists_first(task: 
     assert '--rdzv-endpoint "$HEAD_NODE:29500"' in found["run"]
     assert 'ATTEMPT="$SKYPILOT_TASK_ID-${SKYPILOT_INTERNAL_JOB_ID:-0}-$HEAD_NODE"' in found["run"]
     assert '--rdzv-id "$ATTEMPT"' in found["run"]
-
-
-def test_a_recovered_job_finds_its_checkpoints_in_the_mounted_bucket(task: Written) -> None:
-    found = task("--spot", "--job-restarts", "2")
+    found = task("--spot", "--job-restarts", "2")  # a recovered job finds its checkpoints in the mounted bucket
     assert found["file_mounts"] == {"/runs": {"source": "s3://bucket", "mode": "MOUNT"}}
     assert found["resources"]["use_spot"] is True
     assert found["resources"]["job_recovery"] == {"max_restarts_on_errors": 2}
     assert "--resume_from_checkpoint latest" in found["run"]
 
 
-def test_image_folder_and_install_lines_are_skypilots_own_keys_and_a_secret_has_no_value(
-    task: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skypilots_own_keys_are_used_and_secrets_have_no_value(task: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
     options = ["--container", "my/image:1", "--workdir", ".", "--install", "pip install .", "--infra", "aws"]
     found = task(*options, "--env", "HF_TOKEN")

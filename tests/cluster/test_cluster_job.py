@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 from cluster_jobs import run_cluster, write_inputs
 
+Capsys = pytest.CaptureFixture[str]
+
 SLURM = ["slurm", "--gpus-per-node", "4", "--nodes", "2"]
+TWO, SSH = "slurm --preset ddp --preset zero2", "ssh --preset zero2 --nodes 2"
+PODS, SKY = "kubernetes --preset zero2 --nodes 2", "skypilot --preset zero2 --nodes 2"
 
 
 @pytest.mark.parametrize(
@@ -36,39 +40,27 @@ SLURM = ["slurm", "--gpus-per-node", "4", "--nodes", "2"]
         ("slurm --preset zero2 --nodes 1:3", "--global_batch_size 96 is no multiple of 8 data-parallel ranks"),
         ("slurm --preset zero2 --nodes 1:3", "numbers of processes that keep it: 1, 2, 3, 4, 6, 12"),
         # comparisons
-        ("slurm --preset ddp --preset zero2 --nodes 2 --container i -- --max_steps 8", "a comparison starts srun"),
+        (f"{TWO} --nodes 2 --container i -- --max_steps 8", "a comparison starts srun"),
         ("slurm --preset ddp --preset single --nodes 2 -- --max_steps 8", "preset 'single' trains in one process"),
         ("slurm --preset ddp --preset zero3_nvme_offload --nodes 2 -- --max_steps 8", "checks on one node only"),
-        (
-            "slurm --preset ddp --preset zero2 --nodes 2 -- --max_steps 8 --save_strategy=no",
-            "--save_strategy is set by",
-        ),
+        (f"{TWO} --nodes 2 -- --max_steps 8 --save_strategy=no", "--save_strategy is set by"),
         ("ssh --preset ddp --preset zero2 --nodes 1 --host a", "several presets (ddp, zero2) are a comparison"),
         # hosts: ssh would read some as an option, and a shell as two words
-        (
-            "ssh --preset zero2 --nodes 2 --host node1",
-            "--nodes 2 needs 2 --host, got 1\n  hint: --host node1 --host node2",
-        ),
+        (f"{SSH} --host node1", "--nodes 2 needs 2 --host, got 1\n  hint: --host node1 --host node2"),
         ("ssh --preset ddp --nodes 1 --host=-oProxyCommand=x", "expected a host name or an address"),
         ("ssh --preset ddp --nodes 1 --host='a b'", "expected a host name or an address"),
         ("ssh --preset ddp --nodes 1 --host='a;b'", "expected a host name or an address"),
         ("ssh --preset ddp --nodes 1 --host=", "expected a host name or an address"),
-        ("kubernetes --preset zero2 --nodes 2 --mount r=/", "--mount is 'r=/', expected SOURCE=/PATH"),
-        ("kubernetes --preset zero2 --nodes 2 --mount runs=/runs", "--container is missing: a pod runs an image"),
-        (
-            "kubernetes --preset zero2 --nodes 2 --container i --mount a=/data",
-            "in no folder that all nodes mount (/data)",
-        ),
-        ("kubernetes --preset zero2 --nodes 2 --mount 'A Claim=/runs'", "'A Claim' is no name of a claim"),
+        (f"{PODS} --mount r=/", "--mount is 'r=/', expected SOURCE=/PATH"),
+        (f"{PODS} --mount runs=/runs", "--container is missing: a pod runs an image"),
+        (f"{PODS} --container i --mount a=/data", "in no folder that all nodes mount (/data)"),
+        (f"{PODS} --mount 'A Claim=/runs'", "'A Claim' is no name of a claim"),
         ("kubernetes --preset zero2 --nodes 1:2 --kind trainjob --container i", "Trainer v2 has a fixed number"),
-        ("kubernetes --preset zero2 --nodes 2 --resource memory", "--resource is 'memory', expected NAME=AMOUNT"),
-        (
-            "kubernetes --preset zero2 --nodes 2 --namespace 'My Space'",
-            "--namespace is 'My Space', expected lower-case",
-        ),
-        ("skypilot --preset zero2 --nodes 2 --mount s3://b=/runs", "--gpu is missing: SkyPilot chooses the instance"),
-        ("skypilot --preset zero2 --nodes 2 --gpu H100", "is in no folder that all nodes mount (none)"),
-        ("skypilot --preset zero2 --nodes 2 --gpu H100 --mount s3://b", "--mount is 's3://b', expected SOURCE=/PATH"),
+        (f"{PODS} --resource memory", "--resource is 'memory', expected NAME=AMOUNT"),
+        (f"{PODS} --namespace 'My Space'", "--namespace is 'My Space', expected lower-case"),
+        (f"{SKY} --mount s3://b=/runs", "--gpu is missing: SkyPilot chooses the instance"),
+        (f"{SKY} --gpu H100", "is in no folder that all nodes mount (none)"),
+        (f"{SKY} --gpu H100 --mount s3://b", "--mount is 's3://b', expected SOURCE=/PATH"),
         (
             "skypilot --preset zero2 --nodes 1:2 --gpu H100",
             "--nodes 1:2 on SkyPilot: a task has a fixed number of nodes",
@@ -76,7 +68,7 @@ SLURM = ["slurm", "--gpus-per-node", "4", "--nodes", "2"]
     ],
 )
 def test_what_is_no_job_is_refused(
-    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     given, _, training = words.partition(" -- ")
@@ -87,7 +79,7 @@ def test_what_is_no_job_is_refused(
     assert message in errors
 
 
-def test_files_that_only_the_nodes_have_are_not_read_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_only_the_nodes_have_are_not_read_here(capsys: Capsys) -> None:
     there = ["--model_name_or_path", "/nodes/model", "--dataset", "/nodes/rows.jsonl", "--output_dir", "/nodes/out"]
     words = [*SLURM, "--preset", "zero2"]
     assert run_cluster([*words, "--", *there], capsys)[0] == 2
@@ -96,9 +88,7 @@ def test_files_that_only_the_nodes_have_are_not_read_here(capsys: pytest.Capture
     assert "--model_name_or_path /nodes/model" in text
 
 
-def test_a_preset_of_the_user_is_named_by_its_absolute_path_in_a_file_that_goes_to_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_preset_is_an_absolute_path(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Mine.yaml").write_text("# mine\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\n")
     training = write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -17,9 +17,7 @@ JOB = ("--per_device_train_batch_size", "8", "--save_strategy", "steps", "--save
 KEPT = ("--save_model", "false", "--save_total_limit", "3", "--max_steps", "2000")
 
 
-def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and_resumes_bit_for_bit(
-    jobs: ClusterJobs, tmp_path: Path
-) -> None:
+def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: ClusterJobs, tmp_path: Path) -> None:
     out, slurm = tmp_path / "run", jobs.slurm
     job = jobs.submit(["--preset", "zero2", "--save-seconds", str(SAVE_SECONDS)], out, *JOB, *KEPT)
     jobs.until_step(job, out, 2)
@@ -32,7 +30,7 @@ def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and
     assert steps(out) == [step, step]
     assert read(out / "failure.json")["message"].endswith(f"checkpoint-{step} was saved")
 
-    slurm.extend(job)
+    slurm.ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     wait_until(lambda: read(out / "run.json")["status"] == "running", "the requeued run trains", LAUNCH_SECONDS)
     jobs.until_step(job, out, step + 4)
     assert read(out / "run.json")["resumed_from"]["step"] == step
@@ -47,7 +45,7 @@ def test_a_run_stopped_before_its_time_limit_and_by_a_power_loss_is_requeued_and
     jobs.until(job, lambda: (read(out / "run.json").get("resumed_from") or {"step": 0})["step"] >= saved)
     jobs.until_step(job, out, saved + 2)
     assert hosts(out) == slurm.nodes_of(job) == [node for node in slurm.nodes if node != lost]
-    slurm.cancel(job)
+    slurm.ctl("scancel", job)
     slurm.wait_for_end(job)
     trained = min(*steps(out), compared)
     assert trained >= saved + 2

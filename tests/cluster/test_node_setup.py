@@ -18,13 +18,9 @@ TORCHRUN = (
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the address of each interface of this host that is not the loopback."""
-    return {
-        name: each.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if each.family == socket.AF_INET and not each.address.startswith("127.")
-    }
+    every = [(name, each) for name, addresses in psutil.net_if_addrs().items() for each in addresses]
+    every = [(name, each) for name, each in every if each.family == socket.AF_INET]
+    return {name: each.address for name, each in every if not each.address.startswith("127.")}
 
 
 def test_the_interface_is_the_one_that_has_the_address() -> None:
@@ -41,15 +37,15 @@ def test_the_address_is_the_source_of_the_route_to_the_head() -> None:
         assert node_setup.local_address("127.0.0.1", peer=address) == address, "the head's own route is the loopback"
 
 
-def test_settings_are_shell_assignments_and_the_choice_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_shell_assignments_and_the_choice_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert node_setup.main(["--head", "127.0.0.1"]) == 0
     out, err = capsys.readouterr()
     assert out == "export TOOLKIT_NODE_ADDRESS=127.0.0.1\n"
     expected = "address 127.0.0.1, head 127.0.0.1 (127.0.0.1), NCCL_SOCKET_IFNAME=unset GLOO_SOCKET_IFNAME=unset\n"
     assert err == f"{socket.gethostname()}: {expected}"
-
-
-def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An interface that the user chose stays.
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     found = node_setup.node_settings("10.0.0.2", "eth0")
@@ -59,10 +55,7 @@ def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["no-such-host.invalid", "--wait-seconds", "0"],
-            "the head 'no-such-host.invalid' does not resolve",
-        ),
+        (["no-such-host.invalid", "--wait-seconds", "0"], "the head 'no-such-host.invalid' does not resolve"),
         (["127.0.0.1", "--port", "0"], "--port is 0, expected "),
         (["127.0.0.1", "--gpus", "8"], "{host} has 0 visible GPUs, the job starts 8 ranks on each node"),
     ],
@@ -85,10 +78,9 @@ def test_the_rendezvous_of_the_same_attempt_has_the_port_where_nodes_share_a_hos
             assert first.stdout is not None
             port = int(first.stdout.readline())
             node_setup.check_port("node1", port, attempt="7")
+            taken = f"port {port} of the head node1 is in use by process {first.pid}"
             for other in ("8", None):
-                with pytest.raises(
-                    ToolkitError, match=f"port {port} of the head node1 is in use by process {first.pid}"
-                ):
+                with pytest.raises(ToolkitError, match=taken):
                     node_setup.check_port("node1", port, attempt=other)
         finally:
             first.kill()

@@ -25,13 +25,13 @@ from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.lint.check import lint_paths
 from toolkit.presets import load_preset
 
+Capsys = pytest.CaptureFixture[str]
+
 Write = Callable[..., str]
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Write:
-    """Return a function that writes the sbatch file of a job of two nodes with four GPUs each."""
-
+def sbatch(tmp_path: Path, capsys: Capsys) -> Write:
     def write(*options: str, preset: str = "zero2", nodes: str = "2", training: tuple[str, ...] = ()) -> str:
         words = ["slurm", "--preset", preset, "--nodes", nodes, "--gpus-per-node", "4", *options]
         code, text, errors = run_cluster([*words, "--", *write_inputs(tmp_path), *training], capsys)
@@ -56,10 +56,8 @@ class Case:
     nodes: str = "2"
     training: tuple[str, ...] = ()
     directives: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    """In this order in the file."""
-    absent: str = "a-secret-value"
-    """A pattern that nothing in the file matches."""
+    parts: tuple[str, ...] = ()  # in this order in the file
+    absent: str = "a-secret-value"  # a pattern that nothing in the file matches
 
 
 FOUND = "doctor --json --output-dir {out} --num-processes 4 --gpus-per-node 4 --preset"
@@ -122,9 +120,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_file_has_what_its_options_mean(
-    sbatch: Write, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_has_its_options(sbatch: Write, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
     text = sbatch(*case.options, preset=case.preset, nodes=case.nodes, training=case.training)
     assert set(case.directives) <= set(directives(text))
@@ -134,7 +130,6 @@ def test_the_file_has_what_its_options_mean(
 
 
 def measured_run(folder: Path, *saves: dict[str, object], step_seconds: float) -> tuple[str, str]:
-    """Write the record of an earlier run, and return the option that names it."""
     folder.mkdir()
     run = {"schema_version": 1, "saves": saves, "measured": {"step_seconds_median": step_seconds}}
     (folder / "run.json").write_text(json.dumps(run))
@@ -161,8 +156,10 @@ def test_the_signal_leaves_an_asynchronous_save_the_write_of_the_one_before(sbat
     assert "--shutdown-timeout 270" in sbatch("--save-seconds", "60", preset="fsdp2", training=training)
 
 
-def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
+def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
     text = sbatch()
+    assert "\nrm -rf" not in text  # a line break does not leave the comment that names the command
     assert "--requeue" in directives(text)
     assert "--resume_from_checkpoint latest" in node_script_of(text)
     condition = re.search(r"^if \[\[ (.*) \]\]$", text, re.MULTILINE)
@@ -170,13 +167,6 @@ def test_an_interrupted_run_is_requeued_and_resumes(sbatch: Write) -> None:
     # the run's own word, of this attempt; something to resume from; and a job that nobody cancelled
     parts = {"$status == interrupted", "$failure -nt $started", "-n $saved", "$state == RUNNING"}
     assert set(condition[1].split(" && ")) == parts
-
-
-def test_a_line_break_does_not_leave_the_comment_that_names_the_command(
-    sbatch: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["toolkit", "cluster", "slurm", "--run_name", "a\nrm -rf x"])
-    assert "\nrm -rf" not in sbatch()
 
 
 def test_a_time_limit_is_read_as_slurm_reads_it() -> None:
@@ -193,8 +183,7 @@ PRESETS = ["--preset", "ddp", "--preset", "zero2"]
 TWO = ["slurm", *PRESETS, "--nodes", "1:2", "--gpus-per-node", "4"]
 
 
-def comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """Return the file of a comparison, in which lint finds nothing."""
+def comparison(tmp_path: Path, capsys: Capsys, *options: str) -> str:
     training = [*write_inputs(tmp_path), "--max_steps", "20"]
     code, text, errors = run_cluster([*TWO, *options, "--", *training], capsys)
     assert code == 0, errors
@@ -204,9 +193,8 @@ def comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
     return text
 
 
-def test_each_number_of_nodes_is_a_world_size_of_one_comparison(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_number_of_nodes_is_a_world_size_compared(tmp_path: Path, capsys: Capsys) -> None:
+    assert (COMPARISON_FILE, LEDGER_FILE) == (SPEC_FILE, LEDGER_OF_COMPARISON)  # the files that it looks for
     text = comparison(tmp_path, capsys, "--repeats", "5", "--preflight")
     assert "#SBATCH --nodes=2\n" in text
     assert "    --repeats 5 \\\n" in text
@@ -216,15 +204,11 @@ def test_each_number_of_nodes_is_a_world_size_of_one_comparison(
     assert '[[ -e "$output_dir/comparison.json" ]] && resume=(--resume)' in text
 
 
-def test_the_files_that_it_looks_for_are_those_of_a_comparison() -> None:
-    assert (COMPARISON_FILE, LEDGER_FILE) == (SPEC_FILE, LEDGER_OF_COMPARISON)
-
-
 @pytest.mark.parametrize(
     ("state", "ledger", "requeued"), [("RUNNING", True, True), ("RUNNING", False, False), ("COMPLETING", True, False)]
 )
 def test_the_signal_requeues_a_running_job_that_has_finished_a_trial(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, ledger: bool, requeued: bool
+    tmp_path: Path, capsys: Capsys, state: str, ledger: bool, requeued: bool
 ) -> None:
     text = comparison(tmp_path, capsys)
     assert re.findall(r"^#SBATCH (--signal.*|--.*requeue)", text, re.MULTILINE) == ["--signal=B:TERM@60", "--requeue"]
@@ -235,8 +219,7 @@ def test_the_signal_requeues_a_running_job_that_has_finished_a_trial(
     if ledger:
         (tmp_path / "ledger.jsonl").touch()
     commands = f'squeue() {{ echo {state}; }}; scontrol() {{ echo called "$@"; }}; SLURM_JOB_ID=1 ATTEMPT=1-0'
-    folders = f"output_dir={tmp_path}; logs={tmp_path}"
-    script = f"{commands}; {folders}\n{function[0]}\nrequeue"
+    script = f"{commands}; output_dir={tmp_path}; logs={tmp_path}\n{function[0]}\nrequeue"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=False)
     assert ("called requeue 1" in ended.stdout) is requeued
 
@@ -262,9 +245,7 @@ def test_the_nodes_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.Monk
     assert allocation.max_processes == 32
 
 
-def test_ranks_that_do_not_fit_the_nodes_and_a_process_outside_of_a_job_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_do_not_fill_nodes_and_processes_outside_a_job_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(TWO_NODES.nodes_of(size)) for size in (1, 4, 8)] == [1, 1, 2]
     for size, message in ((6, "does not fill nodes of 4 ranks"), (12, "has 2 nodes with 4 each")):
         with pytest.raises(ToolkitError, match=message):
@@ -274,7 +255,7 @@ def test_ranks_that_do_not_fit_the_nodes_and_a_process_outside_of_a_job_are_refu
         Allocation.current(processes_per_node=8)
 
 
-def test_each_node_starts_one_torchrun_with_the_run_id_as_its_rendezvous() -> None:
+def test_each_node_of_the_run_starts_one_torchrun_with_the_run_id_and_no_secret() -> None:
     plain = zero2(8)
     spread = TWO_NODES.spread(plain)
     assert {"srun", "--nodes=2", "--ntasks=2", "--nodelist=node1,node2", "--kill-on-bad-exit=1"} <= set(spread.argv)
@@ -282,10 +263,7 @@ def test_each_node_starts_one_torchrun_with_the_run_id_as_its_rendezvous() -> No
     assert f'--nnodes 2 --nproc-per-node 4 --rdzv-id "{plain.run_id}"' in spread.argv[-1]
     assert re.search(r"--head node1 --port (2[0-9]{4}) --peer node2.* --rdzv-endpoint .node1:\1.", spread.argv[-1])
     assert "'rows of mine.jsonl'" in spread.argv[-1]
-
-
-def test_a_run_on_one_node_of_the_job_names_that_node_and_no_secret() -> None:
-    spread = TWO_NODES.spread(zero2(2))
+    spread = TWO_NODES.spread(zero2(2))  # on one of its nodes
     assert "--nodelist=node1" in spread.argv
     assert "--nnodes 1 --nproc-per-node 2 " in spread.argv[-1]
     assert not any("secret" in word for word in spread.argv)
@@ -296,8 +274,6 @@ def test_a_run_on_one_node_of_the_job_names_that_node_and_no_secret() -> None:
     ("options", "message"),
     [({}, "--nproc-per-node needs --num-processes"), ({"warm_start": True}, "--warm-start forks ranks on this node")],
 )
-def test_a_comparison_over_nodes_needs_a_number_of_processes_and_no_fork_server(
-    options: dict[str, bool], message: str
-) -> None:
+def test_a_comparison_over_nodes_needs_num_processes_and_no_fork_server(options: dict[str, bool], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
         CompareOptions(preset=("ddp",), output_dir=Path("out"), nproc_per_node=4, **options)  # type: ignore[arg-type]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from cluster_jobs import check_shell, run_cluster, write_inputs
-from launching import ROOT
+from launching import ROOT, read
 
 HOSTS = ["--host", "127.0.0.1", "--host", "127.0.0.2"]
 
 
-def test_the_line_starts_the_script_on_every_node_with_one_id(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_starts_the_script_on_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nodes", "2", "--gpus-per-node", "4", "--host", "node1", "--host", "me@node2"]
-    output = ["--output", str(tmp_path / "job.sh")]
-    code, _, messages = run_cluster(
-        ["ssh", "--preset", "zero2", *options, *output, "--", *write_inputs(tmp_path)], capsys
-    )
+    words = ["ssh", "--preset", "zero2", *options, "--output", str(tmp_path / "job.sh"), "--", *write_inputs(tmp_path)]
+    code, _, messages = run_cluster(words, capsys)
     assert code == 0, messages
     text = (tmp_path / "job.sh").read_text()
     check_shell(text)
@@ -46,12 +41,10 @@ def test_two_nodes_train_one_run(
     options += ["--setup", f"cd {ROOT}"]
     code, _, errors = run_cluster(["ssh", "--preset", "ddp", *options, "--", *training], capsys)
     assert code == 0, errors
-    nodes = [
-        subprocess.Popen(["bash", str(tmp_path / "job.sh"), "7"], env=os.environ | {"HOSTNAME": name})
-        for name in ("one", "two")
-    ]
+    command, names = ["bash", str(tmp_path / "job.sh"), "7"], ("one", "two")
+    nodes = [subprocess.Popen(command, env=os.environ | {"HOSTNAME": name}) for name in names]
     assert [node.wait(timeout=240) for node in nodes] == [0, 0]
-    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    run = read(tmp_path / "out" / "run.json")
     assert (run["status"], run["preset"], run["world_size"]) == ("completed", "ddp", 2)
     assert sorted(path.name for path in (tmp_path / "out" / "logs").iterdir()) == ["7-one.log", "7-two.log"]
     assert "NCCL_SOCKET_IFNAME=unset" in (tmp_path / "out" / "logs" / "7-two.log").read_text()

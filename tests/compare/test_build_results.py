@@ -24,7 +24,6 @@ ATTENTION = 12 * 2 * 64 * 95
 
 
 def row_of(*trials: TrialRecord) -> Row:
-    """The only row of a comparison of `ddp` with itself."""
     return aggregate_rows(comparison("ddp", repeats=len(trials)), *trials)["ddp-n2"]
 
 
@@ -43,16 +42,13 @@ def test_readings_of_a_row_are_the_largest_the_median_or_those_of_the_middle_rep
     assert row.non_padding_tokens_per_second == 0.8 * (row.tokens_per_second or 0)
 
 
-def test_what_no_repeat_measured_is_unknown() -> None:
+def test_what_no_repeat_measured_is_unknown_and_impossible_step_times_make_no_speed() -> None:
     row = row_of(trial("ddp", 0), trial("ddp", 1))
     unmeasured = ("non_padding_tokens_per_second", "peak_driver_bytes", "memory_by_phase", "energy_joules")
     assert {getattr(row, key) for key in (*unmeasured, "throttle_reasons", "startup_seconds")} == {None}
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1e99])
-def test_impossible_step_times_make_no_speed_and_no_error(seconds: float) -> None:
-    row = row_of(trial("ddp", 0, step_seconds=[seconds] * 8), trial("ddp", 1))
-    assert (row.completed, row.tokens_per_second) == (True, None)
+    for seconds in (0.0, 1e99):
+        row = row_of(trial("ddp", 0, step_seconds=[seconds] * 8), trial("ddp", 1))
+        assert (row.completed, row.tokens_per_second) == (True, None)
 
 
 def test_a_row_fails_if_one_of_its_repeats_does() -> None:
@@ -61,18 +57,15 @@ def test_a_row_fails_if_one_of_its_repeats_does() -> None:
     trials = [trial("ddp", r) for r in range(3)] + [trial("other", 0), trial("other", 1, **changes)]
     row = aggregate_rows(comparison("ddp", "other"), *trials)["other-n2"]
     assert (row.status, row.repeats, row.parity, row.ratio_to_reference) == ("out_of_memory", 1, None, None)
-    assert row.message == "1 of 2 repeats completed; no room"
-    assert row.failure is not None
-    assert row.failure.model_dump() == facts
+    assert (row.message, row.failure and row.failure.model_dump()) == ("1 of 2 repeats completed; no room", facts)
 
 
 def test_an_unsupported_row_has_the_reason_and_ranks_no_other_row() -> None:
     trials = [trial("ddp", repeat) for repeat in range(3)]
     rows = aggregate_rows(comparison("ddp", "zeropp"), *trials, unsupported={"zeropp-n2": "needs CUDA kernels"})
     row = rows["zeropp-n2"]
-    assert (row.status, row.message, row.failure and row.failure.kind) == (
-        *("not_supported", "needs CUDA kernels", "not_supported"),
-    )
+    found = (row.status, row.message, row.failure and row.failure.kind)
+    assert found == ("not_supported", "needs CUDA kernels", "not_supported")
     assert rows["ddp-n2"].rank is None  # nobody to be ranked with
 
 
@@ -108,20 +101,12 @@ def test_mfu_is_relative_to_the_dense_peak_and_counts_only_timed_steps(tiny_mode
     assert found.hfu == found.mfu  # without activation checkpointing
 
 
-@pytest.mark.parametrize(
-    ("row", "changes", "counted"),
-    [
-        (ROW, {"shape": None}, False),
-        (ROW.updated(tokens_per_second_per_gpu=None), {}, True),
-        (ROW, {"environment": node("cpu")}, True),
-        (ROW, {"environment": node("cuda", {"name": "Imaginary 9000", "memory_bytes": 1})}, True),
-    ],
-)
-def test_there_is_no_mfu_without_a_shape_a_speed_or_a_peak(
-    tiny_model: Path, row: Row, changes: dict[str, Any], counted: bool
-) -> None:
-    found = efficiency(tiny_model, row, **changes)
-    assert (found.mfu, found.flops_per_token is not None) == (None, counted)
+def test_there_is_no_mfu_without_a_shape_a_speed_or_a_peak(tiny_model: Path) -> None:
+    unlisted = node("cuda", {"name": "Imaginary 9000", "memory_bytes": 1})
+    without_speed = efficiency(tiny_model, ROW.updated(tokens_per_second_per_gpu=None))
+    for found in (without_speed, *(efficiency(tiny_model, environment=each) for each in (node("cpu"), unlisted))):
+        assert (found.mfu, found.flops_per_token is None) == (None, False)
+    assert efficiency(tiny_model, shape=None) == ROW
 
 
 def test_a_row_has_only_the_columns_of_its_own_completed_side_runs() -> None:

@@ -53,7 +53,6 @@ def results(finished: Path) -> Results:
 
 
 def run_until(command: list[str], number: signal.Signals, when: Callable[[], bool]) -> str:
-    """Start the comparison, send it a signal once `when` is true, and return its output."""
     words = [sys.executable, "-m", "toolkit", *command]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     started = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

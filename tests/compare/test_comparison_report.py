@@ -1,4 +1,7 @@
-"""Reports are self-contained, escape every value, show exact figures; the summary claims what the comparison does."""
+"""Reports are self-contained, escape every value, show exact figures, and claim what the comparison does.
+
+results.json is read again as it was written; what cannot be used is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from results_documents import (
+    FIXTURES,
     Document,
     Tags,
     console_lines,
@@ -23,7 +28,11 @@ from results_documents import (
     write_report,
 )
 
+from toolkit.__main__ import main
 from toolkit.compare.commands import write_report_again
+from toolkit.compare.results import Results, load_results
+from toolkit.compare.rows import Row, RunRecord
+from toolkit.errors import ToolkitError
 
 
 def test_markdown_has_each_row_s_figures_and_its_difference_from_the_baseline(results: Document) -> None:
@@ -57,13 +66,10 @@ def test_html_makes_no_request_and_has_one_script(made_up: Document, results: Do
     assert html_text(results).count("<script>") == 1  # a message of this comparison has another
 
 
-HOSTILE = "\x1b[2J</script><script>alert(1)</script>\u202e=cmd|x"
-
-
 def test_a_hostile_name_acts_in_no_terminal_page_or_spreadsheet(
     results: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = json.dumps(results).replace('"ddp"', json.dumps(HOSTILE))
+    text = json.dumps(results).replace('"ddp"', json.dumps("\x1b[2J</script><script>alert(1)</script>\u202e=cmd|x"))
     (tmp_path / "results.json").write_text(text)
     write_report_again(tmp_path, price_per_gpu_hour=None)
     printed = capsys.readouterr().out
@@ -73,17 +79,15 @@ def test_a_hostile_name_acts_in_no_terminal_page_or_spreadsheet(
     assert (tmp_path / "report.html").read_text().count("<script>") == 1
 
 
-@pytest.mark.parametrize(("index", "preset"), [(2, "zero3"), (3, "fsdp2")])
-def test_a_row_that_failed_or_trained_another_problem_never_has_a_ratio(
-    results: Document, tmp_path: Path, index: int, preset: str
-) -> None:
-    results["rows"][index]["ratio_to_reference"] = 2.0
+def test_a_row_that_failed_or_trained_another_problem_never_has_a_ratio(results: Document, tmp_path: Path) -> None:
+    for row in results["rows"][2:]:
+        row["ratio_to_reference"] = 2.0
     write_report(results, tmp_path)
-    assert read(tmp_path)["rows"][index]["ratio_to_reference"] is None
+    assert [row["ratio_to_reference"] for row in read(tmp_path)["rows"]][2:] == [None, None]
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text("utf-8").splitlines()))
-    assert (rows[index]["preset"], rows[index]["ratio_to_reference"]) == (preset, "")
-    assert next(line for line in console_lines(results) if line.startswith(preset)).endswith("n/a")
-    assert results["rows"][index]["ratio_to_reference"] == 2.0  # the document of the caller is unchanged
+    for row in rows[2:]:
+        assert row["ratio_to_reference"] == ""
+        assert next(line for line in console_lines(results) if line.startswith(row["preset"])).endswith("n/a")
 
 
 def test_nan_is_unknown_and_the_json_stays_strict(results: Document, tmp_path: Path) -> None:
@@ -153,13 +157,11 @@ def test_summary_ranks_nothing_when_the_baseline_failed(results: Document) -> No
     assert "1 could not be checked against the baseline (zero2)" in sentence
 
 
-def test_summary_names_what_differs_by_design(results: Document) -> None:
+def test_summary_names_what_differs_by_design_and_that_nothing_was_compared(results: Document) -> None:
     results["rows"][1].update(group="ddp_comm_hook int8", parity=None)
     assert "1 not ranked here, different by design (zero2 (ddp_comm_hook int8))" in summary_sentence(results)
     assert "could not be checked" not in summary_sentence(results)
-
-
-def test_an_empty_comparison_is_reported_as_such(results: Document) -> None:
+    # an empty comparison
     results["rows"] = []
     assert summary_sentence(results) == "Nothing was compared: there are no rows."
     assert "Nothing was measured." in html_text(results)
@@ -180,3 +182,54 @@ def test_notes_of_gpus_say_what_mfu_counts_the_price_and_throttling(made_up: Doc
     assert "Cost: per million non-padding tokens, at 2.5 per GPU-hour." in said
     assert "MFU counts all parameters and causal attention, padding included" in said
     assert "GPU clocks were reduced during timed steps: zero2 n2 (software power cap), zero2 n4 (" in said
+
+
+# Reading results.json
+
+
+def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=r"no such file: .*results.json") as raised:
+        load_results(tmp_path)
+    assert raised.value.hint == "name a folder of `toolkit compare` that holds results.json"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("rows.0.wall_seconds", -1.0, "rows[0].wall_seconds is -1.0, expected at least 0"),
+        ("rows.0", None, "rows[0] is None, expected keys and values"),
+        ("rows.0.padding_fraction", "x", "rows[0].padding_fraction is 'x', expected a valid number"),
+        ("schema_version", "x" * 500_000, "schema_version is 'xxx"),
+        ("job.untimed_steps", "2", "job.untimed_steps is '2', expected a valid integer"),
+    ],
+)
+def test_a_damaged_value_is_refused_in_two_lines_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, value: Any, message: str
+) -> None:
+    recorded = around = json.loads((FIXTURES / "results_small.json").read_text("utf-8"))
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    for part in parents:
+        around = around[part]
+    around[last] = value
+    file, before = tmp_path / "results.json", json.dumps(recorded)
+    file.write_text(before)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert (ended.value.code, message in error, "\x1b" in error) == (2, True, False), error
+    assert len(error.splitlines()) <= 2
+    assert len(error) < 500 + len(str(tmp_path))
+    assert (list(tmp_path.iterdir()), file.read_text()) == ([file], before)
+
+
+def test_a_copy_of_results_beside_others_never_replaces_their_report(results: Document, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("another comparison's")
+    (tmp_path / "copy.json").write_text(json.dumps(results))
+    with pytest.raises(ToolkitError, match=r"copy.json has another name than results.json"):
+        write_report_again(tmp_path / "copy.json", price_per_gpu_hour=None)
+    assert (tmp_path / "results.json").read_text() == "another comparison's"
+
+
+@pytest.mark.parametrize("model", [Results, Row, RunRecord])
+def test_every_key_is_declared_with_its_meaning(model: type[Results | Row | RunRecord]) -> None:
+    assert all((field.description or "").endswith(".") for field in model.model_fields.values())

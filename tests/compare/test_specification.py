@@ -1,4 +1,4 @@
-"""The specification of a comparison: its trials, their arguments, and the file that a resumed one must match."""
+"""The options and specification of a comparison: its trials, and the file that a resumed one must match."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ def test_trials_are_interleaved_in_a_new_order_each_round() -> None:
     assert [repeat for repeat, _ in order] == [0] * 4 + [1] * 4 + [2] * 4
     rounds = [tuple(name for repeat, name in order if repeat == number) for number in range(3)]
     assert len(set(rounds)) > 1
-    assert order == [(each.repeat, each.row.preset) for each in spec.trials()]
-    other = comparison("ddp", "a", "b", "c", order_seed=2)
-    assert order != [(each.repeat, each.row.preset) for each in other.trials()]
+    assert spec.trials() == spec.trials() != comparison("ddp", "a", "b", "c", order_seed=2).trials()
 
 
-@pytest.mark.parametrize(("cpu", "engines"), [(True, ["ddp", "ddp"]), (False, ["none", "ddp"])])
-def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu(cpu: bool, engines: list[str]) -> None:
-    spec = comparison("ddp", cpu=cpu)
-    assert [spec.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == engines
+def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu() -> None:
+    rows = [RowKey(preset="ddp", world_size=size) for size in (1, 2)]
+    for cpu, engines in {True: ["ddp", "ddp"], False: ["none", "ddp"]}.items():
+        assert [comparison("ddp", cpu=cpu).expected_facts(row)["engine"] for row in rows] == engines
 
 
 def with_split_model(*words: str, **changes: Any) -> ComparisonSpec:
@@ -63,13 +61,11 @@ def test_a_degree_goes_to_the_presets_that_have_it(tmp_path: Path) -> None:
 
 def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() -> None:
     spec = with_split_model("--tp", "2", "--per_device_train_batch_size", "3")
-    assert spec.batches == {
-        "fsdp2_tp-n4": {"per_device_train_batch_size": 6},
-        "fsdp2_tp-n8": {"per_device_train_batch_size": 6},
-    }
-    assert {row.name: spec.sequences_per_accumulation_step(row) for row in spec.rows()} == {
-        **{"ddp-n4": 12, "fsdp2_tp-n4": 12, "ddp-n8": 24, "fsdp2_tp-n8": 24}
-    }
+    assert spec.batches == {f"fsdp2_tp-n{size}": {"per_device_train_batch_size": 6} for size in (4, 8)}
+    assert [(row.world_size, spec.sequences_per_accumulation_step(row)) for row in spec.rows()] == [
+        *[(4, 12)] * 2,
+        *[(8, 24)] * 2,
+    ]
     strong = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     scaled = with_split_model("--tp", "2", batches={"fsdp2_tp-n8": strong, "ddp-n8": strong})
     assert scaled.batches["fsdp2_tp-n8"] == strong | {"per_device_train_batch_size": 4}
@@ -77,21 +73,22 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
     assert with_split_model("--tp", "2", extra_arguments=own).batches == {}
 
 
-@pytest.mark.parametrize(
-    ("micro", "accumulation", "expected"), [(4, 1, [(4, 1), (2, 1), (1, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])]
-)
-def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
-    arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    found = strong_scaling_batches(Job.from_values(arguments), [1, 2, 4])
-    assert [tuple(found[n].values()) for n in (1, 2, 4)] == expected
-    with pytest.raises(ToolkitError, match="sequences cannot be shared by 7 processes"):
-        strong_scaling_batches(Job.from_values(arguments), [1, 7])
+def test_strong_scaling_keeps_the_global_batch() -> None:
+    for batches in ([(4, 1), (2, 1), (1, 1)], [(3, 4), (3, 2), (3, 1)]):
+        job = Job(per_device_train_batch_size=batches[0][0], gradient_accumulation_steps=batches[0][1])
+        assert [tuple(own.values()) for own in strong_scaling_batches(job, [1, 2, 4]).values()] == batches
+        with pytest.raises(ToolkitError, match="sequences cannot be shared by 7 processes"):
+            strong_scaling_batches(job, [1, 7])
+
+
+def options(*words: str, **given: Any) -> CompareOptions:
+    """The options of a comparison of `ddp` on two processes with these training arguments."""
+    known = {"preset": ("ddp",), "num_processes": ("2",), "output_dir": Path("out"), "cpu": True}
+    return CompareOptions(training_arguments=words, **known | given)
 
 
 def specification(*words: str, **given: Any) -> ComparisonSpec:
-    """A comparison of `ddp` with these training arguments."""
-    options = CompareOptions(preset=("ddp",), output_dir=Path("out"), training_arguments=words, cpu=True, **given)
-    return make_specification(options)
+    return make_specification(options(*words, **given))
 
 
 def test_a_global_batch_size_is_kept_by_every_row() -> None:
@@ -99,20 +96,17 @@ def test_a_global_batch_size_is_kept_by_every_row() -> None:
     scaled = specification(*words, num_processes=("1,2,4",))
     assert scaled.scaling == "strong"
     assert [batch["gradient_accumulation_steps"] for batch in scaled.batches.values()] == [4, 2, 1]
-    single = specification(*words, num_processes=("2",))
+    single = specification(*words)
     assert (single.scaling, single.batches) == (None, {"ddp-n2": {"gradient_accumulation_steps": 2}})
     assert specification(num_processes=("1,2",)).scaling == "weak"
     with pytest.raises(ToolkitError, match="numbers of processes that keep it: 1, 2, 4"):
         specification(*words, num_processes=("3",))
+    for given in ({"find_max_batch": 8}, {"scaling": "weak", "num_processes": ("1,2",)}):
+        with pytest.raises(ToolkitError, match="does not go with --global_batch_size"):
+            specification(*words, **given)
 
 
-@pytest.mark.parametrize("given", [{"find_max_batch": 8}, {"scaling": "weak", "num_processes": ("1,2",)}])
-def test_an_option_that_changes_the_global_batch_is_refused_where_it_is_kept(given: dict[str, Any]) -> None:
-    with pytest.raises(ToolkitError, match="does not go with --global_batch_size"):
-        specification("--global_batch_size", "8", **{"num_processes": ("2",)} | given)
-
-
-def test_only_an_equal_comparison_is_resumed(tmp_path: Path) -> None:
+def test_only_an_equal_comparison_is_resumed_and_a_damaged_one_never_overwritten(tmp_path: Path) -> None:
     written = comparison("ddp", "zero2", world_sizes=(1, 2), scaling="weak", find_max_batch=8)
     open_comparison(tmp_path, written, resume=False)
     open_comparison(tmp_path, written, resume=True)
@@ -121,13 +115,17 @@ def test_only_an_equal_comparison_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="holds another comparison: its repeats is 3, now 9"):
         open_comparison(tmp_path, written.model_copy(update={"repeats": 9}), resume=True)
 
-
-def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "comparison.json").write_text("garbage")
     for resume in (False, True):
         with pytest.raises(ToolkitError, match=r"comparison\.json"):
             open_comparison(tmp_path, comparison("ddp"), resume=resume)
     assert (tmp_path / "comparison.json").read_text() == "garbage"
+
+
+def test_a_comparison_is_written_without_its_token_and_resumed_with_another(tmp_path: Path) -> None:
+    for token in ("correct-horse-battery", "another-token"):
+        open_comparison(tmp_path, comparison("ddp", training_arguments=("--hub_token", token)), resume=True)
+    assert '"--hub_token",\n    "***"' in (tmp_path / "comparison.json").read_text()
 
 
 # Variants
@@ -146,19 +144,18 @@ def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path:
 )
 def test_a_text_that_is_no_variant_is_refused(text: str, message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
-        specification(variant=(text,), num_processes=("2",))
+        specification(variant=(text,))
 
 
-def compare_options(faq_alpaca: Path, tiny_model: Path, *words: str, **options: Any) -> CompareOptions:
-    job = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8", *words)
-    given = {"preset": ("ddp",), "num_processes": ("2",), "training_arguments": job, "cpu": True} | options
-    return CompareOptions(output_dir=Path("out"), **given)
+@pytest.fixture
+def job(faq_alpaca: Path, tiny_model: Path) -> tuple[str, ...]:
+    return "--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8"
 
 
-def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(faq_alpaca: Path, tiny_model: Path) -> None:
+def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(job: tuple[str, ...]) -> None:
     for words, message in (("--optim nope", "--optim is 'nope'"), ("--dataset /nope.jsonl", "no such data file")):
         with pytest.raises(ToolkitError, match=message):
-            check_comparison(compare_options(faq_alpaca, tiny_model, variant=(f"mine=ddp {words}",)))
+            check_comparison(options(*job, variant=(f"mine=ddp {words}",)))
 
 
 @pytest.mark.parametrize(
@@ -171,17 +168,49 @@ def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(faq_alpaca: Path
     ],
 )
 def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
-    presets: tuple[str, ...], arguments: tuple[str, ...], message: str | None, faq_alpaca: Path, tiny_model: Path
+    presets: tuple[str, ...], arguments: tuple[str, ...], message: str | None, job: tuple[str, ...]
 ) -> None:
-    job = compare_options(faq_alpaca, tiny_model, *arguments, preset=presets, num_processes=("6",))
+    given = options(*job, *arguments, preset=presets, num_processes=("6",))
     if message is None:  # a row of its own says why: the other preset can run
-        assert check_comparison(job).unsupported.keys() == {"cp-n6"}
+        assert check_comparison(given).unsupported.keys() == {"cp-n6"}
         return
     with pytest.raises(ToolkitError) as caught:
-        check_comparison(job)
+        check_comparison(given)
     assert caught.value.message.startswith(message)
 
 
-def test_more_trials_than_a_day_has_time_for_are_refused(faq_alpaca: Path, tiny_model: Path) -> None:
+def test_more_trials_than_a_day_has_time_for_are_refused(job: tuple[str, ...]) -> None:
     with pytest.raises(ToolkitError, match="the rows and --repeats make 2,000 trials, expected 1,000 or fewer"):
-        check_comparison(compare_options(faq_alpaca, tiny_model, preset=("ddp", "zero2"), repeats=1000))
+        check_comparison(options(*job, preset=("ddp", "zero2"), repeats=1000))
+
+
+# Options
+
+
+def test_world_sizes_are_separate_or_with_commas() -> None:
+    for given, sizes in {("2",): (2,), ("1,2,4",): (1, 2, 4), ("1", "2"): (1, 2), ("2, 2", "1"): (2, 1)}.items():
+        assert options(num_processes=given).world_sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_processes", ("1,two",), "--num-processes is 'two', expected whole numbers: `--num-processes 1,2,4`"),
+        ("num_processes", ("0",), "--num-processes is 0, expected 1 or more"),
+        ("repeats", 1_000_000, "--repeats is 1000000, expected 1,000 or less"),
+        ("trial_minutes", float("inf"), "--trial-minutes is inf, expected 527,040 or less"),
+        ("price_per_gpu_hour", float("nan"), "--price-per-gpu-hour is nan, expected 0 or more"),
+        ("target_interval", float("nan"), "--target-interval is nan, expected a fraction from 0 to below 1"),
+        ("gpu", "h100", "--gpu needs --dry-run: trials run on the GPUs of this node"),
+    ],
+)
+def test_a_value_that_makes_no_comparison_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        options(**{name: value})
+    assert caught.value.message == message
+
+
+def test_runs_start_warm_by_default_on_a_cpu_where_that_is_measured() -> None:
+    cases = {(True, None): True, (False, None): False, (True, False): False, (False, True): True}
+    for (cpu, warm_start), expected in cases.items():
+        assert options(cpu=cpu, warm_start=warm_start).starts_warm is expected

@@ -38,7 +38,6 @@ SHA256 = {
 
 
 def source_of(requirement: str) -> Path:
-    """Return an unpacked source distribution, cached. Skips where pip reaches no index."""
     folder = cache_folder() / "sdists" / requirement.replace("==", "-")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock, tempfile.TemporaryDirectory() as temporary:
@@ -93,7 +92,6 @@ def test_every_example_is_converted_completely_or_refused_by_name(
 
 
 def trl_commands(source: Path) -> Iterator[str]:
-    """Yield the commands of the README, and those in the docstring of the script."""
     for path in (source / "README.md", source / "trl" / "scripts" / "sft.py"):
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
             yield from re.findall(r"^(?:trl|python|accelerate) (?:[^\n]|(?<=\\)\n)*", block, re.MULTILINE)
@@ -131,16 +129,16 @@ MINIMAL = {
     "llama-factory": {"model_name_or_path": "a/b", "dataset": "rows", "stage": "sft"},
     "trl": {"model_name_or_path": "a/b", "dataset_name": "c/d"},
 }
+# Tool -> its source distribution, the files of its classes, and fewer settings than they declare.
 SCHEMAS = {
-    "axolotl": (AXOLOTL, "src/axolotl/utils/schemas/*.py"),
-    "llama-factory": (LLAMA_FACTORY, "src/llamafactory/hparams/*.py"),
-    "trl": (TRL, "trl/t*/*_config.py"),
+    "axolotl": (AXOLOTL, "src/axolotl/utils/schemas/*.py", 250),
+    "llama-factory": (LLAMA_FACTORY, "src/llamafactory/hparams/*.py", 150),
+    "trl": (TRL, "trl/t*/*_config.py", 35),
 }
 # What is refused as a whole, so that there is nothing to account for.
 REFUSED_SETTINGS = {
-    "axolotl": {
-        *("adapter", "rl", "reward_model", "process_reward_model", "processor_type"),
-        *("deepspeed", "learning_rate"),  # "x" is neither a file nor a number
+    "axolotl": {  # "x" is neither a DeepSpeed file nor a learning rate
+        *("adapter", "rl", "reward_model", "process_reward_model", "processor_type", "deepspeed", "learning_rate")
     },
     "llama-factory": {
         *("finetuning_type", "stage", "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches"),
@@ -151,8 +149,7 @@ REFUSED_SETTINGS = {
 
 
 def declared(tool: str) -> dict[str, str]:
-    """Return setting to annotation of a tool's classes, read from the syntax trees."""
-    requirement, pattern = SCHEMAS[tool]
+    requirement, pattern, _ = SCHEMAS[tool]
     trees = [ast.parse(path.read_text()) for path in sorted(source_of(requirement).glob(pattern))]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     fields = [each for node in classes for each in node.body if isinstance(each, ast.AnnAssign)]
@@ -171,7 +168,7 @@ def plausible(kind: str) -> Any:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_setting_that_a_tool_declares_is_accounted_for(tool: str) -> None:
     settings = declared(tool)
-    assert len(settings) > {"axolotl": 250, "llama-factory": 150, "trl": 35}[tool]
+    assert len(settings) > SCHEMAS[tool][2]
     refused = set()
     for name, kind in settings.items():
         values = MINIMAL[tool] | {name: plausible(kind)}

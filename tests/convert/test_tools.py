@@ -231,11 +231,10 @@ class Case:
     preset: str = "ddp"
     processes: int | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    absent: str = "trust_remote_code"
-    """An argument that is not set."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Key to words in the reason why it is not converted."""
+    absent: str = "trust_remote_code"  # an argument that is not set
+    reasons: dict[str, str] = field(default_factory=dict)  # key to words in the reason why it is not converted
     notes: dict[str, str] = field(default_factory=dict)
+    without_note: str = ""
 
 
 SFT = "--model_name_or_path a/b --dataset_name c/d"
@@ -297,6 +296,7 @@ CASES = [
     Case(f"{AX}unfrozen_parameters: ['^lm_head.weight$', 'model.layers.[0-7].']",
          arguments={"train_only": ["lm_head.weight", "model.layers.[0-7].*"]}),
     Case(f"{AX}sequence_len: 2048", notes={"max_seq_length": "drops longer rows"}),
+    Case(f"{AX}sequence_len: 2048\nexcess_length_strategy: truncate", without_note="max_seq_length"),
     # once in one epoch is no interval in axolotl: it then saves at the end of each epoch
     Case(f"{AX}num_epochs: 1\nsaves_per_epoch: 1", arguments={"save_strategy": "epoch"}),
     Case(f"{AX}num_epochs: 1\nsaves_per_epoch: 4", arguments={"save_strategy": "steps", "save_steps": 0.25}),
@@ -313,17 +313,13 @@ def test_settings_become_a_preset_arguments_notes_and_reasons(case: Case, tmp_pa
     assert (conversion.preset, conversion.num_processes) == (case.preset, case.processes)
     assert {name: conversion.arguments[name] for name in case.arguments} == case.arguments
     assert case.absent not in conversion.arguments
+    assert case.without_note not in conversion.notes
     reasons = reasons_of(conversion)
     assert [key for key, words in case.reasons.items() if words not in reasons[key]] == []
     assert [name for name, words in case.notes.items() if words not in conversion.notes[name]] == []
     assert [key for key in reasons if key.startswith(("fsdp", "use_f", "use_d", "zero"))] == []
     if not is_command:
         assert unaccounted(yaml.safe_load(case.text), conversion) == []
-
-
-def test_a_length_that_drops_rows_in_both_tools_has_no_note(tmp_path: Path) -> None:
-    text = f"{AX}sequence_len: 2048\nexcess_length_strategy: truncate\n"
-    assert "max_seq_length" not in convert_text(tmp_path, text).notes
 
 
 def test_liger_kernels_that_are_not_named_stay_off(tmp_path: Path) -> None:

@@ -19,16 +19,14 @@ import pytest
 from typer.testing import CliRunner
 
 from toolkit.cli.program import app
+from toolkit.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MODEL = "Qwen/Qwen3-8B"
 MODEL_CONFIG = ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json"
-GIB = 2**30
 THREE_GPUS = {"H100 80 GB": "h100", "L40S 48 GB": "l40s", "RTX 4090 24 GB": "rtx-4090"}
 NAMES = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
-
-
 Steps = dict[str, str]
 """Rows of a table: what is changed, and the options of `toolkit plan` for it."""
 
@@ -43,9 +41,7 @@ def answer(command: str) -> Any:
 
 
 def plans(options: str) -> list[dict[str, Any]]:
-    """Return the plans of `toolkit plan Qwen/Qwen3-8B OPTIONS --json`."""
-    found: list[dict[str, Any]] = answer(f"toolkit plan {MODEL} {options}")["plans"]
-    return found
+    return list(answer(f"toolkit plan {MODEL} {options}")["plans"])
 
 
 def gib(number: float) -> str:
@@ -53,7 +49,6 @@ def gib(number: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table whose last `right` columns are numbers."""
     aligned = [":---"] * (len(head) - right) + ["---:"] * right
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, aligned, *rows))
 
@@ -69,9 +64,9 @@ CHEAPEST_FIRST: Steps = {
     "2. and micro-batch 1, 8 accumulation steps": f"{JOB} --preset zero2 {SMALL}",
     "3. and activation checkpointing": f"{JOB} --preset zero2 {LEAN}",
     "4. and `zero3` instead of `zero2`": f"{JOB} --preset zero3 {LEAN}",
-    "5. and 16 GPUs instead of 8, 4 accumulation steps": f"{JOB} --preset zero3 {LEAN}".replace(
-        "processes 8", "processes 16"
-    ).replace("steps 8", "steps 4"),
+    "5. and 16 GPUs instead of 8, 4 accumulation steps": (
+        f"{JOB} --preset zero3 {LEAN}".replace("processes 8", "processes 16").replace("steps 8", "steps 4")
+    ),
     "6. 8 GPUs, LoRA of rank 16": f"{JOB} --preset zero3 {LEAN} --lora-r 16",
     "7. 8 GPUs, QLoRA of rank 16, under `ddp`": f"{JOB} --preset ddp {LEAN} --lora-r 16 --load-in-4bit",
     "8. 8 GPUs, all weights, `zero3_cpu_offload`": f"{JOB} --preset zero3_cpu_offload {LEAN}",
@@ -84,14 +79,10 @@ def on_gpu(options: str, gpu: str = "h100") -> dict[str, Any]:
 
 
 def steps_table(steps: Steps) -> str:
-    rows = [
-        [
-            label,
-            gib(on_gpu(options)["planned_peak_bytes"]),
-            *(NAMES[on_gpu(options, gpu)["verdict"]] for gpu in THREE_GPUS.values()),
-        ]
-        for label, options in steps.items()
-    ]
+    rows = []
+    for label, options in steps.items():
+        verdicts = [NAMES[on_gpu(options, gpu)["verdict"]] for gpu in THREE_GPUS.values()]
+        rows.append([label, gib(on_gpu(options)["planned_peak_bytes"]), *verdicts])
     return table(["job", "planned peak, GiB", *THREE_GPUS], rows, right=len(THREE_GPUS) + 1)
 
 
@@ -102,15 +93,14 @@ def out_of_memory() -> str:
 
 # -- docs/tutorials
 
+STATES = "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 1 --activation-checkpointing"
 ONE_GPU = "--num-processes 1 --preset single --per-device-train-batch-size 1 --max-seq-length 2048"
 ONE_GPU_METHODS: Steps = {
     "all weights": f"{ONE_GPU} --activation-checkpointing",
     "LoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16",
     "QLoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16 --load-in-4bit",
 }
-EIGHT_GPUS = (
-    "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 2 --activation-checkpointing"
-)
+EIGHT_GPUS = STATES.replace("batch-size 1", "batch-size 2")
 
 
 def one_gpu() -> str:
@@ -131,24 +121,21 @@ def eight_gpus() -> str:
 # -- docs/how-to/choose-a-preset.md
 
 HARDWARE: Steps = {
-    f"{number} x {name}": f"--gpu {gpu} --num-processes {number}"
-    for number, name, gpu in (
-        *((1, "RTX 4090 24 GB", "rtx-4090"), (2, "RTX 4090 24 GB", "rtx-4090"), (4, "L40S 48 GB", "l40s")),
-        *((8, "A100 40 GB", "a100-40gb"), (8, "H100 80 GB", "h100")),
-    )
+    "1 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 1",
+    "2 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 2",
+    "4 x L40S 48 GB": "--gpu l40s --num-processes 4",
+    "8 x A100 40 GB": "--gpu a100-40gb --num-processes 8",
+    "8 x H100 80 GB": "--gpu h100 --num-processes 8",
 }
 METHODS = {"all weights": "", "LoRA, rank 16": "--lora-r 16", "QLoRA, rank 16": "--lora-r 16 --load-in-4bit"}
 
 
 def recommended(options: str) -> str:
-    """Return what `toolkit recommend` chooses, in a table's cell."""
     command = shlex.split(f"recommend {MODEL_CONFIG} --max-seq-length 2048 {options} --json")
     result = CliRunner().invoke(app, command)
-    if result.exit_code != 0:
-        assert "fits" in str(result.exception), result.exception
-        return "nothing fits"
-    choice = json.loads(result.stdout)["choice"]
-    if choice is None:  # a layout on paper
+    assert result.exit_code == 0 or "fits" in str(result.exception), result.exception
+    choice = json.loads(result.stdout)["choice"] if result.exit_code == 0 else None
+    if choice is None:  # nothing, or a layout on paper
         return "nothing fits"
     checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
     size = gib(choice["planned_peak_bytes"])
@@ -156,43 +143,37 @@ def recommended(options: str) -> str:
 
 
 def recommendations() -> str:
-    rows = [
-        [label, *(recommended(f"{options} {method}") for method in METHODS.values())]
-        for label, options in HARDWARE.items()
-    ]
+    rows = []
+    for label, options in HARDWARE.items():
+        rows.append([label, *(recommended(f"{options} {method}") for method in METHODS.values())])
     command = f"toolkit recommend {MODEL} --max-seq-length 2048 {HARDWARE['8 x H100 80 GB']}"
-    note = f"Planned, for example with `{command}`."
-    return f"{table(['GPUs', *METHODS], rows, right=0)}\n\n{note}"
+    return f"{table(['GPUs', *METHODS], rows, right=0)}\n\nPlanned, for example with `{command}`."
 
 
 # -- docs/concepts/ddp-zero-fsdp2.md
 
 EXPLAINED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
-STATES = "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 1 --activation-checkpointing"
 COUNTED = ROOT / "benchmarks" / "results" / "communication.jsonl"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def explained(options: str) -> dict[str, dict[str, Any]]:
-    """Return one plan for each preset that the page explains."""
     found = {plan["preset"]: plan for plan in plans(options)}
     return {name: found[name] for name in EXPLAINED}
 
 
 def states() -> str:
-    keys = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     rows = []
     for name, plan in explained(STATES).items():
-        parts = [plan[key] for key in keys]
+        parts = [plan[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer")]
         rows.append([f"`{name}`", *map(gib, [*parts, sum(parts), plan["planned_peak_bytes"]]), NAMES[plan["verdict"]]])
     head = ["preset", "parameters", "gradients", "optimizer", "together", "peak", "on 80 GB"]
     return f"{table(head, rows, right=6)}\n\nGiB per GPU, planned with `toolkit plan {MODEL} {STATES}`."
 
 
 def traffic() -> str:
-    several = f"{STATES} --gradient-accumulation-steps 8"
+    several, key = f"{STATES} --gradient-accumulation-steps 8", "communication_bytes_per_step"
     once, often = explained(STATES), explained(several)
-    key = "communication_bytes_per_step"
     rows = [[f"`{name}`", gib(once[name][key]), gib(often[name][key])] for name in once]
     head = ["preset", "1 accumulation step", "8 accumulation steps"]
     command = f"toolkit plan {MODEL} {several} --json"
@@ -200,7 +181,6 @@ def traffic() -> str:
 
 
 def counted_collectives() -> str:
-    """Return the collectives counted on one of two ranks, in multiples of the model's bytes."""
     facts, *recorded = map(json.loads, COUNTED.read_text().splitlines())
     model_bytes = 4 * facts["num_params"]  # fp32, as every run on a CPU
     found = {row["setting"]: row for row in recorded}
@@ -232,7 +212,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def with_figures(text: str, names: Iterable[str]) -> str:
-    """Return a page with its blocks as they should be."""
     for name in names:
         block = re.compile(rf"(<!-- \w+: {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
         text, number = block.subn(lambda found, name=name: found[1] + BLOCKS[name][1]() + found[2], text)
@@ -247,12 +226,8 @@ def test_a_pages_figures_are_those_of_today(name: str) -> None:
 
 
 def test_every_block_of_figures_is_checked() -> None:
-    named = [
-        name
-        for page in DOCS.rglob("*.md")
-        for name in re.findall(r"<!-- (?:planned|counted): (.+) -->", page.read_text())
-    ]
-    assert sorted(named) == sorted(BLOCKS)
+    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    assert sorted(re.findall(r"<!-- (?:planned|counted): (.+) -->", text)) == sorted(BLOCKS)
 
 
 def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_the_one_before() -> None:

@@ -1,4 +1,4 @@
-"""`toolkit doctor` as it is typed: on this node, with limits that are really set."""
+"""`toolkit doctor` as it is typed: on this node, with limits that are really set; reports of several nodes compared."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ import pytest
 from command_line import exit_code, run_command
 from launching import LLAMA_8B_CONFIG, ROOT
 
-from toolkit.doctor.checks import CHECKS, NodeCheck
-from toolkit.doctor.examination import all_checks, examine_node
-from toolkit.doctor.options import DoctorOptions
+from toolkit.doctor.examination import NodeFacts, all_checks, compare_facts, hash_presets
+from toolkit.presets import load_preset
 
 QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
 TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
 
 
 def run_doctor(*words: str, **variables: str) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of the command in this process, with these variables."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         for name in [name for name in os.environ if name.startswith(("HF_", "NCCL_"))]:
@@ -91,7 +89,6 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
 def run_cold(
     command: list[str], before: Callable[[], None] | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, which `before` prepares."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": programs} | variables
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 240}
@@ -162,13 +159,11 @@ def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:
 def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "token").chmod(0o644)
-    _, as_json, messages = run_doctor("--json", HF_HOME=str(tmp_path), NCCL_DEBUG_FILE=f"/tmp/{TOKEN}")
-    found = json.loads(as_json)
-    _, shown, more_messages = run_doctor(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
-    assert "GLOO_SOCKET_IFNAME names no interface of this node: ***" in shown
-    assert TOKEN not in as_json + messages + shown + more_messages
-    assert measured(found, "hub")["token"] == "token file"
-    assert levels(found, "hub") == ["warning"]
+    _, text, messages = run_doctor(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
+    assert "GLOO_SOCKET_IFNAME names no interface of this node: ***" in text
+    found = report(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
+    assert TOKEN not in text + messages + json.dumps(found)
+    assert (measured(found, "hub")["token"], levels(found, "hub")) == ("token file", ["warning"])
     assert f"chmod 600 {tmp_path}/token" in {finding["fix"] for finding in found["findings"]}
 
 
@@ -197,6 +192,8 @@ def test_a_preset_that_needs_more_host_memory_or_another_disk_is_an_error(tmp_pa
         (["--preset", "ddp", "no-such-model"], "no-such-model", "hint"),
         (["--port", "70000"], "--port is 70000, expected 1 to 65535", ""),
         (["a.json", "b.json"], "one MODEL at most, 2 given", "--compare"),
+        (["--compare"], "--compare needs the reports of the nodes", "toolkit doctor --compare *.json"),
+        (["--compare", f"{QWEN_72B}/config.json"], "is not a report of `toolkit doctor --json`", "config.json"),
     ],
 )
 def test_invalid_input_is_refused_before_anything_is_measured(
@@ -208,12 +205,76 @@ def test_invalid_input_is_refused_before_anything_is_measured(
     assert hint in err
 
 
-def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "/sys/secret")
+# -- reports of several nodes
 
-    broken = NodeCheck(name="broken", looks_at="", threshold="", source="", long=False, examine=unreadable)
-    monkeypatch.setitem(CHECKS, "broken", broken)
-    outcome = examine_node(DoctorOptions(), None, print).checks["broken"]
-    assert outcome.status == "skipped"
-    assert outcome.skipped == "cannot be read: [Errno 13] Permission denied: '/sys/secret'"
+FACTS: NodeFacts = {
+    "hostname": "n1",
+    "unix_time": 1000.0,
+    "clock_offset_seconds": 0.02,
+    "driver": "570.86.15",
+    "vbios": "8 × 96.00.89.00.01",
+    "gpus": "8 × NVIDIA H100 80GB HBM3",
+    "kernel": "6.8.0-45",
+    "nccl": "nvidia-nccl-cu12 2.27.3",
+    "host_memory_bytes": 2_000_000_000_000,
+    "preset_files": "a15d898e667600fe",
+    "version torch": "2.13.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"unix_time": 1500.0}, []),  # the clocks agree with their file server's
+        ({"host_memory_bytes": 1_990_000_000_000}, []),  # the firmware's share
+        ({"host_memory_bytes": 1_000_000_000_000}, [("warning", "host_memory_bytes")]),
+        (
+            {"driver": "570.124.06", "kernel": "6.8.0-47", "version torch": "2.12"},  # errors come first
+            [("error", "version torch"), ("warning", "driver"), ("note", "kernel")],
+        ),
+        ({"preset_files": "0000", "nccl": None}, [("error", "nccl"), ("error", "preset_files")]),
+        ({"preset zero3": "a fact that the other node does not have"}, [("error", "preset zero3")]),
+        ({"clock_offset_seconds": 0.9}, []),
+        ({"clock_offset_seconds": -1.2}, [("error", "clock_offset_seconds")]),
+        ({"clock_offset_seconds": None, "unix_time": 1001.5}, [("note", "unix_time")]),
+    ],
+)
+def test_each_difference_between_two_nodes_has_its_level(
+    changes: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    rows = compare_facts({"n1": FACTS, "n2": FACTS | {"hostname": "n2"} | changes})
+    assert [(row.level, row.fact) for row in rows] == expected
+
+
+def test_the_text_groups_nodes_by_their_value() -> None:
+    nodes = {name: FACTS for name in ("n1", "n2")} | {"n3": FACTS | {"host_memory_bytes": 2**40}}
+    (difference,) = compare_facts(nodes)
+    assert difference.lines()[1:3] == ["  1862.65 GiB: n1, n2", "  1024.00 GiB: n3"]
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> list[str]:
+    """Two reports of this node as the program writes them, the second from a node with another torch."""
+    written = report("--preset", "zero2")
+    assert written["node_facts"]["preset zero2"] == hash_presets([load_preset("zero2")])
+    names = []
+    for host, torch in (("n1", written["node_facts"]["version torch"]), ("n2", "2.0.0")):
+        written["node_facts"] |= {"hostname": host, "version torch": torch}
+        names.append(str(tmp_path / f"{host}.json"))
+        Path(names[-1]).write_text(json.dumps(written))
+    return names
+
+
+def test_the_command_compares_what_it_wrote(reports: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_command(["doctor", "--compare", *reports], capsys)
+    assert code == 1
+    assert "error: version torch differs: ranks of other versions fail, or train something else" in out
+    assert "  2.0.0: n2" in out.splitlines()
+    found = json.loads(run_command(["doctor", "--compare", "--json", *reports], capsys)[1])
+    (row,) = found["differences"]
+    assert (found["nodes"], row["level"], row["fact"]) == (["n1", "n2"], "error", "version torch")
+    assert row["values"]["n2"] == "2.0.0"
+    code, out, err = run_command(["doctor", "--compare", "--json", reports[0], reports[0]], capsys)
+    assert (code, json.loads(out)) == (0, {"nodes": ["n1", f"n1 ({reports[0]})"], "differences": []})
+    assert err == "2 nodes: no differences\n"

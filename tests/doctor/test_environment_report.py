@@ -70,23 +70,15 @@ def test_of_a_token_it_only_says_that_it_is_set_and_the_home_folder_is_not_named
     assert "- hub login: token file" in text.splitlines()
     assert str(tmp_path) not in text
     assert "~/.cache/huggingface" in text
+    report = json.loads(env("--json"))
+    assert (report["packages"]["torch"], report["python"]) == (library_versions()["torch"], platform.python_version())
+    assert set(report["disks"]) == {"working directory", "hub cache", "toolkit cache", "temporary files"}
 
 
 def test_variables_that_libraries_read_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"NCCL_DEBUG": "INFO", "HF_HOME": "/data", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     monkeypatch.setattr("os.environ", given | {"EDITOR": "vi", "CCACHE_DIR": "/c", "PWD": "/"})
     assert shown_variables() == given | {"HF_TOKEN": "not set", "WANDB_API_KEY": "not set"}
-
-
-def test_the_json_has_versions_memory_and_disks_as_numbers(env: Env) -> None:
-    report = json.loads(env("--json"))
-    assert report["packages"]["torch"] == library_versions()["torch"]
-    assert report["python"] == platform.python_version()
-    assert report["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert report["compilers"]["c++"] is None or "." in report["compilers"]["c++"]
-    for disk in report["disks"].values():
-        assert 0 < disk["free_bytes"] <= disk["total_bytes"]
-    assert set(report["disks"]) == {"working directory", "hub cache", "toolkit cache", "temporary files"}
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")

@@ -35,30 +35,23 @@ class Case:
     """What one attempt does: files in an empty folder, some of them mutated, and a command beside them."""
 
     format: str
-    files: Mapping[str, bytes | Path]
-    """Name to content, or to a file to link."""
+    files: Mapping[str, bytes | Path]  # name to content, or to a file to link
     command: Command
-    changed: str = ""
-    """The name of the file that is mutated."""
-    writes: tuple[str, ...] = ("out",)
-    """The folders that the command may write, beside its inputs."""
+    changed: str = ""  # the name of the file that is mutated
+    writes: tuple[str, ...] = ("out",)  # the folders that the command may write, beside its inputs
 
     def __repr__(self) -> str:
         return f"Case({self.command}, {self.changed}: {str(self.files.get(self.changed))[:3_000]})"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """How an attempt ended."""
 
-    kind: str
-    """`accepted`, `refused` or `failed`."""
+    kind: str  # `accepted`, `refused` or `failed`
     cpu_seconds: float
-    message: str = ""
-    family: str = ""
-    """Of a failure: exception type and the deepest line of the toolkit."""
-    report: str = ""
-    """Of a failure: the traceback."""
+    message: str = ""  # of a failure: the traceback
+    family: str = ""  # of a failure: exception type and the deepest line of the toolkit
 
 
 class TakesTooLong(BaseException):
@@ -67,28 +60,25 @@ class TakesTooLong(BaseException):
 
 @dataclass(frozen=True)
 class Command:
-    """Words for the command line, run in this process; or a function for what no light command reaches."""
+    """A command line, run in this process; or a function for what no light command reaches."""
 
-    words: tuple[str, ...]
-    function: Callable[[], Any] | None = None
-
-    def __call__(self) -> Any:
-        return self.function() if self.function is not None else program.main(list(self.words))
+    name: str
+    run: Callable[[], Any]
 
     def __str__(self) -> str:
-        return " ".join(self.words if self.function is not None else ("toolkit", *self.words))
+        return self.name
 
 
 def command(*words: object) -> Command:
-    return Command(tuple(map(str, words)))
+    argv = list(map(str, words))
+    return Command(" ".join(["toolkit", *argv]), lambda: program.main(argv))
 
 
 def call(function: Callable[[], Any]) -> Command:
-    return Command((str(function.__doc__),), function)
+    return Command(str(function.__doc__), function)
 
 
 def attempt(case: Case, folder: Path) -> Outcome:
-    """Run a case in `folder`, which must not exist, and remove the folder."""
     work, home = folder / "work", folder / "home"
     home.mkdir(parents=True)
     for name, content in case.files.items():
@@ -99,7 +89,6 @@ def attempt(case: Case, folder: Path) -> Outcome:
         else:
             path.write_bytes(content)
     writable = {*(home / name for name in LIBRARIES_WRITE), *(work / name for name in case.writes)}
-    (folder / "command.txt").write_text(f"{case.command}\n")
     before = _listing(folder, writable)
     cache = os.environ.get("TOOLKIT_CACHE") or str(Path("~/.cache/finetune-toolkit").expanduser())
     variables = {"HOME": str(home), "TOOLKIT_CACHE": cache, "TOOLKIT_DEBUG": "1"}
@@ -109,29 +98,29 @@ def attempt(case: Case, folder: Path) -> Outcome:
         changed = sorted(str(path) for path, _ in before.items() ^ _listing(folder, writable).items())
         if changed and outcome.kind != "failed":
             report = f"{case.command} changed {changed}"
-            return _failed("wrote outside of its output", report, outcome.cpu_seconds)
+            return Outcome("failed", outcome.cpu_seconds, report, "wrote outside of its output")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
 def _listing(folder: Path, leave_out: set[Path]) -> dict[Path, tuple[int, ...]]:
-    """Return mode, size and time of change of everything below a folder."""
-    found = {}
-    for path in folder.rglob("*"):
-        if leave_out.isdisjoint((path, *path.parents)):
-            facts = path.lstat()
-            found[path] = (facts.st_mode, *(() if path.is_dir() else (facts.st_size, facts.st_mtime_ns)))
-    return found
+    found = {path: path.lstat() for path in folder.rglob("*") if leave_out.isdisjoint((path, *path.parents))}
+    return {
+        path: (facts.st_mode, *(() if path.is_dir() else (facts.st_size, facts.st_mtime_ns)))
+        for path, facts in found.items()
+    }
 
 
 def run(run_command: Command) -> Outcome:
-    """Run a command here, and classify its end."""
     started, code, message, kind = time.process_time(), 0, "", ""
-    out, err = _captured("strict"), _captured("backslashreplace")
+    out, err = (  # they encode what is printed, as a terminal does
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
+        for errors in ("strict", "backslashreplace")
+    )
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _limited_time():
-            code = run_command() or 0
+            code = run_command.run() or 0
     except ToolkitError as error:
         code, message = error.exit_code, f"error: {error}"
     except SystemExit as end:
@@ -144,34 +133,17 @@ def run(run_command: Command) -> Outcome:
     if not kind and "error: unexpected " in message:  # the last handler of the command line has caught it
         kind = re.split("[:\n]", message.rpartition("error: unexpected ")[2])[0]
     if kind:
-        return _failed(_family(kind, message), message[-6_000:], seconds)
+        frames = re.findall(rf'File "{ROOT}/(toolkit/.*?)", line (\d+), in (\S+)', message)
+        place = "{}:{} in {}".format(*frames[-1]) if frames else "no line of the toolkit"
+        return Outcome("failed", seconds, message[-6_000:], f"{kind} at {place}")
     if code in (0, 1):
-        return Outcome(kind="accepted", cpu_seconds=seconds)
+        return Outcome("accepted", seconds)
     message = message[max(0, message.rfind("error: ")) :]
-    lines = message.strip().splitlines()
     if code != 2:
-        return _failed(f"exit code {code}", message[-3_000:], seconds)
-    if not 0 < len(lines) <= MAX_MESSAGE_LINES or len(message) > MAX_MESSAGE_CHARACTERS:
-        return _failed("message too long", message[:3_000], seconds)
-    return Outcome(kind="refused", cpu_seconds=seconds, message=message)
-
-
-def _failed(family: str, report: str, seconds: float) -> Outcome:
-    return Outcome(kind="failed", cpu_seconds=seconds, family=family, report=report)
-
-
-def _family(kind: str, report: str) -> str:
-    """Return the kind of an exception with the deepest line of the toolkit in its traceback."""
-    frames = re.findall(rf'File "{ROOT}/(toolkit/.*?)", line (\d+), in (\S+)', report)
-    if not frames:
-        return f"{kind} at no line of the toolkit"
-    name, line, function = frames[-1]
-    return f"{kind} at {name}:{line} in {function}"
-
-
-def _captured(errors: str) -> Any:
-    """A stream that encodes what is printed, as a terminal's does."""
-    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
+        return Outcome("failed", seconds, message[-3_000:], f"exit code {code}")
+    if not 0 < len(message.strip().splitlines()) <= MAX_MESSAGE_LINES or len(message) > MAX_MESSAGE_CHARACTERS:
+        return Outcome("failed", seconds, message[:3_000], "message too long")
+    return Outcome("refused", seconds, message)
 
 
 @contextlib.contextmanager

@@ -8,27 +8,22 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from file_mutations.attempts import Command, call, command
+from file_mutations.attempts import call, command
 from file_mutations.formats import DRY_RUN, JOB, JOB_FILES, Format, content_of
+from toolkit.compare.ledger import read_run_record
+from toolkit.compare.rows import RowKey, Trial
+from toolkit.data.formats import Sample
+from toolkit.data.template_limits import check_templates, templates_of
+from toolkit.record.checkpoints import MANIFEST, list_checkpoints
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import read_heartbeats, stalled_seconds, suspects, unresponsive_reason
 
-MANIFEST = "manifest.json"
 RUN, MODEL = "run", "base"
 
 
-def checkpoint(*words: object) -> Command:
-    return command("checkpoint", *words)
-
-
-def newest(run: Path) -> Path:
-    """Return the last checkpoint of a run folder."""
-    return max(run.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
 def files_below(folder: Path, name: str, *, leave_out: tuple[str, ...] = ()) -> dict[str, bytes | Path]:
-    """Return the files of a folder as those of an attempt, below `name`."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    kept = [path for path in paths if not any(path.match(pattern) for pattern in leave_out)]
-    return {f"{name}/{path.relative_to(folder).as_posix()}": path for path in kept}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not any(map(path.match, leave_out))]
+    return {f"{name}/{path.relative_to(folder).as_posix()}": path for path in paths}
 
 
 def sealed(files: dict[str, bytes | Path], changed: str) -> dict[str, bytes | Path]:
@@ -38,12 +33,10 @@ def sealed(files: dict[str, bytes | Path], changed: str) -> dict[str, bytes | Pa
         return files
     try:
         manifest = json.loads(content_of(files[path]))
-        if path != changed:
-            content = content_of(files[changed])
-            relative = changed.removeprefix(path.removesuffix(MANIFEST))
-            for entry in manifest["files"]:
-                if entry["path"] == relative:
-                    entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        content, relative = content_of(files[changed]), changed.removeprefix(path.removesuffix(MANIFEST))
+        for entry in manifest["files"]:
+            if entry["path"] == relative:
+                entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         body = {key: value for key, value in manifest.items() if key != "sha256"}
         seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         return files | {path: json.dumps(body | {"sha256": seal}, indent=2).encode()}
@@ -69,20 +62,20 @@ CHECKPOINT_FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
 def checkpoint_format(name: str, case: str, run: Path, model: Path) -> Format:
     """Return a kind of file of the newest checkpoint in `run`; `model` is the run's base model."""
     patterns, _, share = CHECKPOINT_FILES[name]
-    path = newest(run)
+    path = list_checkpoints(run)[0].path
     here, based = f"{RUN}/{path.name}", ("--base-model", MODEL)
-    convert = ("convert", here, "out", *based, "--num-processes", "2", "--preset")
+    convert = ("checkpoint", "convert", here, "out", *based, "--num-processes", "2", "--preset")
     return Format(
         name=f"{name} ({case})",
         seeds=[{**files_below(model, MODEL), **files_below(path, here)}],
         mutated=patterns,
         commands=[
-            checkpoint("inspect", here),
-            checkpoint("inspect", RUN, "--json"),
-            checkpoint("verify", here, *based),
-            checkpoint("export", here, "out", *based),
-            checkpoint(*convert, "fsdp2"),
-            checkpoint(*convert, "zero2"),
+            command("checkpoint", "inspect", here),
+            command("checkpoint", "inspect", RUN, "--json"),
+            command("checkpoint", "verify", here, *based),
+            command("checkpoint", "export", here, "out", *based),
+            command(*convert, "fsdp2"),
+            command(*convert, "zero2"),
         ],
         share=share,
         adjust=sealed,
@@ -91,18 +84,14 @@ def checkpoint_format(name: str, case: str, run: Path, model: Path) -> Format:
 
 def checkpoint_formats(runs: Mapping[str, Path], model: Path) -> list[Format]:
     """Return every kind of file of every checkpoint; `runs` are run folders by preset (`zero3`, `zero3-lora`)."""
-    return [
-        checkpoint_format(name, case, runs[case], model)
-        for name, (_, cases, _) in CHECKPOINT_FILES.items()
-        for case in cases
-    ]
+    cases = [(name, case) for name, (_, cases, _) in CHECKPOINT_FILES.items() for case in cases]
+    return [checkpoint_format(name, case, runs[case], model) for name, case in cases]
 
 
 def exported_formats(folder: Path) -> list[Format]:
-    """Return the files of a model that was exported in several shards."""
     seeds = [{**JOB_FILES, **files_below(folder, "exported")}]
     job = command(*DRY_RUN, "--model_name_or_path", "exported", *JOB[2:])
-    verify, tokenized = checkpoint("verify", "exported"), call(tokenize)
+    verify, tokenized = command("checkpoint", "verify", "exported"), call(tokenize)
     return [
         Format(name=name, seeds=seeds, mutated=mutated, commands=commands, share=share)
         for name, mutated, commands, share in (
@@ -117,8 +106,6 @@ def exported_formats(folder: Path) -> list[Format]:
 
 def tokenize() -> None:
     """check_templates, load_tokenizer on exported, and encode_chat"""
-    from toolkit.data.formats import Sample
-    from toolkit.data.template_limits import check_templates, templates_of
     from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.tokenization import encode_chat
     from toolkit.train.model.loading import load_tokenizer
@@ -133,8 +120,7 @@ def tokenize() -> None:
 def run_format(run: Path) -> Format:
     """Return the files of a run folder: what a comparison, a resumed run and a diagnosis read of it."""
     leave_out = ("checkpoint-*/*", "*.safetensors", "tokenizer*", "*.lock")
-    nothing = dict.fromkeys(("hint", "peak_bytes"))
-    failure = {"kind": "failed", "phase": "load", "step": 0, "rank": 1, "message": "no", **nothing}
+    failure = {"kind": "failed", "phase": "load", "step": 0, "rank": 1, "message": "no", "peak_bytes": None}
     files = {**JOB_FILES, **files_below(run, RUN, leave_out=leave_out)}
     finished = {**files, f"{RUN}/failure.json": json.dumps(failure).encode()}
     interrupted = json.loads((run / "run.json").read_text()) | {"status": "interrupted"}
@@ -154,19 +140,12 @@ def run_format(run: Path) -> Format:
 
 def read_run() -> None:
     """read_run_record on the run folder run"""
-    from toolkit.compare.ledger import read_run_record
-    from toolkit.compare.rows import RowKey, Trial
-    from toolkit.record.folder import RunFolder
-
     trial = Trial(row=RowKey(preset="ddp", world_size=2), repeat=0)
-    record = read_run_record(trial, RunFolder(Path(RUN)), Path(), untimed_steps=2, position=0)
-    record.model_dump_json()
+    read_run_record(trial, RunFolder(Path(RUN)), Path(), untimed_steps=2).model_dump_json()
 
 
 def read_pulses() -> None:
     """read_heartbeats on run/ranks, without a signal to any process"""
-    from toolkit.record.heartbeat import read_heartbeats, stalled_seconds, suspects, unresponsive_reason
-
     heartbeats, now = read_heartbeats(Path(RUN) / "ranks"), time.time()
     reasons = {pulse.rank: why for pulse in heartbeats if (why := unresponsive_reason(pulse, now=now))}
     suspects(heartbeats, unresponsive=reasons, stacks={})

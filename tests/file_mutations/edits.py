@@ -26,20 +26,14 @@ _RAW_TEXTS = (
     *("9" * 5_000, "1e999", "-1E+400"),
 )
 _RAW_YAML = (
-    *(
-        f"[&a [{'x,' * 9}], {_BOMB}]",
-        "&r [*r, 1]",
-        "&m {a: *m}",
-        "*nothing",
-        "{<<: [1, 2]}",
-        "{? [a] : 1, ? {c: d} : 2}",
-    ),
+    *(f"[&a [{'x,' * 9}], {_BOMB}]", "&r [*r, 1]", "&m {a: *m}", "*nothing", "{<<: [1, 2]}", "0o17", "\tx"),
     *("!!python/object/apply:os.mkdir [executed]", "!!python/name:os.system", "!!binary R0lGODlh", "!!set {a, b}"),
-    *("!!pairs [a: 1, a: 2]", "!!int ''", "2026-02-30", "2001-12-14t21:59:43.10-05:00", "190:20:30", "0o17", "\tx"),
+    *("!!pairs [a: 1, a: 2]", "!!int ''", "2026-02-30", "2001-12-14t21:59:43.10-05:00", "190:20:30"),
+    "{? [a] : 1, ? {c: d} : 2}",
 )
 # Stand-in in a document -> the text that replaces it where the document is written.
-_TEXT_OF = {f"RAW_JSON_{number}_": text for number, text in enumerate(_RAW_TEXTS)}
-_YAML_TEXT_OF = _TEXT_OF | {f"RAW_YAML_{number}_": text for number, text in enumerate(_RAW_YAML)}
+_TEXT_OF = {f"RAW_{number}_": text for number, text in enumerate((*_RAW_TEXTS, *_RAW_YAML))}
+_OF_JSON = list(_TEXT_OF)[: len(_RAW_TEXTS)]
 NUMBERS = (0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"))
 TEXTS = (
     *("", " ", "0", "-1", "nan", "1e999", "true", "auto", "none", "nvme", "bfloat16", "ddp", "\0", "\x1b[31m", "\n"),
@@ -52,75 +46,66 @@ SHAPES: tuple[Any, ...] = (
     *(list(range(2_000)), {str(number): number for number in range(2_000)}, ["x" * 1_000] * 50),
 )
 VALUES = st.one_of(
-    *map(st.sampled_from, ([None, True, False], NUMBERS, TEXTS, SHAPES, sorted(_TEXT_OF))),
+    *map(st.sampled_from, ([None, True, False], NUMBERS, TEXTS, SHAPES, _OF_JSON)),
     *(st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=20)),
 )
-YAML_VALUES = st.one_of(VALUES, st.sampled_from(sorted(_YAML_TEXT_OF)))
+YAML_VALUES = st.one_of(VALUES, st.sampled_from(list(_TEXT_OF)))
 KEYS = st.one_of(st.sampled_from((*TEXTS, "__proto__", "<<", "__class__", "=", "?")), st.text(max_size=8))
 
 
 def json_text(document: Any, *, indent: int | None = 1) -> str:
-    """Write a document as JSON, NaN and infinities included."""
-    return _with_raw_texts(json.dumps(document, default=str, indent=indent), _TEXT_OF)
+    return _with_raw_texts(json.dumps(document, default=str, indent=indent))
 
 
 def yaml_text(document: Any) -> str:
-    """Write a document as YAML in block style."""
-    text = yaml.safe_dump(json.loads(json.dumps(document, default=str)), sort_keys=False)
-    return _with_raw_texts(text, _YAML_TEXT_OF)
+    return _with_raw_texts(yaml.safe_dump(json.loads(json.dumps(document, default=str)), sort_keys=False))
 
 
-def _with_raw_texts(text: str, texts: dict[str, str]) -> str:
-    for name, raw in texts.items():
+def _with_raw_texts(text: str) -> str:
+    for name, raw in _TEXT_OF.items():
         text = text.replace(f'"{name}"', raw).replace(name, raw)
     return text
 
 
 @st.composite
 def edited(draw: st.DrawFn, document: Any, *, values: st.SearchStrategy[Any] = VALUES) -> Any:
-    """Return a copy of the document with one to three edits, each at any depth."""
     document = [copy.deepcopy(document)]
     for _ in range(draw(st.integers(1, 3))):
-        if places := _places(document):
-            _edit(draw, *draw(st.sampled_from(places)), places, values)
+        if not (places := _places(document)):
+            return None
+        around, key = draw(st.sampled_from(places))
+        match draw(st.sampled_from(["change", "copy", "duplicate", "remove", "rename", "replace"])):
+            case "change":
+                around[key] = draw(st.sampled_from(_near(around[key])))
+            case "copy":
+                other, place = draw(st.sampled_from(places))
+                around[key] = copy.deepcopy(other[place])
+            case "duplicate" if isinstance(around, list):
+                around.insert(key, copy.deepcopy(around[key]))
+            case "remove":
+                del around[key]
+            case "rename" if isinstance(around, dict):
+                around[draw(st.one_of(KEYS, st.just(str(key)[:-1])))] = around.pop(key)
+            case _:
+                around[key] = copy.deepcopy(draw(values))
     return document[0] if document else None
-
-
-def _edit(
-    draw: st.DrawFn, around: Any, key: Any, places: list[tuple[Any, Any]], values: st.SearchStrategy[Any]
-) -> None:
-    value = around[key]
-    match draw(st.sampled_from(["change", "copy", "duplicate", "remove", "rename", "replace"])):
-        case "change":
-            around[key] = draw(st.sampled_from(_near(value)))
-        case "copy":
-            other, place = draw(st.sampled_from(places))
-            around[key] = copy.deepcopy(other[place])
-        case "duplicate" if isinstance(around, list):
-            around.insert(key, copy.deepcopy(value))
-        case "remove":
-            del around[key]
-        case "rename" if isinstance(around, dict):
-            around[draw(st.one_of(KEYS, st.just(str(key)[:-1])))] = around.pop(key)
-        case _:
-            around[key] = copy.deepcopy(draw(values))
 
 
 def _near(value: Any) -> list[Any]:
     """Values near a present one: another number, the same as text, a longer or shorter text, a list of it."""
-    near = [[value], [value, value], {"a": value}, {str(value)[:40]: value}, str(value)[:200]]
+    near: list[Any] = [[value], [value, value], {"a": value}, {str(value)[:40]: value}, str(value)[:200]]
     match value:
         case bool():
-            return [*near, not value, int(value)]
+            near += [not value, int(value)]
         case int() | float():
-            return [*near, -value, value + 1, value - 1, value * 2, float(value), value * 2**40]
+            near += [-value, value + 1, value - 1, value * 2, float(value), value * 2**40]
         case str():
-            return [*near, value.upper(), f"{value}x", value[:-1], value * 2, f"{value}\n", f" {value}"]
+            near += [value.upper(), f"{value}x", value[:-1], value * 2, f"{value}\n", f" {value}"]
         case list():
-            return [*near, value[:1], value * 2, value[::-1], dict(enumerate(map(str, value[:50])))]
+            near += [value[:1], value * 2, value[::-1], dict(enumerate(map(str, value[:50])))]
         case dict():
-            return [*near, list(value), list(value.values()), dict(list(value.items())[:1])]
-    return [*near, 0, "", []]
+            near += [list(value), list(value.values()), dict(list(value.items())[:1])]
+    return near
 
 
 def _places(document: Any) -> list[tuple[Any, Any]]:
@@ -151,13 +136,11 @@ WHOLE_FILES = (
 
 @st.composite
 def edited_bytes(draw: st.DrawFn, content: bytes, *, others: tuple[bytes, ...] = ()) -> bytes:
-    """Return the content with one to three edits of its bytes."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(content)))
         end = min(len(content), at + draw(st.sampled_from([1, 2, 8, 64, 1_000])))
-        match draw(
-            st.sampled_from(["cut", "flip", "insert", "delete", "repeat", "whole", "encode", "splice", "random"])
-        ):
+        kinds = ["cut", "flip", "insert", "delete", "repeat", "whole", "encode", "splice", "random"]
+        match draw(st.sampled_from(kinds)):
             case "cut":
                 middle, end = b"", len(content)
             case "flip":
@@ -191,11 +174,8 @@ def edited_bytes(draw: st.DrawFn, content: bytes, *, others: tuple[bytes, ...] =
 _CALLS = (
     *(b"cposix\nmkdir\n(Vexecuted\ntR", b"cos\nmkdir\n(Vexecuted\ntR", b"(Vexecuted\niposix\nmkdir\n"),
     *(b"cbuiltins\neval\n(V__import__('os').mkdir('executed')\ntR", b"cbuiltins\ngetattr\n", b"cshutil\nrmtree\n"),
-    *(
-        b"\x8c\x05posix\x8c\x05mkdir\x93\x8c\x08executed\x85R",
-        b"ctorch\nload\n(V/dev/zero\ntR",
-        b"\x84\xff\xff\xff\x7f",
-    ),
+    *(b"\x8c\x05posix\x8c\x05mkdir\x93\x8c\x08executed\x85R", b"\x84\xff\xff\xff\x7f"),
+    b"ctorch\nload\n(V/dev/zero\ntR",
 )
 _NAMES = (
     *(b"ctorch\nSize\n", b"ctorch\nTensor\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n"),
@@ -213,7 +193,6 @@ _CODES = (
 
 @st.composite
 def edited_pickle(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return a pickle, and the bytes after it, with one to three edits of its opcodes."""
     opcodes = list(_opcodes(content))
     for _ in range(draw(st.integers(1, 3))):
         at, other = (draw(st.integers(0, max(0, len(opcodes) - 1))) for _ in range(2))
@@ -236,7 +215,6 @@ def edited_pickle(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def edited_torch_file(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return a file of `torch.save` with edits of its `data.pkl`."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(written, "w") as changed:
         for name in archive.namelist():
@@ -247,7 +225,6 @@ def edited_torch_file(draw: st.DrawFn, content: bytes) -> bytes:
 
 @lru_cache(maxsize=64)
 def _opcodes(content: bytes) -> list[bytes]:
-    """Return each opcode of the first pickle with its argument, and the bytes behind it."""
     starts = [position or 0 for _, _, position in pickletools.genops(content)]
     starts.append(starts[-1] + 1)
     return [content[start:end] for start, end in itertools.pairwise([*starts, len(content)])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,20 @@ from hypothesis import strategies as st
 from model_configs import ARCHITECTURES
 from safetensors.numpy import save
 
+from file_mutations import edits
 from file_mutations.attempts import ROOT, Case, Command, call, command
-from file_mutations.edits import (
-    YAML_VALUES,
-    edited,
-    edited_bytes,
-    edited_pickle,
-    edited_torch_file,
-    json_text,
-    yaml_text,
-)
+from file_mutations.edits import edited, json_text
+from toolkit.compare.build_results import build_results
+from toolkit.compare.comparison_report import write_report
+from toolkit.compare.ledger import SideRunRecord
+from toolkit.compare.specification import open_comparison
+from toolkit.data.data_files import check_file, iter_rows
+from toolkit.data.formats import to_sample
+from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.read_model import check_unquantized, read_model
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planner import PlanRequest, make_plans
+from toolkit.presets import load_preset, read_preset
 
 FIXTURES = ROOT / "tests" / "fixtures"
 DATA = (ROOT / "examples" / "data.jsonl").read_bytes()
@@ -43,32 +48,24 @@ class Format:
     """A kind of file."""
 
     name: str
-    seeds: Sequence[Files]
-    """Files of valid inputs, by name."""
-    mutated: Sequence[str]
-    """Patterns of the names of which one is mutated."""
+    seeds: Sequence[Files]  # files of valid inputs, by name
+    mutated: Sequence[str]  # patterns of the names of which one is mutated
     commands: Sequence[Command]
     writes: tuple[str, ...] = ("out",)
     adjust: Callable[[dict[str, bytes | Path], str], dict[str, bytes | Path]] = lambda files, _changed: files
     """Changes other files with the mutated one, as whoever wrote it on purpose would."""
-    share: int = LIGHT_SHARE
-    """Attempts in relation to the other formats: fewer where a command takes long."""
+    share: int = LIGHT_SHARE  # attempts in relation to the other formats: fewer where a command takes long
 
     def __repr__(self) -> str:
         return f"Format({self.name!r})"
 
     def valid(self) -> list[Case]:
-        """Return every seed with every command, unchanged."""
-        return [
-            Case(format=self.name, files=files, command=each, writes=self.writes)
-            for files in self.seeds
-            for each in self.commands
-        ]
+        pairs = itertools.product(self.seeds, self.commands)
+        return [Case(format=self.name, files=files, command=each, writes=self.writes) for files, each in pairs]
 
 
 @st.composite
 def mutated_cases(draw: st.DrawFn, kind: Format) -> Case:
-    """Return a seed with one file mutated, and a command."""
     files = dict(draw(st.sampled_from(kind.seeds)))
     names = sorted(name for name in files if any(Path(name).match(pattern) for pattern in kind.mutated))
     name = draw(st.sampled_from(names))
@@ -76,7 +73,7 @@ def mutated_cases(draw: st.DrawFn, kind: Format) -> Case:
     structural = _structural(name, content)
     if structural is None or draw(st.integers(0, 3)) == 3:
         others = tuple(content_of(files[other]) for other in names if other != name)[:2]
-        structural = edited_bytes(content, others=others)
+        structural = edits.edited_bytes(content, others=others)
     files[name] = draw(structural)
     run = draw(st.sampled_from(kind.commands))
     if draw(st.integers(0, 3)):
@@ -92,7 +89,9 @@ def _structural(name: str, content: bytes) -> st.SearchStrategy[bytes] | None:
     """Return a strategy of files whose parsed content is changed; None for a kind that is not parsed."""
     match Path(name).suffix or name[-9:]:
         case ".yaml" | ".yml":
-            return edited(yaml.safe_load(content), values=YAML_VALUES).map(lambda new: yaml_text(new).encode())
+            return edited(yaml.safe_load(content), values=edits.YAML_VALUES).map(
+                lambda new: edits.yaml_text(new).encode()
+            )
         case ".json" | ".heartbeat":
             return edited(json.loads(content)).map(lambda new: json_text(new).encode())
         case ".jsonl":
@@ -100,9 +99,9 @@ def _structural(name: str, content: bytes) -> st.SearchStrategy[bytes] | None:
         case ".safetensors":
             return edited_safetensors(content)
         case ".metadata":
-            return edited_pickle(content)
+            return edits.edited_pickle(content)
         case ".pt" | ".pth":
-            return edited_torch_file(content)
+            return edits.edited_torch_file(content)
     return None
 
 
@@ -113,7 +112,6 @@ def _json_lines(rows: Any) -> bytes:
 
 @st.composite
 def edited_safetensors(draw: st.DrawFn, content: bytes) -> bytes:
-    """Return a safetensors file whose header is changed, or lies about its length."""
     length = int.from_bytes(content[:8], "little")
     text = json_text(draw(edited(json.loads(content[8 : 8 + length])))).encode()
     claimed = draw(st.sampled_from([len(text)] * 6 + [0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1]))
@@ -139,8 +137,6 @@ JOB_FILES: Files = {
 
 def preset_formats() -> list[Format]:
     """Return accelerate's YAML of every preset, and DeepSpeed's JSON that it names, beside a model and data."""
-    from toolkit.presets import read_preset
-
     seeds = []
     for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         text, files = path.read_text(), dict(JOB_FILES)
@@ -191,7 +187,6 @@ def training_seeds() -> list[Files]:
 
 
 def job_formats() -> list[Format]:
-    """Return training arguments as YAML, data files, and a model's configuration."""
     on_gpus = ("train", "--dry-run", "--gpu", "h100", "--preset", "zero3", "--num-processes", "2", "--", "job.yaml")
     training = [command(*DRY_RUN, "job.yaml"), command(*on_gpus), command("lint", "job.yaml")]
     tiny = [{"model_type": model_type, **fields} for model_type, fields in ARCHITECTURES]
@@ -207,7 +202,6 @@ def job_formats() -> list[Format]:
 
 
 def data_seeds() -> list[Files]:
-    """Return the same conversations in every format and kind of file."""
     rows = [json.loads(line) for line in DATA.splitlines()][:6]
     asked = [("Add.", "1, 2", "3"), ("Hi", "", "Hej")]
     alpaca = [dict(zip(("instruction", "input", "output"), row, strict=True)) for row in asked]
@@ -228,9 +222,6 @@ def data_seeds() -> list[Files]:
 
 def read_every_row() -> None:
     """check_file and to_sample on rows.*"""
-    from toolkit.data.data_files import check_file, iter_rows
-    from toolkit.data.formats import to_sample
-
     path = next(Path.cwd().glob("rows.*"))
     checked = check_file(path)
     for _, row in iter_rows(path):
@@ -239,12 +230,6 @@ def read_every_row() -> None:
 
 def plan_without_counting() -> None:
     """read_model on config.json, and plans"""
-    from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.models.read_model import check_unquantized, read_model
-    from toolkit.plan.planned_job import PlannedJob
-    from toolkit.plan.planner import PlanRequest, make_plans
-    from toolkit.presets import load_preset
-
     check_unquantized("config.json")
     shape = read_model("config.json", count=False)
     presets = [load_preset(name) for name in ("ddp", "zero3")]
@@ -267,7 +252,6 @@ TRL: dict[str, Any] = {
 
 
 def conversion_formats() -> list[Format]:
-    """Return the files of TRL, axolotl and LLaMA-Factory that `convert-config` reads."""
     info = {"faq": {"file_name": "faq.jsonl", "formatting": "sharegpt", "columns": {"messages": "m"}}}
     seeds: list[Files] = [
         {"theirs.yaml": (FIXTURES / "axolotl.yaml").read_bytes(), "rows.jsonl": DATA},
@@ -290,8 +274,6 @@ def conversion_formats() -> list[Format]:
 
 def comparison_formats() -> list[Format]:
     """Return results.json, comparison.json and the ledger, of two presets with trials, a probe and a side run."""
-    from toolkit.compare.ledger import SideRunRecord
-
     names = ("results_small.json", "results_made_up_gpus.json")
     results: list[Files] = [{"cmp/results.json": (FIXTURES / name).read_bytes()} for name in names]
     reports = [command("report", "cmp"), command("report", "cmp", "--price-per-gpu-hour", "2")]
@@ -313,15 +295,10 @@ def comparison_formats() -> list[Format]:
 
 def results_of_ledger() -> None:
     """open_comparison, build_results and write_report, as `compare --resume` does with a finished comparison"""
-    from toolkit.compare.build_results import build_results
-    from toolkit.compare.comparison_report import write_report
-    from toolkit.compare.specification import open_comparison
-
     folder, spec = Path("cmp"), comparison("ddp", "other", repeats=2)
     open_comparison(folder, spec, resume=True)
     write_report(build_results(spec, folder, {}), folder)
 
 
 def light_formats() -> list[Format]:
-    """Return the formats that are read without torch."""
     return [*preset_formats(), *job_formats(), *conversion_formats(), *comparison_formats()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,49 +44,37 @@ REFUSED = [
 # What another name was once mistaken for.
 MISLEADING = {"use_peft": "use_cpu", "lora_rank": "local_rank", "config": "lora_config"}
 
-Given = Callable[[str, Any, Path], list[str]]
+WAYS = pytest.mark.parametrize("way", ["flag", "dashed flag", "assignment", "YAML key"])
 
 
-def as_flag(name: str, value: Any, folder: Path) -> list[str]:
-    del folder
-    return [f"--{name}", *(value if isinstance(value, list) else [value])]
-
-
-def as_dashed_flag(name: str, value: Any, folder: Path) -> list[str]:
-    return as_flag(name.replace("_", "-"), value, folder)
-
-
-def as_assignment(name: str, value: Any, folder: Path) -> list[str]:
-    return as_flag(name, value, folder) if isinstance(value, list) else [f"--{name}={value}"]
-
-
-def as_yaml_key(name: str, value: Any, folder: Path) -> list[str]:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({name: yaml.safe_load(value) if isinstance(value, str) else value}))
-    return [str(path)]
-
-
-WAYS = pytest.mark.parametrize("given", [as_flag, as_dashed_flag, as_assignment, as_yaml_key])
+def given(way: str, name: str, value: Any, folder: Path) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    if way == "YAML key":
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({name: yaml.safe_load(value) if isinstance(value, str) else value}))
+        return [str(path)]
+    if way == "assignment" and len(values) == 1:
+        return [f"--{name}={values[0]}"]
+    return [f"--{name.replace('_', '-') if way == 'dashed flag' else name}", *values]
 
 
 @WAYS
 @pytest.mark.parametrize(("theirs", "value", "ours", "our_value"), ACCEPTED)
 def test_an_argument_of_another_tool_starts_the_same_run_as_ours(
-    theirs: str, value: str, ours: str, our_value: Any, given: Given, tmp_path: Path
+    theirs: str, value: str, ours: str, our_value: Any, way: str, tmp_path: Path
 ) -> None:
-    other, own = given(theirs, value, tmp_path), given(ours, our_value, tmp_path)
-    read = read_arguments(own)
+    read = read_arguments(given(way, ours, our_value, tmp_path))
     assert set(read) == {ours}
-    assert read_arguments(other) == read
+    assert read_arguments(given(way, theirs, value, tmp_path)) == read
 
 
 @WAYS
 @pytest.mark.parametrize(("theirs", "value", "typed"), REFUSED)
 def test_an_argument_that_means_something_else_is_answered_with_what_to_type(
-    theirs: str, value: str, typed: str, given: Given, tmp_path: Path
+    theirs: str, value: str, typed: str, way: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ToolkitError) as caught:
-        read_arguments(given(theirs, value, tmp_path))
+        read_arguments(given(way, theirs, value, tmp_path))
     assert theirs in caught.value.message
     assert typed in str(caught.value.hint)
     assert MISLEADING.get(theirs, "no other") not in str(caught.value.hint)

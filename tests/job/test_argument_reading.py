@@ -2,88 +2,69 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loaded_modules import HEAVY, loaded_after
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_reading import argument_types, lora_fields, read_arguments
+from toolkit.job.argument_values import fits, nearest_word
+from toolkit.job.job import Job
+from toolkit.job.job_checks import check_values
 from toolkit.train import __main__ as rank
+from toolkit.versions import lora_config_types
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--max_steps", "8"],
-        ["--max_steps=8"],
-        ["--max-steps", "8"],
-        ["--max-steps=8"],
-        ["--max_steps", "7", "--max_steps", "8"],
-    ],
-    ids=" ".join,
+    "words", ["--max_steps 8", "--max_steps=8", "--max-steps 8", "--max-steps=8", "--max_steps 7 --max_steps 8"]
 )
-def test_every_spelling_of_a_flag_means_the_same(argv: list[str]) -> None:
-    assert read_arguments(argv) == {"max_steps": 8}
+def test_every_spelling_of_a_flag_means_the_same(words: str) -> None:
+    assert read_arguments(words.split()) == {"max_steps": 8}
 
 
 def test_a_value_may_hold_an_equals_sign_or_a_minus_or_be_several_words() -> None:
     given = ["--run_name=a=b", "--max_steps", "-1", "--lora_target_modules", "q_proj", "v_proj"]
-    assert read_arguments(given) == {
-        "run_name": "a=b",
-        "max_steps": -1,
-        "lora_target_modules": ("q_proj", "v_proj"),
-    }
+    assert read_arguments(given) == {"run_name": "a=b", "max_steps": -1, "lora_target_modules": ("q_proj", "v_proj")}
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["--bf16"], True),
-        (["--bf16", "True"], True),
-        (["--bf16=yes"], True),
-        (["--bf16", "1"], True),
-        (["--bf16", "false"], False),
-        (["--no_bf16"], False),
-        (["--no-bf16"], False),
-    ],
-    ids=str,
-)
-def test_a_boolean_is_read_as_transformers_reads_it(argv: list[str], expected: bool) -> None:
-    assert read_arguments(argv)["bf16"] is expected
+def test_a_boolean_is_read_as_transformers_reads_it() -> None:
+    for words in ("--bf16", "--bf16 True", "--bf16=yes", "--bf16 1"):
+        assert read_arguments(words.split())["bf16"] is True, words
+    for words in ("--bf16 false", "--no_bf16", "--no-bf16"):
+        assert read_arguments(words.split())["bf16"] is False, words
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text(
-        "max_steps: 8\nlearning_rate: 1e-4\nbf16: true\nlora_r:\nval_size: 5\nlora_config: {use_dora: true}"
-    )
+    config, text = tmp_path / "job.yaml", "max_steps: 8\nlearning_rate: 1e-4\nbf16: true\nlora_r:\nval_size: 5\n"
+    config.write_text(text + "lora_config: {use_dora: true}")
     values = read_arguments([str(config), "--max_steps", "9"])
     expected = {"max_steps": 9, "learning_rate": 1e-4, "bf16": True, "val_size": 5}
     assert values == expected | {"lora_config": {"use_dora": True}}
 
 
 @pytest.mark.parametrize(
-    ("argv", "message", "hint"),
+    ("words", "message", "hint"),
     [
-        (["--max_stepz", "8"], "unknown argument --max_stepz", "did you mean `--max_steps`?"),
-        (["--no_save_modl"], "unknown argument --no_save_modl", None),
-        (["--qqq"], "unknown argument --qqq", "see `python -m toolkit.train --help`"),
-        (["--evaluation_stratigy", "no"], "unknown argument --evaluation_stratigy", None),
-        (["max_steps", "8"], "unexpected word 'max_steps'; a flag starts with `--`", "did you mean `--max_steps`?"),
-        (["--max_steps", "8", "zero2"], "unexpected word 'zero2' after --max_steps 8", None),
-        (["--max_steps", "--bf16"], "--max_steps has no value", "`--max_steps VALUE`"),
-        (["nowhere.yaml"], "no such file: nowhere.yaml", None),
+        ("--max_stepz 8", "unknown argument --max_stepz", "did you mean `--max_steps`?"),
+        ("--no_save_modl", "unknown argument --no_save_modl", ""),
+        ("--qqq", "unknown argument --qqq", "see `python -m toolkit.train --help`"),
+        ("--evaluation_stratigy no", "unknown argument --evaluation_stratigy", ""),
+        ("max_steps 8", "unexpected word 'max_steps'; a flag starts with `--`", "did you mean `--max_steps`?"),
+        ("--max_steps 8 zero2", "unexpected word 'zero2' after --max_steps 8", ""),
+        ("--max_steps --bf16", "--max_steps has no value", "`--max_steps VALUE`"),
+        ("nowhere.yaml", "no such file: nowhere.yaml", ""),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_an_invalid_argument_is_named_in_the_error(argv: list[str], message: str, hint: str | None) -> None:
+def test_an_invalid_argument_is_named_in_the_error(words: str, message: str, hint: str) -> None:
     with pytest.raises(ToolkitError) as caught:
-        read_arguments(argv)
+        read_arguments(words.split())
     assert caught.value.message == message
-    assert hint is None or caught.value.hint == hint
+    assert not hint or caught.value.hint == hint
 
 
 def test_the_help_names_every_argument_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,24 +84,146 @@ def test_quoted_values_of_a_json_word_are_read_as_transformers_reads_them() -> N
 
 
 def test_any_field_of_lora_config_passes_as_flag_or_mapping() -> None:
-    assert lora_fields(["use_rslora=true", "layers_to_transform=[0, 1]", "bias=none"]) == {
-        "use_rslora": True,
-        "layers_to_transform": [0, 1],
-        "bias": "none",
-    }
+    given = ["use_rslora=true", "layers_to_transform=[0, 1]", "bias=none"]
+    assert lora_fields(given) == {"use_rslora": True, "layers_to_transform": [0, 1], "bias": "none"}
     assert lora_fields({"use_dora": True}) == lora_fields("use_dora=true")
 
 
-@pytest.mark.parametrize(
-    ("word", "words"),
-    [
+def test_an_invalid_field_is_named_in_the_error() -> None:
+    for word, words in (
         ("use_dorra=true", "did you mean `use_dora`"),
         ("use_dora=flase", "expected true or false"),
         ("r=8", "`--lora_r VALUE`"),
         ("use_dora", "is not key=value"),
+    ):
+        with pytest.raises(ToolkitError) as refused:
+            lora_fields([word])
+        assert words in str(refused.value)
+
+
+# -- one argument at a time: types, ranges and words
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max_steps", "many"], "--max_steps is 'many', expected a whole number"),
+        (["--max_steps", "8.0"], "--max_steps is '8.0', expected a whole number"),
+        (["--max_steps", "1e400"], "--max_steps is '1e400', expected a whole number"),
+        (["--max_steps", "0x10"], "--max_steps is '0x10', expected a whole number"),
+        (["--max_steps="], "--max_steps is '', expected a whole number"),
+        (["--max_steps", "nan"], "--max_steps is 'nan', expected a whole number"),
+        (["--seed", "9" * 20], f"--seed is '{'9' * 20}', expected a whole number of at most 64 bits"),
+        (["--seed", "9" * 5000], f"--seed is '{'9' * 76}..., expected a whole number"),
+        (["--learning_rate", "1e400"], "--learning_rate is '1e400', expected a finite number"),
+        (["--learning_rate", "nan"], "--learning_rate is 'nan', expected a finite number"),
+        (["--learning_rate", "-inf"], "--learning_rate is '-inf', expected a finite number"),
+        (["--learning_rate="], "--learning_rate is '', expected a number"),
+        (["--dataset_weights", "0.5", "nan"], "--dataset_weights is 'nan', expected a finite number"),
+        (["--bf16", "2"], "--bf16 is '2', expected true or false"),
+        (["--bf16", "none"], "--bf16 is 'none', expected true or false"),
+        (["--run_name", "a\0b"], r"--run_name is 'a\x00b', expected text without a null byte"),
+        (["x" * 5000], f"unexpected word '{'x' * 76}...; a flag starts with `--`"),
+        ([f"--{'x' * 5000}", "1"], f"unknown argument --{'x' * 80}"),
     ],
 )
-def test_an_invalid_field_is_named_in_the_error(word: str, words: str) -> None:
+def test_a_word_that_is_no_such_value_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        read_arguments(words)
+    assert caught.value.message == expected
+
+
+# A line of a YAML file -> what the message, or its hint, says after the file's name.
+WRONG_SHAPES = {
+    "max_steps: 8.5": "max_steps is 8.5, expected a whole number",
+    "max_steps: true": "max_steps is True, expected a whole number",
+    "max_steps: many": "max_steps is 'many', expected a whole number",
+    "max_steps: {}": "max_steps is {}, expected a value without keys",
+    "max_steps: null": "max_steps is null, expected a number",
+    "max_stepz: 8": "unknown key 'max_stepz'\n  hint: did you mean `max_steps`?",
+    "learning_rate: [1]": "learning_rate is [1], expected a number",
+    "learning_rate: {a: 1}": "learning_rate is {'a': 1}, expected a value without keys",
+    "learning_rate: .inf": "learning_rate is inf, expected a finite number",
+    "seed: 18446744073709551616": "seed is an integer of 65 bits",
+    "bf16: [true]": "bf16 is [True], expected true or false",
+    "save_strategy: no": "save_strategy is False, expected text\n  hint: quote it",
+    "run_name: 2024-01-01": "run_name is datetime.date(2024, 1, 1), expected text\n  hint: quote it",
+    "profile_steps: 3:5": "profile_steps is 185, expected text\n  hint: quote it",
+    "dataset: [rows.jsonl, 5]": "dataset is 5, expected text",
+    "dataset: [[rows.jsonl]]": "dataset is ['rows.jsonl'], expected text",
+    f"report_to: {{{'x' * 1000}: 1}}": "report_to is {'xxx",
+    f"{'k' * 1000}: 1": "unknown key 'kkk",
+    "5: a": "has the key 5, expected a name\n  hint: put the key in quotes",
+    "? [a]\n: 5": "is not YAML",
+    "a: [": "is not YAML: while parsing",
+    "- max_steps": "holds list, expected keys and values",
+    "": "holds NoneType, expected keys and values",
+}
+
+
+@pytest.mark.parametrize("line", WRONG_SHAPES, ids=lambda line: line[:30])
+def test_a_value_of_the_wrong_shape_in_a_file_is_refused_by_file_and_key(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(line)
     with pytest.raises(ToolkitError) as refused:
-        lora_fields([word])
-    assert words in str(refused.value)
+        read_arguments([str(file)])
+    assert refused.value.message.startswith(str(file) if "null" not in line else "--max_steps")
+    assert WRONG_SHAPES[line] in str(refused.value)
+    assert len(refused.value.message) < len(str(file)) + 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"lora_r": "0"}, "--lora_r is 0, expected 1 or more"),
+        ({"lora_r": "70000"}, "--lora_r is 70000, expected 65,536 or less"),
+        ({"max_steps": "0"}, "--max_steps is 0, expected 1 or more, or -1"),
+        ({"max_seq_length": "1"}, "--max_seq_length is 1, expected 2 or more"),
+        ({"num_train_epochs": 0.0}, "--num_train_epochs is 0, expected more than 0"),
+        ({"adam_beta1": "2"}, "--adam_beta1 is 2, expected a fraction from 0 to below 1"),
+        ({"seed": "-1"}, "--seed is -1, expected 0 or more"),
+        ({"seed": str(2**32)}, "--seed is 4294967296, expected 4,294,967,295 or less"),
+        ({"preprocessing_num_workers": 10**6}, "--preprocessing_num_workers is 1000000, expected 1,024 or less"),
+        ({"stop_when_steps_within": "2"}, "--stop_when_steps_within is 2, expected a fraction above 0 and below 1"),
+        ({"untimed_steps": "-1"}, "--untimed_steps is -1, expected 0 or more"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_values(Job.from_values(arguments), on_cpu=True)
+    assert caught.value.message == expected
+
+
+def test_a_word_that_is_no_choice_is_refused_with_the_nearest() -> None:
+    for name, given, close in (
+        ("optim", "adamw", "adamw_torch"),
+        ("optim", "ADAMW_TORCH", "adamw_torch"),
+        ("lr_scheduler_type", "cosin", "cosine"),
+        ("loss_on", "asistant", "assistant"),
+    ):
+        with pytest.raises(ToolkitError) as caught:
+            check_values(Job.from_values({name: given}), on_cpu=True)
+        assert caught.value.message.startswith(f"--{name} is {given!r}, expected ")
+        assert caught.value.hint == f"did you mean `{close}`?"
+    with pytest.raises(ToolkitError, match="--loss_on is 'everything', expected assistant or all"):
+        check_values(Job(loss_on="everything"), on_cpu=True)
+    assert nearest_word("", ["sgd"]) is None
+
+
+def test_values_of_lora_s_fields_fit_their_annotations() -> None:
+    types = lora_config_types()
+    for name, good, bad in (
+        ("use_dora", True, 1),
+        ("bias", "all", 3),
+        ("init_lora_weights", "gaussian", 1),
+        ("init_lora_weights", False, [1]),
+        ("layers_to_transform", [0, 1], "nope"),
+        ("layers_to_transform", 3, ["a"]),
+        ("modules_to_save", ["lm_head"], "lm_head"),
+        ("rank_pattern", {"q_proj": 4}, 4),
+        ("modules_to_save", None, 2),
+    ):
+        assert fits(good, types[name]), (name, good)
+        assert not fits(bad, types[name]), (name, bad)
+    for annotation in types.values():
+        ast.parse(annotation, mode="eval")

@@ -1,16 +1,22 @@
-"""Training arguments checked against each other, the preset and the installed packages."""
+"""Training arguments checked against each other, the preset, the installed packages, and the model's own names."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import ARCHITECTURES, TINY, built, config_file
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.job.job_checks import BACKENDS, MODES, profiled_steps
+from toolkit.job.model_arguments import check_attention, parameter_names
+from toolkit.models.read_model import read_model
 from toolkit.presets import load_preset
-from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.preset_checks import check_arguments, check_parts
 
 
 def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list[str]:
@@ -44,17 +50,14 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("fsdp2", {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"}, "needs a GPU"),
         ("ddp", {"activation_checkpointing_offload": "true"}, "without --activation_checkpointing"),
         ("ddp", {"profile_steps": "5:3"}, "expected A:B"),
+        ("ddp", {"profile_steps": "0:2"}, "expected A:B"),
         ("ddp", {"report_to": "wandbb"}, "no tracker 'wandbb'"),
         ("ddp", {"report_to": "dvclive"}, "needs a package that is not installed"),
         ("ddp", {"streaming": "true"}, "--streaming needs --max_steps"),
         ("ddp", STREAM | {"val_size": "0.1"}, "--val_size with --streaming"),
         ("ddp", STREAM | {"train_sampling_strategy": "group_by_length"}, "group_by_length with --streaming"),
         ("ddp", STREAM | {"dataloader_num_workers": "3"}, "is 3, and a stream is divided among 0, 1, 2, 4 or 8"),
-        (
-            "ddp",
-            {"dataset": ["a.csv", "b.csv"], "dataset_weights": "0.7"},
-            "has length 1, expected 2: a weight for",
-        ),
+        ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": "0.7"}, "has length 1, expected 2: a weight for"),
         ("ddp", {"dataset": "a.csv", "dataset_weights": ["0.7", "0.3"]}, "has length 2, expected 1: a weight for"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": ["0.7", "0"]}, "has 0, expected numbers above 0"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": [0.7, -1.5]}, "has -1.5, expected numbers above 0"),
@@ -67,11 +70,7 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("zero3", {"torch_compile": "true", "torch_compile_backend": "eager"}, "graph ends at each linear layer"),
         ("ddp", {"accumulate": "sharded", **TWO_STEPS}, "under preset 'ddp': every GPU holds all gradients"),
         ("zero1", {"accumulate": "sharded", **TWO_STEPS}, "below ZeRO-2, gradients are reduced in the last"),
-        (
-            "zero3",
-            {"accumulate": "whole", **TWO_STEPS},
-            "in every accumulation step\n  hint: leave it out, or `--",
-        ),
+        ("zero3", {"accumulate": "whole", **TWO_STEPS}, "in every accumulation step\n  hint: leave it out, or `--"),
     ],
 )
 def test_an_unsupported_combination_is_refused(preset: str, arguments: dict[str, Any], words: str) -> None:
@@ -89,11 +88,7 @@ def test_a_communication_hook_needs_two_processes() -> None:
 @pytest.mark.parametrize(
     ("preset", "arguments", "line"),
     [
-        (
-            "zero2",
-            {"ddp_bucket_cap_mb": "5"},
-            "--ddp_bucket_cap_mb has no effect: preset 'zero2' does not train with DDP",
-        ),
+        ("zero2", {"ddp_bucket_cap_mb": "5"}, "has no effect: preset 'zero2' does not train with DDP"),
         ("fsdp2", {"async_save": "true", "save_strategy": "no"}, "--async_save has no effect with --save_strategy no"),
         ("ddp", {"streaming_buffer_size": "5"}, "--streaming_buffer_size has no effect without --streaming"),
         ("ddp", STREAM | {"preprocessing_num_workers": 2}, "with --streaming: `--dataloader_num_workers` has"),
@@ -107,17 +102,15 @@ def test_an_argument_without_effect_gives_a_warning(preset: str, arguments: dict
     assert line in said
 
 
-def test_profiled_steps_are_a_range_from_one() -> None:
+def test_profiled_steps_are_a_range() -> None:
     assert profiled_steps("3:5") == (3, 5)
-    with pytest.raises(ToolkitError, match="expected A:B"):
-        profiled_steps("0:2")
 
 
 def test_just_in_time_checkpoints_of_transformers_are_refused() -> None:
     with pytest.raises(ToolkitError, match="--enable_jit_checkpoint lets each rank save") as refused:
-        check_arguments(Job.from_values({"enable_jit_checkpoint": "true"}), None, num_processes=2, on_cpu=True)
+        check(enable_jit_checkpoint="true")
     assert "SIGTERM" in str(refused.value.hint)
-    check_arguments(Job.from_values({"enable_jit_checkpoint": "false"}), None, num_processes=2, on_cpu=True)
+    assert check(enable_jit_checkpoint="false") == []
 
 
 # -- compilation
@@ -137,3 +130,82 @@ def test_the_backends_and_modes_are_torchs() -> None:
 
     assert set(BACKENDS) <= set(torch._dynamo.list_backends(exclude_tags=()))
     assert set(MODES) <= set(torch._inductor.list_mode_options())
+
+
+# -- names of the model's parts, compared with the models that transformers builds
+
+LLAMA = TINY | {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"), ARCHITECTURES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_parameter_that_transformers_makes_is_known_by_name(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = config_file(tmp_path, model_type, fields)
+    real = {name for name, _ in built(path).named_parameters(remove_duplicate=False)}
+    known = set(parameter_names(read_model(str(path))))
+    assert real <= known
+    assert known - real <= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ({"freeze": ["nope"]}, "--freeze 'nope' matches no parameter", "there is `"),
+        ({"freeze": ["*"]}, "--freeze leaves nothing to train", "freeze fewer parameters"),
+        ({"train_only": ["model.layer.*"]}, "--train_only 'model.layer.*' matches no parameter", "there is `model."),
+        ({"lora_target_modules": ["qproj"]}, "--lora_target_modules qproj names no module of the model",
+         "did you mean `q_proj`?"),
+        ({"lora_target_modules": "xyz"}, "--lora_target_modules xyz names no module of the model",
+         "one of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+    ],
+)  # fmt: skip
+def test_a_name_of_no_part_is_refused(arguments: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_parts(Job.from_values(arguments | ({"lora_r": "4"} if "lora" in message else {})), LLAMA)
+    assert caught.value.message == message
+    assert (caught.value.hint or "").startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ({"freeze": ["model.embed_tokens.*"]}, LLAMA),
+        ({"freeze": ["lm_head.weight"]}, LLAMA | {"tie_word_embeddings": True}),
+        ({"train_only": "*.2.mlp.*"}, LLAMA),
+        ({"lora_r": "4", "lora_target_modules": ["all-linear"]}, LLAMA),
+        ({"lora_r": "4", "lora_target_modules": ["q_proj", "nope"]}, LLAMA),  # peft needs one that exists
+        ({"lora_r": "4", "lora_target_modules": ["lm_head"]}, LLAMA),
+        ({"lora_target_modules": ["nope"]}, LLAMA),  # has no effect, which is a warning
+        ({"freeze": ["nope"]}, {"model_type": "unknown"}),
+        ({"freeze": ["nope"]}, {"model_type": "llama"}),
+    ],
+)
+def test_a_name_that_may_be_right_is_left_to_the_model(arguments: dict[str, Any], config: dict[str, Any]) -> None:
+    check_parts(Job.from_values(arguments), config)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("targets", "is_refused"), [(["qproj"], True), (["q_proj", "nope"], False), (["2.mlp.up_proj"], False)]
+)
+def test_lora_on_no_module_is_refused_by_peft_with_the_same_names(
+    targets: list[str], is_refused: bool, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    path, job = config_file(tmp_path, "llama", TINY), Job.from_values({"lora_r": "4", "lora_target_modules": targets})
+    with pytest.raises(ValueError) if is_refused else nullcontext():  # noqa: PT011  (its whole message is peft's)
+        get_peft_model(built(path), LoraConfig(r=4, target_modules=targets))
+    with pytest.raises(ToolkitError) if is_refused else nullcontext():
+        check_parts(job, json.loads(path.read_text()))
+
+
+def test_an_attention_function_is_one_that_transformers_has() -> None:
+    for name in (None, "sdpa", "eager", "flex_attention", "paged|eager", "kernels-community/flash-attn2@main:attend"):
+        check_attention(name)
+    with pytest.raises(ToolkitError, match="is 'sdpaa', expected auto, sdpa_varlen, eager") as caught:
+        check_attention("sdpaa")
+    assert caught.value.hint == "did you mean `sdpa`?"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.job import trainer_schema as schema
+from toolkit.job.argument_fields import TrainerArguments
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values
 from toolkit.job.trainer_checks import check_trainer_arguments
+from toolkit.job.trainer_schema import SHIPPED, describe_installed, trainer_schema
 
 EVALUATES = "--eval_strategy steps --val_size 8"
 
@@ -114,10 +120,9 @@ MEANINGLESS = f"""\
 
 def our_answer(words: str) -> ToolkitError | None:
     try:
-        check_values(Job.from_argv(shlex.split(words)), on_cpu=True)
+        return check_values(Job.from_argv(shlex.split(words)), on_cpu=True)
     except ToolkitError as error:
         return error
-    return None
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,55 +139,42 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
 
 
-def library_answer(words: str, folder: Path, *, builds: bool = True) -> Exception | None:
+def library_answer(words: str, folder: Path, *, builds: bool = True) -> BaseException | None:
     """What transformers raises: for the arguments, or with `builds` for the Trainer and all that a first step needs."""
     from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
-    class Parser(HfArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(message)
-
-    given = shlex.split(words)
+    given = shlex.split(words.replace("--val_size 8", ""))  # our own argument
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16
-    held_out = None
-    if "--val_size" in given:  # our own argument
-        at = given.index("--val_size")
-        given, held_out = given[:at] + given[at + 2 :], rows
+    held_out = rows if "--val_size" in words else None
     argv = [*given, "--output_dir", str(folder), "--use_cpu", "true"]
     try:
-        [arguments] = Parser((TrainingArguments,)).parse_args_into_dataclasses(argv)
+        [arguments] = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses(argv)
         if builds:
             set_seed(arguments.seed)
             trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=rows, eval_dataset=held_out)
             trainer.create_optimizer_and_scheduler(num_training_steps=10)
             trainer.get_train_dataloader()
-    except (ValueError, TypeError, KeyError, OSError, OverflowError) as error:
+    except (SystemExit, ValueError, TypeError, KeyError, OSError, OverflowError) as error:
         return error
     return None
 
 
+ANSWERS = [*((words, True, True) for words in REFUSED), *((words, False, False) for words in ACCEPTED)]
+ANSWERS += [(words, False, True) for words in MEANINGLESS]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_transformers_refuses_is_refused_before_the_launch(words: str, tmp_path: Path) -> None:
-    assert library_answer(words, tmp_path) is not None, "transformers accepts it now: so must we"
+@pytest.mark.parametrize(("words", "theirs", "ours"), ANSWERS)
+def test_a_mistake_is_refused_before_the_launch_as_transformers_would_refuse_it(
+    words: str, theirs: bool, ours: bool, tmp_path: Path
+) -> None:
+    answer = library_answer(words, tmp_path, builds=theirs or not ours)
+    assert (answer is not None) is theirs, "transformers accepts or refuses it now: so must we"
     error = our_answer(words)
-    assert error is not None
-    assert len(str(error).splitlines()) <= 2
-    assert any(word.removeprefix("--") in error.message for word in words.split())
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("words", ACCEPTED)
-def test_what_transformers_accepts_is_accepted(words: str, tmp_path: Path) -> None:
-    assert library_answer(words, tmp_path) is None
-    assert our_answer(words) is None
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("words", MEANINGLESS)
-def test_what_only_training_would_show_is_refused_before_the_launch(words: str, tmp_path: Path) -> None:
-    assert library_answer(words, tmp_path, builds=False) is None, "known to TrainingArguments: belongs in REFUSED"
-    assert our_answer(words) is not None
+    assert (error is not None) is ours
+    if theirs and error is not None:
+        assert len(str(error).splitlines()) <= 2
+        assert any(word.removeprefix("--") in error.message for word in words.split())
 
 
 def test_a_mapping_of_a_yaml_file_is_checked_like_json() -> None:
@@ -209,3 +201,63 @@ def test_an_option_that_the_optimizer_does_not_read_is_refused(words: str, messa
     with pytest.raises(ToolkitError, match=re.escape(message)) as refused:
         check_trainer_arguments(Job.from_argv(shlex.split(words)))
     assert hint in str(refused.value.hint)
+
+
+# -- what transformers accepts, as the package ships it and as a process of its own describes it
+
+
+@pytest.fixture
+def another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Another transformers than the package describes; the cache folder."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(schema, "installed_version", lambda library: "99.0" if library == "transformers" else None)
+    trainer_schema.cache_clear()
+    yield tmp_path / "trainer_schema" / "99.0.json"
+    trainer_schema.cache_clear()
+
+
+def test_the_package_describes_the_pinned_transformers_as_it_describes_itself() -> None:
+    assert describe_installed() == SHIPPED.read_text()
+
+
+def test_our_fields_have_the_defaults_of_the_trainer() -> None:
+    from transformers import TrainingArguments
+
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    ours = {field.name: field.default for field in dataclasses.fields(TrainerArguments)}
+    assert {name: getattr(theirs[name], "value", theirs[name]) for name in ours} == ours
+
+
+@pytest.mark.parametrize("cached", [None, '{"transformers": '], ids=["no cache", "a damaged one"])
+def test_another_version_is_described_once_and_then_read_from_the_cache(
+    cached: str | None, another_version: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cached is not None:
+        another_version.parent.mkdir()
+        another_version.write_text(cached)
+    content = json.loads(SHIPPED.read_text()) | {"transformers": "99.0", "trackers": ["new_tracker"]}
+    monkeypatch.setattr(schema, "describe_installed", lambda: json.dumps(content))
+    assert trainer_schema().trackers == ("new_tracker",)
+    assert json.loads(another_version.read_text()) == content
+    trainer_schema.cache_clear()
+    monkeypatch.setattr(schema, "describe_installed", lambda: pytest.fail("the cache has it"))
+    assert trainer_schema().trackers == ("new_tracker",)
+
+
+@pytest.mark.usefixtures("another_version")
+def test_a_transformers_that_cannot_be_imported_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'ImportError: no torch' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(ToolkitError, match=r"transformers 99\.0 cannot be imported: ImportError: no torch"):
+        trainer_schema()
+
+
+def test_without_transformers_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "installed_version", lambda _: None)
+    with pytest.raises(ToolkitError, match="transformers is not installed") as refused:
+        trainer_schema.__wrapped__()  # without its cache
+    assert refused.value.hint == "`make setup` in the clone installs it"

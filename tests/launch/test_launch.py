@@ -1,23 +1,115 @@
-"""The launch command is built once, and restarts of a run."""
+"""From a run's options to its processes: their number, the launch command, a dry run, and restarts."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT
+from launching import LLAMA_8B_CONFIG, ROOT
 
+from toolkit.cli.plan import RehearseOptions
 from toolkit.errors import ToolkitError
 from toolkit.job import job_checks
 from toolkit.launch import launch
-from toolkit.launch.command import LaunchCommand
+from toolkit.launch.command import LaunchCommand, launch_command, threads_per_rank
 from toolkit.launch.launch import Restarts, can_restart
 from toolkit.launch.options import TrainOptions
 from toolkit.launch.process import ProcessResult, RunResult
+from toolkit.plan.options import PlanOptions, RecommendOptions
+from toolkit.plan.planner import plan_request
+from toolkit.plan.recommend import recommend_request
+from toolkit.presets import load_preset
 from toolkit.record.attempts import start_attempt
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.record.folder import RunFolder, write_json
+
+YAMLS, JSONS = ROOT / "accelerate_configs", ROOT / "ds_configs"
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
+@pytest.mark.parametrize(
+    ("gpus", "preset", "cpu", "processes"),
+    [(8, "zero3", None, 8), (1, "zero3", None, 1), (8, "single", None, 1), (0, "zero3", None, 2), (8, "ddp", True, 2)],
+)
+def test_a_run_uses_all_visible_gpus_or_two_processes_on_a_cpu_and_a_plan_is_for_them(
+    gpus: int, preset: str, cpu: bool | None, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {index}: NVIDIA H100'\n" for index in range(gpus)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert TrainOptions(preset=preset, cpu=cpu).world_size(load_preset(preset)) == processes
+    if gpus:
+        plan = plan_request(str(LLAMA_8B_CONFIG), PlanOptions(gpu="h100"))
+        recommendation = recommend_request(str(LLAMA_8B_CONFIG), RecommendOptions(gpu="h100"))
+        assert (list(plan.world_sizes), recommendation.world_size) == ([gpus], gpus)
+        assert RehearseOptions(preset="ddp").world_size == gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("timeout_minutes", 0.0, "--timeout-minutes is 0, expected more than 0"),
+        ("timeout_minutes", float("nan"), "--timeout-minutes is nan, expected more than 0"),
+        ("timeout_minutes", float("inf"), "--timeout-minutes is inf, expected 527,040 or less"),
+        ("hang_timeout_minutes", float("nan"), "--hang-timeout-minutes is nan, expected 0 or more"),
+        ("stop_minutes", 1e300, "--stop-minutes is 1e+300, expected 527,040 or less"),
+        ("max_restarts", 10**20, f"--max-restarts is {10**20}, expected 1,000 or less"),
+    ],
+)
+def test_a_limit_beyond_any_run_is_refused(name: str, value: float, message: str) -> None:
+    limit: dict[str, Any] = {name: value}
+    with pytest.raises(ToolkitError) as caught:
+        TrainOptions(preset="ddp", num_processes=2, **limit)
+    assert caught.value.message == message
+
+
+def command_of(preset: str, n: int, *words: str, cpu: bool = False) -> LaunchCommand:
+    return launch_command(load_preset(preset), num_processes=n, training_argv=words, cpu=cpu)
+
+
+def test_the_argv_is_accelerates_launcher_with_the_presets_file() -> None:
+    command = command_of("ddp", 2, "--max_steps", "8")
+    selected, script = f"--config_file {YAMLS}/ddp.yaml --num_processes 2", "-m toolkit.train --max_steps 8"
+    launcher, place = f"{sys.executable} -m accelerate.commands.launch", "--num_machines 1 --main_process_port 0"
+    assert command.argv == f"{launcher} {selected} {place} {script}".split()
+    assert command.shown == f"accelerate launch {selected} {script}"
+
+
+def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
+    command = command_of("zero3", 4)
+    named = ["--deepspeed_config_file", str(JSONS / "zero3.json")]
+    assert f"--config_file {YAMLS}/zero3.yaml {' '.join(named)} --num_processes 4 -m" in command.shown
+    assert command.argv[5:7] == named
+
+
+def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> None:
+    shown = command_of("fsdp2_hybrid", 8).shown
+    assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in shown
+    assert "parallelism_config" not in command_of("fsdp2", 8).shown
+
+
+def test_the_environment_on_gpus_describes_the_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/ops")
+    command = command_of("ddp", 2)
+    run = {"TOOLKIT_RUN_ID": command.run_id, "TOOLKIT_PRESET": str(YAMLS / "ddp.yaml"), "TOOLKIT_WORLD_SIZE": "2"}
+    python = {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
+    assert command.environment == {**run, "TOOLKIT_RUN_PREPARED": "1", "TORCH_EXTENSIONS_DIR": "/ops", **python}
+
+
+def test_on_the_cpu_gpus_are_hidden_and_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    on_cpu, on_gpu = (command_of("ddp", 2, cpu=cpu).environment for cpu in (True, False))
+    added = {name: on_cpu[name] for name in set(on_cpu) - set(on_gpu)}
+    assert added == {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // 2))}
+    assert threads_per_rank(10 * cores) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert command_of("ddp", 2, cpu=True).environment["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize(
@@ -54,25 +146,25 @@ def test_a_restart_reports_the_lost_steps_and_keeps_the_rows(tmp_path: Path) -> 
     result = RunResult(folder=folder, status="failed", exit_code=1, seconds=1.0, failure=failure)
     restarts, outcome = Restarts(folder, max_restarts=1), ProcessResult(exit_code=1, seconds=1.0)
     assert restarts.prepare_next(result, outcome)
-    ended = {"rank": 1, "step": 2, "status": "failed", "message": "gone", "world_size": 2}
-    lost = {"lost_steps": 2, "lost_seconds": 4.5}
-    assert (folder.read_run() or {})["restarts"] == [ended | {"resumed_from_step": 0} | lost]
+    ended = {"rank": 1, "step": 2, "status": "failed", "message": "gone", "world_size": 2, "resumed_from_step": 0}
+    assert (folder.read_run() or {})["restarts"] == [ended | {"lost_steps": 2, "lost_seconds": 4.5}]
     assert folder.rank_rows(1).exists()
     assert not folder.failure_json.exists()
     assert not restarts.prepare_next(result, outcome)  # one was allowed
 
 
-# -- the launch command is built once
+def job_words(model: Path, output_dir: Path, *more: str) -> tuple[str, ...]:
+    data = str(ROOT / "examples" / "data.jsonl")
+    words = ("--model_name_or_path", str(model), "--dataset", data, "--per_device_train_batch_size", "1")
+    return (*words, "--output_dir", str(output_dir), *more)
 
 
 def test_the_printed_command_is_executed_and_recorded(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"instruction": "Hej", "output": "Hello"}\n' * 32)
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
+    words = job_words(tiny_model, tmp_path / "out")
     options = TrainOptions(
-        preset="ddp", num_processes=2, training_arguments=tuple(words), cpu=True, hang_timeout_minutes=7, max_restarts=1
+        preset="ddp", num_processes=2, training_arguments=words, cpu=True, hang_timeout_minutes=7, max_restarts=1
     )
     executed: list[LaunchCommand] = []
 
@@ -97,17 +189,12 @@ def test_the_printed_command_is_executed_and_recorded(
     assert (RunFolder(tmp_path / "out").read_run() or {})["command"] == second.shown
 
 
-# -- a dry run
-
-
 def test_a_dry_run_needs_no_gpu_of_the_named_kind_and_names_missing_packages(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_checks, "is_importable", lambda name: name != "bitsandbytes")
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(ROOT / "examples" / "data.jsonl")]
-    words += ["--per_device_train_batch_size", "1", "--lora_r", "8", "--load_in_4bit", "true"]
-    job: dict[str, Any] = {"preset": "ddp", "num_processes": 8}
-    job["training_arguments"] = (*words, "--output_dir", str(tmp_path / "out"))
+    words = job_words(tiny_model, tmp_path / "out", "--lora_r", "8", "--load_in_4bit", "true")
+    job: dict[str, Any] = {"preset": "ddp", "num_processes": 8, "training_arguments": words}
     there = launch.prepare_run(TrainOptions(**job, dry_run=True, gpu="h100"), on_message=print)
     (warning,) = there.run.warnings
     assert warning.startswith("--load_in_4bit needs bitsandbytes, which is not installed here (in the clone: pip")
@@ -124,28 +211,9 @@ def test_a_dry_run_reports_a_conversion_and_does_not_make_it(tiny_model: Path, t
     written = {"step": 8, "preset": "zero2", "engine": "deepspeed", "sharding": "shard_grad_op", "world_size": 4}
     checkpoint = tmp_path / "checkpoint-8"
     commit_checkpoint(saved, checkpoint, {**written, "files": file_entries(saved, checkpoint_files(saved))})
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(ROOT / "examples" / "data.jsonl")]
-    words += ["--output_dir", str(tmp_path), "--resume_from_checkpoint", str(checkpoint)]
-    options = TrainOptions(preset="zero3", num_processes=2, training_arguments=tuple(words), cpu=True, dry_run=True)
+    words = job_words(tiny_model, tmp_path, "--resume_from_checkpoint", str(checkpoint))
+    options = TrainOptions(preset="zero3", num_processes=2, training_arguments=words, cpu=True, dry_run=True)
     printed: list[str] = []
     launch.prepare_run(options, on_message=printed.append)
     assert printed == [f"{checkpoint} would be converted for zero3 on 2 processes first"]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("timeout_minutes", 0.0, "--timeout-minutes is 0, expected more than 0"),
-        ("timeout_minutes", float("nan"), "--timeout-minutes is nan, expected more than 0"),
-        ("timeout_minutes", float("inf"), "--timeout-minutes is inf, expected 527,040 or less"),
-        ("hang_timeout_minutes", float("nan"), "--hang-timeout-minutes is nan, expected 0 or more"),
-        ("stop_minutes", 1e300, "--stop-minutes is 1e+300, expected 527,040 or less"),
-        ("max_restarts", 10**20, f"--max-restarts is {10**20}, expected 1,000 or less"),
-    ],
-)
-def test_a_limit_beyond_any_run_is_refused(name: str, value: float, message: str) -> None:
-    limit: dict[str, Any] = {name: value}
-    with pytest.raises(ToolkitError) as caught:
-        TrainOptions(preset="ddp", num_processes=2, **limit)
-    assert caught.value.message == message

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
-import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware import disks
@@ -21,24 +20,14 @@ from toolkit.presets import load_preset
 PRESET = "zero3_nvme_offload"
 
 
-def safetensors(path: Path, **shapes: list[int]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """1,010 parameters in two files."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    safetensors(folder / "model-1.safetensors", embedding=[100, 10])
-    safetensors(folder / "model-2.safetensors", norm=[10])
+    for number, shape in enumerate([(100, 10), (10,)], start=1):
+        save_file({f"weight{number}": np.zeros(shape, np.float32)}, folder / f"model-{number}.safetensors")
     return folder
 
 
@@ -59,22 +48,18 @@ def no_direct_io(_path: Path) -> None:
     raise OSError(errno.EINVAL, "Invalid argument")
 
 
+NVME = "toolkit.launch.nvme"
 ON_TMPFS = Mount(filesystem="tmpfs", mount_point="/dev/shm")
 ON_NFS = Mount(filesystem="nfs4", mount_point="/home")
 # What the node is like -> the message after the folder's name, and the hint.
 REFUSALS: list[tuple[str, Any, str, str]] = [
     ("os.access", lambda *_: False, "cannot be written", "name a folder that you can write to"),
-    ("toolkit.launch.nvme.mount_of", lambda _: ON_TMPFS, "is on tmpfs (/dev/shm): memory, not a disk", "name a folder"),
-    ("toolkit.launch.nvme.mount_of", lambda _: ON_NFS, "is on nfs4 (/home): not a local disk", "name a folder"),
-    ("toolkit.launch.nvme.try_direct_io", no_direct_io, "takes no direct I/O (O_DIRECT): Invalid", "name a folder"),
-    ("toolkit.launch.nvme.free_bytes", lambda _: 1000, "has 0.0 MiB free, the swap files need about", "name a folder"),
+    (f"{NVME}.mount_of", lambda _: ON_TMPFS, "is on tmpfs (/dev/shm): memory, not a disk", "name a folder"),
+    (f"{NVME}.mount_of", lambda _: ON_NFS, "is on nfs4 (/home): not a local disk", "name a folder"),
+    (f"{NVME}.try_direct_io", no_direct_io, "takes no direct I/O (O_DIRECT): Invalid", "name a folder"),
+    (f"{NVME}.free_bytes", lambda _: 1000, "has 0.0 MiB free, the swap files need about", "name a folder"),
     ("ctypes.util.find_library", lambda _: None, "libaio is not installed", "apt-get install libaio-dev"),
-    (
-        "toolkit.launch.nvme.are_compiled",
-        lambda _: False,
-        "DeepSpeed's async_io is not compiled",
-        "python -m toolkit.doctor.ops --async-io",
-    ),
+    (f"{NVME}.are_compiled", lambda _: False, "DeepSpeed's async_io is not compiled", "python -m toolkit.doctor.ops"),
 ]
 
 
@@ -101,12 +86,9 @@ def test_a_valid_disk_passes_with_its_facts(tmp_path: Path, model: Path, monkeyp
     monkeypatch.setattr(disks, "PROBE_BYTES", 8 * 2**20)
     disk = check(tmp_path, model)
     assert disk is not None
-    facts = disk.facts()
-    assert facts["path"] == str(tmp_path)
-    assert list(facts) == [
-        *("path", "filesystem", "write_bytes_per_second", "read_bytes_per_second", "free_bytes", "needed_bytes")
-    ]
-    assert facts["needed_bytes"] == 1010 * (12 + 4 + 4)
+    rates = ["write_bytes_per_second", "read_bytes_per_second"]
+    assert list(disk.facts()) == ["path", "filesystem", *rates, "free_bytes", "needed_bytes"]
+    assert (disk.facts()["path"], disk.needed_bytes) == (str(tmp_path), 1010 * (12 + 4 + 4))
 
 
 def test_the_size_of_swap_files_depends_on_the_device_and_on_lora(model: Path) -> None:

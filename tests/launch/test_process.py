@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,8 +24,6 @@ from toolkit.launch.process import ProcessResult, find_killed_rank, processes_of
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, write_json
 
-ROOT = Path(__file__).parents[2]
-
 
 def python_command(program: str, *words: str) -> ProcessCommand:
     run_id = uuid.uuid4().hex
@@ -38,15 +38,20 @@ def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-# Writes its pid, then starts a process in a session of its own, which a process group does not reach.
+# Starts a process in a session of its own, which a process group does not reach, and writes its pid.
 WITH_GRANDCHILD = """
 import pathlib, subprocess, sys, time
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-path = pathlib.Path(sys.argv[1])
-path.with_suffix(".part").write_text(str(grandchild.pid))
-path.with_suffix(".part").rename(path)
-print("started", flush=True)
+pathlib.Path(sys.argv[1]).write_text(str(grandchild.pid))
 time.sleep(float(sys.argv[2]))
+"""
+# Notes SIGTERM, which torch's elastic agent would pass on to its ranks, and does not end.
+IGNORES_SIGTERM = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (folder / "told").write_text("SIGTERM"))
+(folder / "ready").write_text("ready")
+time.sleep(600)
 """
 
 
@@ -55,13 +60,13 @@ def grandchild(tmp_path: Path) -> Iterator[Path]:
     """The file into which WITH_GRANDCHILD writes its grandchild's pid; a test that fails leaves none behind."""
     path = tmp_path / "grandchild"
     yield path
-    if path.exists() and is_running(int(path.read_text())):
+    if path.exists() and is_running(path):
         os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid_file: Path) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(int(pid_file.read_text())).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -77,8 +82,7 @@ def test_both_streams_are_logged_and_relayed(tmp_path: Path) -> None:
 
 def test_a_run_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.launch.process.GRACE_SECONDS", 0.3)
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    command = python_command(program)
+    command = python_command(IGNORES_SIGTERM, str(tmp_path))
     outcome = run_command(command, tmp_path / "log", on_line=lambda _: None, timeout_seconds=0.7)
     assert outcome.exit_code == -signal.SIGKILL
     assert not processes_of(command.run_id)
@@ -87,8 +91,7 @@ def test_a_run_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytes
 def test_a_grandchild_in_its_own_session_is_ended_after_a_normal_exit(tmp_path: Path, grandchild: Path) -> None:
     command = python_command(WITH_GRANDCHILD, str(grandchild), "0")
     outcome = run_command(command, tmp_path / "log", on_line=lambda _: None)
-    assert (outcome.exit_code, outcome.timed_out) == (0, False)
-    assert not is_running(int(grandchild.read_text()))
+    assert (outcome.exit_code, outcome.timed_out, is_running(grandchild)) == (0, False, False)
 
 
 def test_processes_of_another_run_are_not_touched(tmp_path: Path) -> None:
@@ -101,22 +104,23 @@ def test_processes_of_another_run_are_not_touched(tmp_path: Path) -> None:
         running.communicate(b"\n")
 
 
-# The program that a user would stop: it runs one command and says how that ended.
-PARENT = """
-import json, pathlib, sys
-from toolkit.launch.command import ProcessCommand
-from toolkit.launch.process import run_command
-argv, environment, run_id, log = json.loads(sys.argv[1])
-command = ProcessCommand(argv=argv, environment=environment, shown="", run_id=run_id)
-outcome = run_command(command, pathlib.Path(log), on_line=lambda line: None)
-print(json.dumps([outcome.interrupted, outcome.timed_out]))
-"""
+def run_and_exit(command: ProcessCommand, log: Path) -> None:
+    """The program that a user would stop: it runs one command, and its exit code says how that ended."""
+    outcome = run_command(command, log, on_line=lambda _: None)
+    sys.exit(10 + outcome.interrupted + 2 * outcome.timed_out)
 
 
-def start_parent(command: ProcessCommand, log: Path) -> subprocess.Popen[str]:
-    handed = json.dumps([command.argv, command.environment, command.run_id, str(log)])
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", PARENT, handed], env=environment, stdout=subprocess.PIPE, text=True)
+INTERRUPTED = 11
+
+
+@contextlib.contextmanager
+def parent_of(command: ProcessCommand, folder: Path) -> Iterator[Any]:
+    parent = multiprocessing.get_context("spawn").Process(target=run_and_exit, args=(command, folder / "log"))
+    parent.start()
+    try:
+        yield parent
+    finally:
+        parent.join(30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -124,58 +128,43 @@ def test_a_signal_to_the_program_ends_the_run_and_its_grandchild(
     number: signal.Signals, tmp_path: Path, grandchild: Path
 ) -> None:
     command = python_command(WITH_GRANDCHILD, str(grandchild), "600")
-    with start_parent(command, tmp_path / "log") as parent:
-        wait_until(grandchild.exists)
-        parent.send_signal(number)
-        said, _ = parent.communicate(timeout=30)
-    assert json.loads(said) == [True, False]
-    assert not is_running(int(grandchild.read_text()))
+    with parent_of(command, tmp_path) as parent:
+        wait_until(lambda: grandchild.exists() and grandchild.read_text())
+        os.kill(parent.pid, number)
+    assert (parent.exitcode, is_running(grandchild)) == (INTERRUPTED, False)
     assert not processes_of(command.run_id)
 
 
-# A launcher that says what it was told, as torch's elastic agent passes SIGTERM on to its ranks.
-TELLS_OF_SIGTERM = """
-import pathlib, signal, sys, time
-def told(*_):
-    pathlib.Path(sys.argv[1]).write_text("SIGTERM")
-    raise SystemExit(0)
-signal.signal(signal.SIGTERM, told)
-pathlib.Path(sys.argv[2]).write_text("ready")
-time.sleep(float(sys.argv[3]))
-"""
-
-
 def test_a_second_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    program = (
-        "import pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "pathlib.Path(sys.argv[1]).write_text('ready')\ntime.sleep(600)"
-    )
-    command = python_command(program, str(ready))
-    with start_parent(command, tmp_path / "log") as parent:
-        wait_until(ready.exists)
-        parent.send_signal(signal.SIGINT)
-        time.sleep(0.5)  # now it waits for a launcher that ignores SIGTERM
-        parent.send_signal(signal.SIGINT)
-        said, _ = parent.communicate(timeout=10)
-    assert json.loads(said) == [True, False]
+    command = python_command(IGNORES_SIGTERM, str(tmp_path))
+    with parent_of(command, tmp_path) as parent:
+        wait_until((tmp_path / "ready").exists)
+        os.kill(parent.pid, signal.SIGINT)
+        wait_until((tmp_path / "told").exists)  # now it waits for a launcher that ignores SIGTERM
+        os.kill(parent.pid, signal.SIGINT)
+        parent.join(10)
+        assert parent.exitcode == INTERRUPTED
     assert not processes_of(command.run_id)
 
 
 def test_the_launcher_gets_sigterm_when_this_program_is_killed(tmp_path: Path) -> None:
-    told, ready = tmp_path / "told", tmp_path / "ready"
-    command = python_command(TELLS_OF_SIGTERM, str(told), str(ready), "30")
-    with start_parent(command, tmp_path / "log") as parent:
-        wait_until(ready.exists)
+    command = python_command(IGNORES_SIGTERM, str(tmp_path))
+    with parent_of(command, tmp_path) as parent:
+        wait_until((tmp_path / "ready").exists)
         parent.kill()
-    wait_until(told.exists)
-    wait_until(lambda: not processes_of(command.run_id))
+    try:
+        wait_until((tmp_path / "told").exists)
+    finally:
+        for process in processes_of(command.run_id):
+            process.kill()
 
 
-def running_folder(path: Path, **run: Any) -> RunFolder:
-    folder = RunFolder(path)
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run whose launcher has just ended."""
+    folder = RunFolder(tmp_path)
     start_attempt(folder)
-    folder.update_run(status="running", launcher_pid=os.getpid(), **run)
+    folder.update_run(status="running", launcher_pid=os.getpid())
     folder.log.write_text("loading\n\n=====\nfirst\nsecond\nthird\n")
     return folder
 
@@ -190,29 +179,42 @@ def ended(folder: RunFolder, *, exit_code: int = 1, memory: bool = False, **how:
 
 
 @pytest.mark.parametrize(
-    ("kind", "invalid_input", "code"),
+    ("kind", "how", "status", "code"),
     [
-        ("out_of_memory", False, 3),
-        ("host_out_of_memory", False, 3),
-        ("attestation_failed", False, 1),
-        ("diverged", False, 1),
-        ("failed", False, 1),
-        ("failed", True, 2),
+        ("out_of_memory", {"memory": True}, "out_of_memory", 3),
+        ("host_out_of_memory", {}, "host_out_of_memory", 3),
+        ("attestation_failed", {"memory": True}, "attestation_failed", 1),
+        ("diverged", {}, "diverged", 1),
+        ("failed", {"memory": True}, "failed", 1),
+        ("failed by invalid input", {}, "failed", 2),
+        ("failed", {"interrupted": True}, "interrupted", 1),  # whatever a rank reported meanwhile
     ],
 )
-def test_the_failing_ranks_report_decides_the_status(kind: str, invalid_input: bool, code: int, tmp_path: Path) -> None:
-    folder = running_folder(tmp_path)
-    written = {"kind": kind, "message": "reported by rank 1", "rank": 1, "invalid_input": invalid_input}
+def test_the_failing_ranks_report_decides_the_status(
+    kind: str, how: dict[str, bool], status: str, code: int, folder: RunFolder
+) -> None:
+    kind, _, invalid_input = kind.partition(" by ")
+    written = {"kind": kind, "message": "reported by rank 1", "rank": 1, "invalid_input": bool(invalid_input)}
     write_json(folder.failure_json, written)
-    assert ended(folder, memory=True) == (kind, code, written)
+    assert ended(folder, **how) == (status, code, written)
 
 
-def test_without_a_report_the_last_log_lines_are_the_message(tmp_path: Path) -> None:
-    folder = running_folder(tmp_path)
-    status, code, failure = ended(folder, exit_code=-11)
-    assert (status, code) == ("failed", 1)
-    assert failure["message"] == "the launcher ended with code -11: first | second | third"
-    assert (failure["kind"], failure["rank"], failure["hint"]) == ("failed", None, f"see {folder.log}")
+@pytest.mark.parametrize(
+    ("exit_code", "how", "status", "code", "message"),
+    [
+        (-11, {}, "failed", 1, "the launcher ended with code -11: first | second | third"),
+        (0, {}, "failed", 1, "the launcher ended with code 0: "),  # without a completed run
+        (1, {"interrupted": True}, "interrupted", 1, "ended by a signal, without a checkpoint"),
+        (-9, {"memory": True}, "host_out_of_memory", 3, "a process was killed by the kernel"),
+    ],
+)
+def test_without_a_report_the_way_it_ended_decides_and_the_log_is_quoted(
+    exit_code: int, how: dict[str, bool], status: str, code: int, message: str, folder: RunFolder
+) -> None:
+    *decided, failure = ended(folder, exit_code=exit_code, **how)
+    assert decided == [status, code]
+    assert failure["message"].startswith(message)
+    assert (failure["kind"], failure["rank"], failure["hint"]) == (status, None, f"see {folder.log}")
     assert json.loads(folder.failure_json.read_text()) == failure
 
 
@@ -228,8 +230,7 @@ Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize("code", [2, 1])
-def test_a_rank_that_refused_its_input_before_it_had_a_folder_is_quoted(code: int, tmp_path: Path) -> None:
-    folder = running_folder(tmp_path)
+def test_a_rank_that_refused_its_input_before_it_had_a_folder_is_quoted(code: int, folder: RunFolder) -> None:
     folder.log.write_text(REFUSED_BY_A_RANK.format(code=code))
     status, exit_code, failure = ended(folder)
     assert (status, exit_code, failure["invalid_input"]) == ("failed", code, code == 2)
@@ -238,52 +239,27 @@ def test_a_rank_that_refused_its_input_before_it_had_a_folder_is_quoted(code: in
         assert failure["hint"] == "ask for 2 GPUs"
 
 
-def test_exit_code_0_without_a_completed_run_is_a_failure(tmp_path: Path) -> None:
-    status, code, failure = ended(running_folder(tmp_path), exit_code=0)
-    assert (status, code) == ("failed", 1)
-    assert failure["message"].startswith("the launcher ended with code 0")
+TWO_ENDED = (
+    "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : {} \nRoot Cause (first observed failure):\n"
+    "[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} \n"
+)
+KILLED, FAILED = "-9 (pid: 8)  (SIGKILL)", "1 (pid: 7)"
 
 
-def test_an_interrupt_is_the_status_whatever_a_rank_reported_meanwhile(tmp_path: Path) -> None:
-    folder = running_folder(tmp_path / "silent")
-    assert ended(folder, interrupted=True)[2]["message"].startswith("ended by a signal, without a checkpoint")
-    folder = running_folder(tmp_path / "spoken")
-    write_json(folder.failure_json, {"kind": "failed", "message": "connection reset", "invalid_input": False})
-    assert ended(folder, interrupted=True)[:2] == ("interrupted", 1)
-
-
-def test_an_oom_kill_is_host_out_of_memory(tmp_path: Path) -> None:
-    status, code, failure = ended(running_folder(tmp_path), exit_code=-9, memory=True)
-    assert (status, code) == ("host_out_of_memory", 3)
-    assert "killed by the kernel" in failure["message"]
-
-
-PEERS = {
-    "failed": {"message": "Connection reset by peer", "rank": 0},
-    "interrupted": {"message": "SIGTERM ended the run in step 1", "rank": 0},  # the launcher ends the others
-}
-
-
-@pytest.mark.parametrize("kind", PEERS)
-def test_a_killed_rank_is_the_cause_and_not_the_rank_that_lost_its_connection(kind: str, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    write_json(folder.failure_json, {"kind": kind} | PEERS[kind])
-    folder.log.write_text(
-        "[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 7) \nRoot Cause (first observed failure):\n"
-        "[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
-    )
-    ended = record_result(folder, ProcessResult(exit_code=1, seconds=1.0), oom_killed=False)
-    assert (ended.status, ended.exit_code) == ("failed", 1)
-    assert ended.failure is not None
-    assert (ended.failure["rank"], ended.failure["message"]) == (1, "rank 1 exited in step 1: killed by SIGKILL")
-    assert ended.failure["seen_by_peer"]["message"] == PEERS[kind]["message"]
-    starved = record_result(folder, ProcessResult(exit_code=1, seconds=1.0), oom_killed=True)
-    assert (starved.status, starved.exit_code) == ("host_out_of_memory", 3)
+@pytest.mark.parametrize(  # the launcher ends the others
+    ("kind", "message"), [("failed", "Connection reset"), ("interrupted", "SIGTERM ended the run in step 1")]
+)
+def test_a_killed_rank_is_the_cause_and_not_the_rank_that_lost_its_connection(
+    kind: str, message: str, folder: RunFolder
+) -> None:
+    write_json(folder.failure_json, {"kind": kind, "message": message, "rank": 1})
+    folder.log.write_text(TWO_ENDED.format(FAILED, KILLED))
+    *decided, failure = ended(folder)
+    assert decided == ["failed", 1]
+    assert (failure["rank"], failure["message"]) == (0, "rank 0 exited in step 1: killed by SIGKILL")
+    assert failure["seen_by_peer"]["message"] == message
+    assert ended(folder, memory=True)[:2] == ("host_out_of_memory", 3)
 
 
 def test_a_rank_killed_after_another_failed_is_not_the_cause() -> None:
-    log = (
-        "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
-        "Root Cause (first observed failure):\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 2 (pid: 7) \n"
-    )
-    assert find_killed_rank(log) is None
+    assert find_killed_rank(TWO_ENDED.format(KILLED, FAILED)) is None

@@ -25,7 +25,6 @@ OF_ONE_LAUNCH |= {"TOOLKIT_PRESET", "TOOLKIT_WORLD_SIZE", SERVER_VARIABLE, "envi
 
 
 def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs between two processes, variables by their names."""
     both = [state | state["environment"] for state in (forked, cold)]
     names = {name for name in {*both[0], *both[1]} - OF_ONE_LAUNCH if not name.startswith("PYTEST_")}
     pairs = {name: (both[0].get(name), both[1].get(name)) for name in sorted(names)}
@@ -100,13 +99,12 @@ def test_a_forked_program_ends_as_python_ends(start: Any, program: str, code: in
 
 def test_a_forked_program_has_its_arguments_and_its_streams_and_its_files_in_memory(start: Any, tmp_path: Path) -> None:
     """A fork does not inherit pages of files: a rank would report over 100 MiB less than one that was started cold."""
-    process = start(
+    program = (
         "import os, psutil, sys\nprint(__name__, sys.argv[1:], sys.path[0], sys.modules['__main__'].__name__)\n"
         "print(psutil.Process().memory_info().shared >> 20)\n"
-        "for n in os.listdir('/proc/self/fd'):\n    print(n, os.path.realpath(f'/proc/self/fd/{n}'))",
-        *("--a", "b"),
+        "for n in os.listdir('/proc/self/fd'):\n    print(n, os.path.realpath(f'/proc/self/fd/{n}'))"
     )
-    line, shared, *inherited = process.stdout.read().splitlines()
+    line, shared, *inherited = start(program, "--a", "b").stdout.read().splitlines()
     assert line == f"__main__ ['--a', 'b'] {tmp_path} __main__"
     assert int(shared) > 100
     assert not [line for line in inherited if "socket:" in line]
@@ -150,27 +148,18 @@ def test_a_server_and_what_it_forked_end_with_their_owner_that_is_killed(tmp_pat
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize("variable", ["HF_HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "LD_PRELOAD", "LANG"])
-def test_what_libraries_or_python_read_at_start_cannot_differ(start: Any, variable: str) -> None:
-    with pytest.raises(RefusedError, match="a variable that libraries may read"):
-        start("", **{variable: "another"})
-
-
-def test_a_server_that_is_gone_is_a_refusal() -> None:
-    server = "/gone:" + fork_server().rpartition(":")[2]
+def test_a_process_that_would_differ_from_a_cold_start_is_refused(start: Any) -> None:
+    for variable in ("HF_HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "LD_PRELOAD", "LANG"):
+        with pytest.raises(RefusedError, match="a variable that libraries may read"):
+            start("", **{variable: "another"})
+    gone = "/gone:" + fork_server().rpartition(":")[2]
     with pytest.raises(RefusedError, match="no fork server"):
-        fork_process(server, [sys.executable, "-m", "toolkit.train"], environment=cpu_environment())
+        fork_process(gone, [sys.executable, "-m", "toolkit.train"], environment=cpu_environment())
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["-u", "-m", "toolkit.train"], ["-m", "toolkit.train"]),
-        (["mine.py", "-m", "x"], ["mine.py", "-m", "x"]),
-        (["-c", "pass"], None),
-        ([], None),
-    ],
-)
-def test_only_a_module_or_a_script_can_be_forked(words: list[str], expected: list[str] | None) -> None:
-    assert python_words((sys.executable, *words)) == expected  # torch's launcher has a tuple
-    assert python_words(["/usr/bin/env", *words]) is None
+def test_only_a_module_or_a_script_can_be_forked() -> None:
+    for words in (["-m", "toolkit.train"], ["mine.py", "-m", "x"]):
+        assert python_words((sys.executable, "-u", *words)) == words  # torch's launcher has a tuple
+        assert python_words(["/usr/bin/env", *words]) is None
+    assert python_words([sys.executable, "-c", "pass"]) is None
+    assert python_words([sys.executable]) is None

@@ -37,10 +37,8 @@ class Case:
     good: str
     line: int | None
     name: str = "mine.yaml"
-    deepspeed_json: str | None = None
-    """Text of a ds.json next to it."""
-    fixed: str | None = None
-    """The bad file after `--fix`, where the fix is mechanical."""
+    deepspeed_json: str | None = None  # text of a ds.json next to it
+    fixed: str | None = None  # the bad file after `--fix`, where the fix is mechanical
 
 
 NVME = {"device": "nvme", "nvme_path": "/local"}

@@ -96,10 +96,8 @@ def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
 def test_a_storage_that_does_not_double_with_its_row_is_fitted_over_three_lengths() -> None:
     from toolkit.models.count_from_transformers import LENGTHS, ROWS, _fit, _fit_two
 
-    even, odd = (
-        [{0: 64, 1: 4 * ROWS * n, 2: 2 * ROWS * n * n} for n in LENGTHS],
-        [{0: 7 + 3 * ROWS * n} for n in LENGTHS],
-    )
+    even = [{0: 64, 1: 4 * ROWS * n, 2: 2 * ROWS * n * n} for n in LENGTHS]
+    odd = [{0: 7 + 3 * ROWS * n} for n in LENGTHS]
     assert _fit(even[:2]) == _fit(even) == [64, 4, 2.0]
     assert _fit_two(*odd[:2]) is None
     assert _fit(odd) == [7, 3, 0.0]
@@ -184,9 +182,7 @@ def test_rows_as_long_as_the_sliding_window_have_a_mask(tmp_path: Path) -> None:
         ("llama", {"sliding_window": 2047}, (None, 0)),
     ],
 )
-def test_sliding_windows_are_read_as_transformers_reads_them(
-    model_type: str, fields: dict[str, Any], expected: tuple[int | None, int]
-) -> None:
+def test_sliding_windows_are_read(model_type: str, fields: dict[str, Any], expected: tuple[int | None, int]) -> None:
     assert sliding_window(model_type, ConfigFields(fields, "config.json"), num_layers=12) == expected
 
 

@@ -7,24 +7,16 @@ from typing import Any
 import pytest
 
 from toolkit.models import attention
-from toolkit.models.attention import (
-    ModelAttention,
-    missing_attention_package,
-    needs_no_mask,
-    packed_attention,
-    read_model_attention,
-)
+from toolkit.models.attention import ModelAttention, needs_no_mask, packed_attention, read_model_attention
 
 H100, A100, T4 = (9, 0), (8, 0), (7, 5)
+BOTH = ("flash_attn", "flash_attn_interface")
 
 
 def known(model_type: str, **config: Any) -> ModelAttention:
     found = read_model_attention({"model_type": model_type, **config})
     assert found is not None
     return found
-
-
-BOTH = ("flash_attn", "flash_attn_interface")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +30,7 @@ BOTH = ("flash_attn", "flash_attn_interface")
         (("kernels",), A100, True, "sdpa_varlen"),  # nothing is fetched from the hub
     ],
 )
-def test_packed_rows_get_the_newest_installed_flash_attention_that_the_gpu_runs_or_the_toolkits_own(
+def test_packed_rows_get_the_newest_function_that_the_gpu_runs(
     installed: tuple[str, ...], gpu: Any, half: bool, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "is_importable", lambda module: module in installed)
@@ -58,24 +50,17 @@ def test_packed_rows_get_the_newest_installed_flash_attention_that_the_gpu_runs_
         ("gpt2", {}, "flex_attention", "transformers does not support it for gpt2"),
     ],
 )
-def test_a_model_says_why_it_does_not_run_a_function(
-    model_type: str, config: dict[str, Any], name: str, because: str
-) -> None:
+def test_a_model_says_why_not_a_function(model_type: str, config: dict[str, Any], name: str, because: str) -> None:
     assert (known(model_type, **config).why_not(name) or "").startswith(because)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
-def test_decoders_that_pass_document_lengths_run_without_a_mask(model_type: str) -> None:
-    assert known(model_type).working == ("sdpa_varlen", "sdpa", "eager")
+def test_decoders_that_pass_document_lengths_run_without_a_mask_and_an_unknown_one_is_not_judged() -> None:
+    for model_type in ("llama", "gemma3_text", "deepseek_v3"):
+        assert known(model_type).working == ("sdpa_varlen", "sdpa", "eager")
     assert known("gpt_oss").working == ("eager",)
-
-
-def test_an_architecture_that_transformers_does_not_have_is_not_judged() -> None:
     assert read_model_attention({"model_type": "../llama"}) is None
     assert packed_attention(None, capability=None, half_precision=False) is None
-
-
-def test_only_functions_of_variable_length_need_no_mask() -> None:
+    # Only functions of variable length need no mask.
     names = ["sdpa", "eager", "flex_attention", "sdpa_varlen", "flash_attention_2", "kernels-community/flash-attn3"]
     assert [name for name in names if needs_no_mask(name)] == names[3:]
     assert not needs_no_mask(None)
@@ -86,5 +71,5 @@ def test_flash_attention_needs_its_package_or_one_that_fetches_it(
     installed: tuple[str, ...], missing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "is_importable", lambda module: module in installed)
-    assert missing_attention_package("flash_attention_2") == missing
-    assert missing_attention_package("sdpa") is None
+    assert attention.missing_attention_package("flash_attention_2") == missing
+    assert attention.missing_attention_package("sdpa") is None

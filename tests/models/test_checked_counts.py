@@ -43,10 +43,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def configs(folder: Path, model_type: str) -> list[Path]:
-    return [
-        config_file(folder / f"{model_type}-{number}", model_type, fields)
-        for number, fields in enumerate(fields_of(model_type))
-    ]
+    numbered = enumerate(fields_of(model_type))
+    return [config_file(folder / f"{model_type}-{number}", model_type, fields) for number, fields in numbered]
 
 
 @cache

@@ -63,11 +63,8 @@ def test_operations_of_a_token(how: dict[str, Any], model_flops: int, recomputed
     assert (flops.model_flops, flops.hardware_flops - flops.model_flops) == (model_flops, recomputed)
 
 
-def test_a_tied_embedding_multiplies() -> None:
+def test_a_tied_embedding_multiplies_and_an_unknown_peak_gives_no_mfu() -> None:
     tied = replace(MOE, tied_embeddings=True, outer=MOE.outer[:1])
     assert flops_of(tied, seq_length=8, count_embeddings=False).dense_forward == 2 * (ACTIVE - 40)
-
-
-def test_an_unknown_peak_gives_no_mfu() -> None:
     assert mfu(tokens_per_second_per_gpu=1, flops_per_token=1, peak_flops=None) is None
     assert find_gpu("t4").peak_flops("bf16") is None

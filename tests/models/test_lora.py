@@ -22,10 +22,7 @@ def test_named_modules_are_matched_by_the_ends_of_their_names() -> None:
     shape = shape_of("llama")
     adapters = lora_layer(shape, shape.layers[0], 4, ("q_proj", "mlp.up_proj", "proj"))
     assert [tensor.name.split(".lora")[0] for tensor in adapters][::2] == ["self_attn.q_proj", "mlp.up_proj"]
-
-
-def test_each_expert_has_its_own_adapters_of_twice_the_rank_on_gate_and_up() -> None:
-    shape = shape_of("qwen3_moe")
+    shape = shape_of("qwen3_moe")  # each expert has its own adapters, of twice the rank on gate and up
     adapters = lora_layer(shape, shape.layers[0], 4, ("gate_proj", "up_proj"))
     assert [tensor.shape for tensor in adapters] == [(6 * 2 * 4, 32), (2 * 8, 6 * 2 * 4)]
 
@@ -38,9 +35,7 @@ def test_each_expert_has_its_own_adapters_of_twice_the_rank_on_gate_and_up() -> 
         ("llama", ("c_attn",), "no linear layer of llama is named c_attn"),
     ],
 )
-def test_modules_that_cannot_be_adapted_or_planned_are_refused(
-    model_type: str, targets: tuple[str, ...], message: str
-) -> None:
+def test_modules_that_cannot_be_adapted_are_refused(model_type: str, targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
         check_lora_targets(shape_of(model_type), targets)
 

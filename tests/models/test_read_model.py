@@ -25,9 +25,7 @@ def test_every_known_architecture_is_held_against_transformers() -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields"), ARCHITECTURES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_tensors_and_their_weight_decay_are_those_of_transformers(
-    model_type: str, fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_tensors_and_weight_decay_are_transformers_own(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
     from transformers import Trainer
 
     path = config_file(tmp_path, model_type, fields)
@@ -84,9 +82,7 @@ def test_counting_on_the_meta_device_agrees_with_arithmetic(tmp_path: Path) -> N
         ({"_attn_implementation": "owner/kernel"}, "names code on the hub; nothing was loaded"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused_by_field(
-    fields: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_configuration_without_sense_is_refused_by_field(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | TINY | fields))
     with pytest.raises(ToolkitError, match=re.escape(said)):
         read_model(str(tmp_path))
@@ -117,9 +113,7 @@ ANSWER: dict[str, Any] = {
     **{"sliding_window": None, "layers_of_kind": [[["mlp.weight", [16, 8], True]]], "kind_of_layer": [0, 0]},
     **{"outer": [["embed_tokens.weight", [10, 8], False]], "counted_rank": 8, "why_not_counted": None},
     **{"adapters_of_layer": [[["mlp", 16, 8, 1]], [["mlp", 16, 8, 1]]], "outer_adapters": [], "renamed_targets": {}},
-    "activations": [
-        {"autocast": False, "lora": False, "mask": "none", "per_rank": False, "logit_bytes": 0, **SAVED},
-    ],
+    "activations": [{"autocast": False, "lora": False, "mask": "none", "per_rank": False, "logit_bytes": 0, **SAVED}],
 }
 
 

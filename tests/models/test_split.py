@@ -59,9 +59,7 @@ def test_all_plans_but_one_are_those_of_transformers_own_classes() -> None:
         ({**LLAMA, "model_type": "gpt2"}, "tp", 2, "transformers has no plan for gpt2"),
     ],
 )
-def test_a_degree_must_divide_what_it_divides(
-    config: dict[str, Any], dimension: str, degree: int, why: str | None
-) -> None:
+def test_a_degree_must_divide_its_sizes(config: dict[str, Any], dimension: str, degree: int, why: str | None) -> None:
     assert read_split(config).why_not(dimension, degree) == why
 
 
@@ -70,10 +68,7 @@ def test_heads_are_read_of_models_without_groups_and_of_the_text_part_of_composi
     assert plain.sizes["num_key_value_heads"] == 12
     text = read_split({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}})
     assert (text.model_type, text.sizes["num_key_value_heads"], "tp" in text.plans) == ("gemma3_text", 8, True)
-
-
-def test_the_nearest_degree_is_the_largest_below_that_works() -> None:
-    assert [read_split(LLAMA).nearest("tp", degree) for degree in (16, 8, 2)] == [8, 4, None]
+    assert [read_split(LLAMA).nearest("tp", degree) for degree in (16, 8, 2)] == [8, 4, None]  # the largest below
 
 
 SLIDES = "its attention slides over a window, which needs a mask"
@@ -92,9 +87,7 @@ SLIDES = "its attention slides over a window, which needs a mask"
         ({"sliding_window": None}, None),
     ],
 )
-def test_attention_that_needs_the_whole_sequence_is_not_divided_along_it(
-    fields: dict[str, Any], why: str | None
-) -> None:
+def test_attention_that_needs_a_whole_sequence_is_not_divided(fields: dict[str, Any], why: str | None) -> None:
     split = read_split({"model_type": "llama", "num_attention_heads": 8, **fields})
     assert (split.why_not("cp", 2), split.why_not("sp", 2)) == (why, why)
     assert split.why_not("tp", 2) is None

@@ -38,27 +38,24 @@ def test_tensor_parallelism_splits_each_expert_and_expert_parallelism_deals_whol
     assert (by_ep["mlp.experts.gate_up_proj"], by_ep["mlp.experts.down_proj"]) == ((3, 16, 32), (3, 32, 8))
     assert by_tp["mlp.gate"] == by_ep["mlp.gate"] == (6, 32)  # the router
     assert by_ep["self_attn.q_proj"] == (32, 32)
-
-
-def test_experts_of_both_are_dealt_and_attention_is_split() -> None:
+    # Under both, experts are dealt and attention is split.
     part = part_of_rank(MIXTURE, ParallelLayout(dp_shard=2, tp=2, ep=2))
     assert (shapes(part)["mlp.experts.gate_up_proj"], shapes(part)["self_attn.q_proj"]) == ((3, 16, 32), (16, 32))
     assert (part.num_attention_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 8)
 
 
+def saved_bytes(shape: ModelShape, layout: ParallelLayout | None) -> float:
+    """Bytes per token that the largest layer saves."""
+    return Activations(shape=shape, layout=layout).saved("none").largest_layer.per_token
+
+
 def test_a_layer_saves_its_norms_and_inputs_whole_and_the_rest_divided() -> None:
     """16h for two norms and two inputs, 4(q + kv) + 4H for attention, 8f for the MLP, 8 for two statistics."""
-    saved = [
-        Activations(shape=part_of_rank(LLAMA, layout), layout=layout).saved("none").largest_layer.per_token
-        for layout in (None, ParallelLayout(dp_shard=4, tp=2))
-    ]
+    saved = [saved_bytes(part_of_rank(LLAMA, layout), layout) for layout in (None, ParallelLayout(dp_shard=4, tp=2))]
     whole, divided = 16 * 32 + 8, 4 * (32 + 16) + 4 * 4 + 8 * 48
     assert saved == [whole + divided, whole + divided // 2]
 
 
 def test_sequence_parallelism_saves_the_output_of_attention_once_more_and_repeats_few_keys() -> None:
-    saved = [
-        Activations(shape=LLAMA, layout=layout).saved("none").largest_layer.per_token
-        for layout in (None, ParallelLayout(sp=2), ParallelLayout(sp=4))
-    ]
+    saved = [saved_bytes(LLAMA, layout) for layout in (None, ParallelLayout(sp=2), ParallelLayout(sp=4))]
     assert [each - saved[0] for each in saved] == [0, 2 * 32, 2 * 32 + 4 * 16]  # 2 key-value heads for 4 ranks

@@ -27,6 +27,8 @@ from toolkit.observe.checkpoint_saver import BackgroundSaver
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.timeline import read_timeline
 
+Runs = dict[str, Path]
+
 
 def launch(*words: str, ends_well: bool = True, **how: Any) -> CompletedProcess[str]:
     ended = accelerate_launch(ROOT / "accelerate_configs" / "fsdp2.yaml", *words, "--async_save", "true", **how)
@@ -41,9 +43,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.launch
-def test_a_background_checkpoint_has_the_tensors_of_a_synchronous_one(
-    saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_background_checkpoint_has_the_same_tensors(saved_job: list[str], saved_runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch(*saved_job, "--save_steps", str(SAVED["fsdp2"]), "--output_dir", str(out))
     steps = [SAVED_STEPS, SAVED["fsdp2"]]
@@ -72,20 +72,16 @@ def test_a_background_checkpoint_has_the_tensors_of_a_synchronous_one(
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "killed",
-    [
-        *(pytest.param(f"SIGKILL:4:{moment}", marks=pytest.mark.nightly) for moment in ("shards:1", "checksums:0")),
-        "SIGKILL:4:rename:0",
-    ],
+    "moment", ["rename:0", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("shards:1", "checksums:0"))]
 )
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
-    killed: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+    moment: str, saved_job: list[str], saved_runs: Runs, tmp_path: Path
 ) -> None:
     words = [*saved_job, "--save_steps", "2", "--save_model", "false", "--output_dir", str(tmp_path / "out")]
-    launch(*words, ends_well=False, script="signal_while_writing", variables={"TOOLKIT_SIGNAL": killed})
+    launch(*words, ends_well=False, script="signal_while_writing", variables={"TOOLKIT_SIGNAL": f"SIGKILL:4:{moment}"})
     assert (tmp_path / "out" / ".saving-checkpoint-4" / "checkpoint-4").is_dir()
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "out")] == [2]
-    if "rename" in killed:
+    if "rename" in moment:
         launch(*words, "--resume_from_checkpoint", "latest")
         assert rows(tmp_path / "out") == rows(saved_runs["fsdp2"])
         assert not list((tmp_path / "out").glob(".saving-*"))
@@ -108,9 +104,7 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
 
 @pytest.mark.nightly
 @pytest.mark.launch
-def test_the_best_checkpoint_is_kept_and_loaded_though_it_was_written_in_the_background(
-    saved_job: list[str], tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_written_in_the_background_is_kept_and_loaded(saved_job: list[str], tmp_path: Path) -> None:
     out, words = tmp_path / "out", [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--val_size", "2"]
     words += ["--save_steps", "2", "--save_total_limit", "1", "--load_best_model_at_end", "true"]
     words += ["--greater_is_better", "true"]  # so that the first is the best

@@ -26,17 +26,12 @@ def test_the_interval_of_a_median_covers_it_in_at_least_95_of_100_samples() -> N
     assert 0.95 <= covering / len(samples) < 0.98
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        # the earliest decision is after 10 timed steps, and it is read two steps later
-        ([1.0] * 20, {"step": 12, "why": "median step known to 3.0%"}),
-        ([1.0, 1.2] * 10, None),
-    ],
-)
-def test_training_stops_two_steps_after_the_decision(
-    tmp_path: Path, seconds: list[float], expected: dict[str, Any] | None
-) -> None:
+# The earliest decision is after 10 timed steps, and it is read two steps later.
+STOPPED = {"step": 12, "why": "median step known to 3.0%"}
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [([1.0] * 20, STOPPED), ([1.0, 1.2] * 10, None)])
+def test_training_stops_two_steps_later(tmp_path: Path, seconds: list[float], expected: dict[str, Any] | None) -> None:
     run = ObservedRun(folder=RunFolder(tmp_path), progress=Progress(), rank=0, world_size=1)
     timer = StepTimer(run, ObserverParts(), device=torch.device("cpu"))
     stopping = EarlyStopping(run, timer, within=0.03, minutes=None, evaluates=False)

@@ -34,7 +34,7 @@ def test_each_rank_has_a_row_for_each_step_with_its_own_batches(observed: RunFol
 
 
 @pytest.mark.launch
-def test_what_is_in_effect_is_read_from_the_live_objects(observed: RunFolder) -> None:
+def test_what_is_in_effect_is_read_from_the_live_objects_and_the_run_is_completed(observed: RunFolder) -> None:
     attestation = read(observed.attestation_json)
     assert (attestation["verdict"], attestation["differences"]) == ("no_preset", [])
     for rank, reading in enumerate(attestation["ranks"]):
@@ -44,10 +44,6 @@ def test_what_is_in_effect_is_read_from_the_live_objects(observed: RunFolder) ->
         assert reading["optimizer_class"].endswith("Adam") or reading["optimizer_class"].endswith("AdamW")
     assert len({reading["initial_weights_sha256"] for reading in attestation["ranks"]}) == 1
     assert len({reading["first_rows_sha256"] for reading in attestation["ranks"]}) == 2
-
-
-@pytest.mark.launch
-def test_the_run_is_completed_with_its_measurements(observed: RunFolder) -> None:
     run = read(observed.run_json)
     assert (run["status"], run["exit_code"], run["world_size"]) == ("completed", 0, 2)
     assert run["measured"]["timed_steps"] == 1

@@ -22,8 +22,6 @@ def split_rows(build_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def run_folder(build_once: Callable[..., Path], split_models: Path, split_rows: Path) -> Callable[[str], Path]:
-    """Return a function that gives the folder of a run of `split_runs.RUNS`."""
-
     def folder_of(name: str) -> Path:
         run = RUNS[name]
         checkpoint = None

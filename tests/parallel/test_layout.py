@@ -44,7 +44,7 @@ def test_a_layout_is_shown_by_the_degrees_above_1() -> None:
 def test_every_preset_s_smallest_world_holds_two_ranks_of_each_degree() -> None:
     split = [preset for preset in list_presets() if preset.parallel]
     assert {preset.name for preset in split} == {
-        *("tp", "fsdp2_tp", "hsdp_tp", "ep", "ep_tp", "cp", "ulysses", "pipeline_1f1b"),
+        *("tp", "fsdp2_tp", "hsdp_tp", "ep", "ep_tp", "cp", "ulysses", "pipeline_1f1b")
     }
     for preset in split:
         layout = preset.layout(preset.min_world_size, dict.fromkeys(preset.degrees, 2))

@@ -48,9 +48,7 @@ def words(tiny_model: Path, faq_alpaca: Path, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "preset", [name if name in ENGINES else nightly(name) for name, ranks in CPU_PRESETS.items() if ranks > 1]
 )
-def test_the_planned_payload_of_each_collective_is_what_a_real_run_sends(
-    preset: str, preset_runs: dict[str, Path], tiny_model: Path
-) -> None:
+def test_each_payload_is_what_a_real_run_sends(preset: str, preset_runs: dict[str, Path], tiny_model: Path) -> None:
     assert_planned(on_cpu(preset, tiny_model, CPU_PRESETS[preset], PlannedJob()), preset_runs[preset])
 
 
@@ -80,21 +78,17 @@ def two_node_preset(folder: Path) -> Path:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), nightly("fsdp2_hybrid", 64)])
-def test_rank_0_of_many_calls_what_is_planned(
-    preset: str, ranks: int, words: list[str], tmp_path: Path, tiny_model: Path
-) -> None:
+def test_rank_0_of_many_is_planned(preset: str, ranks: int, words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     """In one process, with torch's fake process group: what would be sent is counted, nothing is."""
     config = two_node_preset(tmp_path) if preset == "hpz" else ROOT / "accelerate_configs" / f"{preset}.yaml"
     words += ["--per_device_train_batch_size", "1"]
-    ended = torchrun("count_alone.py", str(config), str(ranks), *words, num_processes=1)
+    ended = torchrun("count_collectives.py", "--alone", str(config), str(ranks), *words, num_processes=1)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert_planned(on_cpu(str(config), tiny_model, ranks), tmp_path / "run")
 
 
 @pytest.mark.launch
-def test_four_ranks_of_tensor_and_data_parallelism_send_what_is_planned(
-    words: list[str], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_tensor_and_data_parallelism_send_what_is_planned(words: list[str], tiny_model: Path, tmp_path: Path) -> None:
     """Collectives and model states of one run. Packed rows all have the full length; the head is tied."""
     words += ["--per_device_train_batch_size", "2", "--packing", "true", "--tp", "2"]
     config = ROOT / "accelerate_configs" / "fsdp2_tp.yaml"
@@ -118,6 +112,7 @@ SMALL = ModelShape(
     outer=(Tensor(name="embed_tokens.weight", shape=(100, 8)), Tensor(name="lm_head.weight", shape=(100, 8))),
 )
 PARAMS = 2 * 72 + 1600
+ACCUMULATES_3 = {"gradient_accumulation_steps": 3}
 
 
 def setup_of(preset: str, *, shape: ModelShape = SMALL, world_size: int = 4, **job: Any) -> TrainingSetup:
@@ -126,9 +121,6 @@ def setup_of(preset: str, *, shape: ModelShape = SMALL, world_size: int = 4, **j
 
 def sent(setup: TrainingSetup) -> dict[str, Collective]:
     return {collective.purpose: collective for collective in step_collectives(setup)}
-
-
-ACCUMULATES_3 = {"gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,8 @@ def buffers(preset: str, ranks: int, **job: Any) -> EngineBuffers:
     return engine_buffers(engine, weights, model_states(engine, weights), PlannedJob(**job))
 
 
-def test_ddp_has_a_second_copy_of_the_gradients_and_one_process_does_not() -> None:
+def test_ddp_has_a_second_copy_of_the_gradients_and_fsdp2_unsharded_ones_while_it_accumulates_whole() -> None:
     assert (buffers("ddp", 2).lasting_bytes, buffers("ddp", 1).lasting_bytes) == (4 * LLAMA_8B_PARAMS, 0)
-
-
-def test_fsdp2_keeps_unsharded_gradients_while_it_accumulates_whole_ones() -> None:
     jobs: list[dict[str, Any]] = [{"accumulate": "whole"}, {"accumulate": "whole", "gradient_accumulation_steps": 2}]
     waiting = [buffers("fsdp2", 8, **job).accumulated_bytes for job in (*jobs, {"gradient_accumulation_steps": 2})]
     assert waiting == [0, 2 * LLAMA_8B_PARAMS, 0]
@@ -50,8 +47,6 @@ def test_host_memory_is_that_of_one_node() -> None:
     # fp32 weights, momentum and variance; adapters of rank 8 on all linear layers without their base model
     [({}, LLAMA_8B_PARAMS), ({"lora_r": 8}, 20_971_520)],
 )
-def test_a_background_save_holds_a_copy_of_trained_weights_and_optimizer_states(
-    job: dict[str, Any], copied: int
-) -> None:
+def test_a_background_save_copies_trained_weights_and_optimizer_states(job: dict[str, Any], copied: int) -> None:
     without, staged = (host("fsdp2", 8, async_save=on, **job).training_bytes for on in (False, True))
     assert staged - without == 12 * copied

@@ -52,8 +52,6 @@ SPARSE = [
     ("mistral", 2, 0, ["ddp", "zero3", "fsdp2_grad_op"], 4),
     ("gpt2", 1, 0, ["ddp", "zero1", "zero3"], None),
 ]
-
-
 OPTIMIZED = [
     ("wide", ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
     ("wide-tied", ["ddp", "zero1"], "paged_adamw_8bit"),
@@ -68,10 +66,7 @@ OPTIMIZED = [
     ("gpt2", ["ddp"], "muon"),
 ]
 # torchao is no dependency: peft imports it into every rank, where it takes a second and torch's compiler.
-QUANTIZED_BY_TORCHAO = [
-    ("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"),
-    ("wide", ["ddp"], "adamw_torch_4bit"),
-]
+QUANTIZED_BY_TORCHAO = [("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"), ("wide", ["ddp"], "adamw_torch_4bit")]
 
 
 def cases_of(folder: Path, rows: Iterable[tuple[str, int, int, list[str], int | None, str]]) -> list[Case]:

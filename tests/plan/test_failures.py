@@ -58,8 +58,5 @@ def test_spares_cost_goodput_and_save_more() -> None:
         rsc1_job(12_000, spare_nodes=spares, repair_seconds=24.0 * HOUR).goodput for spares in (0, 15, 600)
     )
     assert none < many < some
-
-
-def test_erlangs_formula_is_that_of_his_tables() -> None:
-    assert erlang_loss(5, 3.0) == pytest.approx(0.1101, abs=0.0001)
+    assert erlang_loss(5, 3.0) == pytest.approx(0.1101, abs=0.0001)  # of Erlang's tables
     assert erlang_loss(10, 5.0) == pytest.approx(0.0184, abs=0.0001)

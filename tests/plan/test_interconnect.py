@@ -34,9 +34,7 @@ def test_a_ring_through_nodes_is_as_fast_as_the_network_of_one_node() -> None:
     # Rings of one GPU per node: eight of them share the network.
     low, _ = two.seconds(gather(group="replicas", group_size=2, payload_bytes=2 * 10**9))
     assert low == pytest.approx(1e9 / (100e9 / 8), rel=1e-3)
-
-
-def test_gpus_must_fill_their_nodes() -> None:
+    # GPUs must fill their nodes.
     with pytest.raises(ToolkitError, match="12 GPUs do not fill nodes of 8"):
         Interconnect(gpu=H100, world_size=12)
     with pytest.raises(ToolkitError, match="world_size is 0, expected 1 to a million"):

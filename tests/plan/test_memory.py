@@ -24,9 +24,7 @@ def test_a_verdict_leaves_a_margin_for_everything_but_the_model_states() -> None
     sizes = {"planned_peak_bytes": 100, "exact_bytes": 40}  # 60 may be off by 9
     words = [fit_verdict(memory_bytes=memory, **sizes) for memory in (109, 108, 91, 90)]
     assert words == ["fits", "too_close", "too_close", "does_not_fit"]
-
-
-def test_an_architecture_that_cannot_be_counted_has_a_wider_margin() -> None:
+    # An architecture that cannot be counted has a wider one.
     known, unknown = llama_8b(), replace(llama_8b(), counted_on="meta device", why_not_counted="it looks into values")
     plans = [plan_memory(shape, load_preset("zero2"), world_size=8, job=PlannedJob()) for shape in (known, unknown)]
     assert plans[0].peak == plans[1].peak  # the same numbers, less believed

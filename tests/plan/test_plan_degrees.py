@@ -13,10 +13,10 @@ from model_configs import llama_8b, small_shape
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import RecommendRequest
+from toolkit.plan.candidates import NOT_NEEDED, RecommendRequest, train_command
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
-from toolkit.plan.recommend import NOT_NEEDED, recommend, train_command
+from toolkit.plan.recommend import recommend
 from toolkit.plan.recommendation import compare_command
 from toolkit.presets import list_presets, load_preset
 
@@ -35,18 +35,7 @@ def request(*presets: str, world_size: int = 8, **job: Any) -> PlanRequest:
 
 
 def test_the_command_plans_a_layout_and_its_traffic_by_dimension(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "plan",
-        str(LLAMA_8B_CONFIG),
-        "--num-processes",
-        "16",
-        "--gpu",
-        "h100",
-        "--preset",
-        "fsdp2_tp",
-        "--tp",
-        "4",
-    ]
+    words = ["plan", MODEL, *["--num-processes", "16", "--gpu", "h100", "--preset", "fsdp2_tp", "--tp", "4"]]
     code, out, _ = run_command([*words, "--per-device-train-batch-size", "1"], capsys)
     assert code == 0
     assert "fsdp2_tp, 16 GPUs: dp_shard 4 x tp 4" in out
@@ -82,8 +71,7 @@ def test_what_has_no_figures_is_refused_rather_than_planned() -> None:
 
 
 def asked(*, length: int, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
-    job = PlannedJob(max_seq_length=length)
-    gpu = custom_gpu(H100, memory_gib=memory_gib)
+    job, gpu = PlannedJob(max_seq_length=length), custom_gpu(H100, memory_gib=memory_gib)
     made = RecommendRequest(shape=llama_8b(), gpu=gpu, world_size=8, global_batch_size=8, job=job)
     return replace(made, **changes)
 

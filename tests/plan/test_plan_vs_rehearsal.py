@@ -30,9 +30,7 @@ def test_parts_of_a_trace_on_fake_tensors_are_summed_up_to_parts_of_the_plan() -
     rows = {row.part: row.rehearsed_bytes for row in compare_parts(PLAN, {"peaks": peaks})}
     traced = {"parameter": 80, "gradient": 0, "optimizer": 200, "activation": 300, "logits": 80, "buffer": 40}
     assert rows == {f"backward: {part}": size for part, size in (traced | {"allocated": 700}).items()}
-
-
-def test_the_peaks_of_a_gpu_are_compared_without_parts() -> None:
+    # The peaks of a GPU have no parts.
     found = {"phase_peaks": {"backward": {"peak_allocated_bytes": 600, "peak_reserved_bytes": 900}}}
     assert [(row.part, row.rehearsed_bytes) for row in compare_parts(PLAN, found)] == [("backward: allocated", 600)]
     assert PartDifference(part="logits", planned_bytes=5, rehearsed_bytes=0).relative is None  # the plan's alone

@@ -21,6 +21,8 @@ from toolkit.plan.planned_job import PlannedJob, check_planned_job
 from toolkit.plan.planner import PlanRequest, make_plans, plan_line, plan_request, plan_run, plan_run_here
 from toolkit.presets import list_presets, load_preset
 
+Capsys = pytest.CaptureFixture[str]
+
 LLAMA_8B = str(LLAMA_8B_CONFIG)
 
 
@@ -39,10 +41,8 @@ def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_on
     [plan] = make_plans(request("zero3", per_device_train_batch_size=1, activation_checkpointing=True))
     assert plan.largest_micro_batch is not None
     sizes = (plan.largest_micro_batch, plan.largest_micro_batch + 1)
-    plans = [
-        make_plans(request("zero3", per_device_train_batch_size=size, activation_checkpointing=True))[0]
-        for size in sizes
-    ]
+    how = [{"per_device_train_batch_size": size, "activation_checkpointing": True} for size in sizes]
+    plans = [make_plans(request("zero3", **each))[0] for each in how]
     assert plans[0].verdict == "fits" != plans[1].verdict
     assert plan.smallest_world_size == 2
 
@@ -112,9 +112,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
         (["--gpu", "h100", "--num-processes", "12"], "12 GPUs do not fill nodes of 8"),
     ],
 )
-def test_invalid_input_is_two_lines_and_exit_code_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_input_is_refused_in_two_lines(words: list[str], message: str, capsys: Capsys) -> None:
     given = [] if "--num-processes" in words else ["--num-processes", "8"]
     code, out, err = run_command(["plan", LLAMA_8B, *given, *words], capsys)
     assert (code, out) == (2, "")
@@ -123,9 +121,7 @@ def test_invalid_input_is_two_lines_and_exit_code_2(
 
 
 @pytest.mark.parametrize("command", ["plan", "recommend"])
-def test_a_quantized_checkpoint_is_refused_with_its_method(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_checkpoint_is_refused(command: str, tmp_path: Path, capsys: Capsys) -> None:
     fields = json.loads(LLAMA_8B_CONFIG.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     code, out, err = run_command([command, str(tmp_path), "--num-processes", "8", "--gpu", "h100"], capsys)
@@ -134,7 +130,7 @@ def test_a_quantized_checkpoint_is_refused_with_its_method(
     assert "--load-in-4bit" in err
 
 
-def test_only_what_a_test_has_compared_is_called_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_a_test_has_compared_is_called_exact(capsys: Capsys) -> None:
     """A table says which architectures and methods were compared; its own test goes over it."""
     for how in ({"lora_r": 8}, {"lora_r": 8, "lora_target_modules": ("q_proj",)}):
         assert are_states_checked(request("zero2", **how))
@@ -198,7 +194,7 @@ def arguments(**more: Any) -> Job:
         ([H100, H100], "ddp", "adamw_torch_fused", "): does not fit"),
     ],
 )
-def test_a_run_that_cannot_be_planned_or_does_not_fit_says_so_before_it_starts(
+def test_a_run_that_is_not_planned_or_does_not_fit_says_so(
     gpus: list[str], preset: str, optim: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toolkit.plan.planner.gpu_names", lambda: gpus)

@@ -17,14 +17,7 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.memory import (
-    DOES_NOT_FIT,
-    FITS,
-    MemoryPlan,
-    memory_verdict,
-    plan_engine_memory,
-    plan_memory,
-)
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, MemoryPlan, memory_verdict, plan_engine_memory, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset

@@ -17,17 +17,12 @@ from model_configs import llama_8b
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
-from toolkit.plan.candidates import RecommendRequest, best_candidates
+from toolkit.plan import recommendation
+from toolkit.plan.candidates import RecommendRequest, best_candidates, train_command
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.recommend import Recommendation, recommend, recommend_request, train_command
-from toolkit.plan.recommendation import (
-    compare_command,
-    failure_loss,
-    recommendation_json,
-    recommendation_lines,
-    scaling_curve,
-)
+from toolkit.plan.recommend import Recommendation, recommend, recommend_request
+from toolkit.plan.recommendation import compare_command, failure_loss, recommendation_json, scaling_curve
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
@@ -35,8 +30,6 @@ H100 = find_gpu("h100-sxm")
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "choose-a-preset.md"
 MEMORIES = (400, 200, 180, 150, 100, 70, 60, 50, 45, 40, 36, 28, 24, 20, 10)
 BLOCK = ("<!-- generated: by memory -->\n", "<!-- /generated -->")
-
-
 MODEL = str(LLAMA_8B_CONFIG)
 
 
@@ -103,9 +96,7 @@ def test_every_other_preset_has_a_reason_against_it() -> None:
         ({}, "least-memory", "fsdp2_cpu_offload"),
     ],
 )
-def test_the_choice_depends_on_the_job_the_gpu_and_the_objective(
-    changes: dict[str, Any], objective: str, preset: str
-) -> None:
+def test_the_choice_depends_on_job_gpu_and_objective(changes: dict[str, Any], objective: str, preset: str) -> None:
     assert found(request(**changes), objective=objective).choice.preset.name == preset
 
 
@@ -126,9 +117,7 @@ def test_4_bit_weights_that_fit_are_replicated() -> None:
         ({"host_memory_bytes": 64 * GIB}, ["zero3_cpu_offload"], "of host memory per node, which has 64.00 GiB", ""),
     ],
 )
-def test_an_error_that_nothing_fits_names_the_smallest_plan_and_what_would_fit(
-    changes: dict[str, Any], presets: list[str], message: str, hint: str
-) -> None:
+def test_an_error_names_the_smallest_plan(changes: dict[str, Any], presets: list[str], message: str, hint: str) -> None:
     with pytest.raises(ToolkitError, match=message) as refused:
         recommend(request(**changes), list(map(load_preset, presets)))
     assert (refused.value.hint or "").startswith(hint)
@@ -138,7 +127,7 @@ def test_without_a_known_peak_no_speed_is_shown() -> None:
     answer = found(request(gpu=custom_gpu(None, memory_gib=80)))
     assert answer.choice.speed is None
     assert answer.why_not["zero2"].startswith("fits too, and shards or offloads more: ")
-    assert any("--gpu-tflops" in line for line in recommendation_lines(answer, request(), model="m"))
+    assert any("--gpu-tflops" in line for line in recommendation.recommendation_lines(answer, request(), model="m"))
 
 
 def test_the_global_batch_is_divisible() -> None:
@@ -203,10 +192,7 @@ def test_scaling_efficiency_is_relative_to_the_smallest_world_size() -> None:
     slow = [point.tokens_per_second[0] / point.world_size for point in points]
     assert [point.scaling_efficiency[0] for point in points] == pytest.approx([rate / slow[0] for rate in slow])
     assert points[-1].failure_loss > points[0].failure_loss > 0
-
-
-def test_failures_cost_saves_half_an_interval_and_a_restart() -> None:
-    """On 1,024 GPUs: one failure every 49.5 hours, so a save every √(2·60·178,164) = 4,624 s."""
+    # On 1,024 GPUs: one failure every 49.5 hours, so a save every √(2·60·178,164) = 4,624 s.
     mean = 54 * 24 * 16_384 / 419 / 1024 * 3600
     interval = (2 * 60 * mean) ** 0.5
     assert failure_loss(1024) == pytest.approx(60 / interval + (interval / 2 + 600) / mean, rel=0.02)

@@ -23,9 +23,8 @@ def speed_of(row: dict[str, str]) -> StepTime:
         gradient_accumulation_steps=int(row["gacc"]),
         activation_checkpointing=row["ac"] == "True",
     )
-    setup = TrainingSetup(
-        shape=mpt(*MPT[row["model"]]), preset=load_preset("fsdp2"), world_size=int(row["gpus"]), job=job
-    )
+    shape, preset = mpt(*MPT[row["model"]]), load_preset("fsdp2")
+    setup = TrainingSetup(shape=shape, preset=preset, world_size=int(row["gpus"]), job=job)
     speed = step_time(setup, Interconnect(gpu=find_gpu(row["gpu"]), world_size=setup.world_size))
     assert speed is not None
     return speed
@@ -68,13 +67,10 @@ def test_everything_overlaps_at_best_and_nothing_at_worst() -> None:
     assert serial.step_seconds[0] >= serial.compute_seconds[0] + serial.communication_seconds[0]
 
 
-def test_adam_moves_28_bytes_per_parameter_of_the_gpus_share() -> None:
+def test_adam_moves_28_bytes_per_parameter_and_checkpointing_costs_time_that_mfu_does_not_count() -> None:
     params = SETUP.shape.num_params
     assert timed("ddp").optimizer_seconds[0] == pytest.approx(28 * params / (2039e9 * 0.95))
     assert timed("zero1").optimizer_seconds[0] == pytest.approx(28 * params / 8 / (2039e9 * 0.95))
-
-
-def test_activation_checkpointing_costs_time_but_mfu_does_not_count_it() -> None:
     plain, recomputed = timed("ddp"), timed("ddp", activation_checkpointing=True)
     assert recomputed.flops_per_token == plain.flops_per_token
     assert recomputed.compute_seconds[1] == pytest.approx(4 / 3 * plain.compute_seconds[1])
@@ -90,14 +86,11 @@ def test_offload_to_host_and_disk_slows_a_step_down() -> None:
     assert speeds[0].offload_efficiency is None
 
 
-def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time() -> None:
+def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time_and_a_small_models_range_is_in_order() -> None:
+    """It moves more bytes per operation than any published model, so the published share of the peak does not apply."""
     v100 = Interconnect(gpu=find_gpu("v100-32gb"), world_size=8)
     assert step_time(SETUP, v100) is None
     assert step_time(SETUP, replace(v100, gpu=custom_gpu(None, memory_gib=24))) is None
-
-
-def test_the_range_of_a_small_model_is_in_order() -> None:
-    """It moves more bytes per operation than any published model, so the published share of the peak does not apply."""
     speed = step_time(replace(SETUP, shape=mpt(width=64, layers=2)), A100)
     assert speed is not None
     assert speed.compute_seconds[0] <= speed.compute_seconds[1]

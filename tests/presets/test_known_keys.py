@@ -37,7 +37,6 @@ WRONG: dict[str, list[Any]] = {
 
 
 def preset_with(folder: Path, file: str, key: str, value: Any) -> Path:
-    """Write a valid preset, except for one key or value."""
     content: dict[str, Any] = json.loads(json.dumps(FSDP if file == "yaml" else {"zero_optimization": OFFLOADED}))
     block = content
     for part in key.split(".")[:-1]:

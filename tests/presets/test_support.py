@@ -38,16 +38,15 @@ FSDP2 = {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"}
 QLORA_PRESETS = {*("single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu_offload"), *FSDP2}
 # Layers, sequences or experts are divided over GPUs.
 SPLIT = {preset.name for preset in list_presets() if preset.parallel}
+STAGE_3 = {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"}
 QLORA = {"lora_r": "8", "load_in_4bit": "true"}
 
 
 def degrees(preset: Preset) -> dict[str, int]:
-    """The smallest degrees that divide anything."""
     return dict.fromkeys(preset.degrees, 2)
 
 
 def shape_for(preset: Preset) -> ModelShape:
-    """A model that the preset can split."""
     assert MIXTURE is not None
     return MIXTURE if "ep" in preset.degrees else read_model(str(LLAMA_8B))
 
@@ -114,13 +113,8 @@ def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> N
 
 ON = "true"
 METHODS: dict[str, dict[str, str]] = {
-    **{
-        "lora": {"lora_r": "8"},
-        "qlora": QLORA,
-        "4 bits without LoRA": {"load_in_4bit": ON},
-        "packing": {"packing": ON},
-    },
-    **{"comm hook": {"ddp_comm_hook": "bf16"}, "Liger": {"use_liger_kernel": ON}},
+    **{"lora": {"lora_r": "8"}, "qlora": QLORA, "4 bits without LoRA": {"load_in_4bit": ON}},
+    **{"packing": {"packing": ON}, "comm hook": {"ddp_comm_hook": "bf16"}, "Liger": {"use_liger_kernel": ON}},
     **{"8-bit AdamW": {"optim": "adamw_bnb_8bit"}, "save only model": {"save_only_model": ON}},
     "whole gradients": {"accumulate": "whole", "gradient_accumulation_steps": "2"},
     "checkpointing offload": {"activation_checkpointing": ON, "activation_checkpointing_offload": ON},
@@ -153,10 +147,7 @@ def test_the_launcher_gives_the_reason_of_the_rule(name: str) -> None:
         (Job(ddp_comm_hook="bf16"), {"ddp"}),
         (Job(save_only_model=True), {*preset_names()} - FSDP2 - SPLIT | {"ulysses"}),
         (Job(async_save=True), FSDP2 | SPLIT - {"ulysses", "pipeline_1f1b"}),
-        (
-            Job(auto_find_batch_size=True),
-            {*preset_names()} - {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"} - SPLIT,
-        ),
+        (Job(auto_find_batch_size=True), {*preset_names()} - STAGE_3 - SPLIT),
     ],
     ids=["comm hook", "save only model", "async save", "batch size search"],
 )

@@ -10,7 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from preset_files import ROOT, listed_presets
+from launching import ROOT
+from preset_files import listed_presets
 
 
 @pytest.fixture(scope="module")

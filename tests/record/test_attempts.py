@@ -1,9 +1,11 @@
-"""What may be started in a used run folder, and what is left of the run that was there."""
+"""The run folder: one run at a time holds it, what may be started in a used one, and what is left of the run before."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from toolkit.record.folder import RunFolder, write_json
 
 
 def earlier_run(path: Path, *, steps: int = 3, **facts: Any) -> RunFolder:
-    """A folder as an interrupted run of two ranks leaves it."""
     folder = RunFolder(path)
     write_json(folder.run_json, {"status": "interrupted", "launcher_pid": None, "attempt": 1, "seed": 1} | facts)
     folder.log.write_text("earlier log\n")
@@ -49,24 +50,23 @@ def test_a_folder_with_trained_steps_is_refused_and_nothing_in_it_changes(tmp_pa
 
 def test_a_resumed_run_keeps_rows_checkpoints_log_and_profile(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out")
-    kept = contents(folder.path)
-    for name in ("run.json", "attestation.json", "failure.json"):
-        del kept[name]
+    before = contents(folder.path)
     start_attempt(folder, "resume")
     after = contents(folder.path)
-    assert json.loads(after.pop("run.json")) == {"schema_version": 1, "attempt": 2, "status": "running"}
-    assert after == kept
+    assert json.loads(after["run.json"]) == {"schema_version": 1, "attempt": 2, "status": "running"}
+    assert before.keys() - after.keys() == {"attestation.json", "failure.json"}
+    assert after | {"run.json": before["run.json"]} == {name: before[name] for name in after}
 
 
-@pytest.mark.parametrize("status", ["interrupted", "completed"])
-def test_a_run_that_is_given_up_leaves_only_what_is_not_its_own(status: str, tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", status=status)
-    start_attempt(folder, "overwrite")
-    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
-    assert folder.read_run() == {"schema_version": 1, "attempt": 2, "status": "running"}
+def test_a_run_that_is_given_up_leaves_only_what_is_not_its_own(tmp_path: Path) -> None:
+    for status in ("interrupted", "completed"):
+        folder = earlier_run(tmp_path / "out", status=status)
+        start_attempt(folder, "overwrite")
+        assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
+        assert folder.read_run() == {"schema_version": 1, "attempt": 2, "status": "running"}
 
 
-def test_without_a_checkpoint_an_unfinished_run_starts_over_and_a_finished_one_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_run_without_a_checkpoint_starts_over_and_a_finished_one_is_refused(tmp_path: Path) -> None:
     finished = earlier_run(tmp_path / "finished", status="completed")
     shutil.rmtree(finished.path / "checkpoint-2")
     before = contents(finished.path)
@@ -77,32 +77,27 @@ def test_without_a_checkpoint_an_unfinished_run_starts_over_and_a_finished_one_i
     unfinished = earlier_run(tmp_path / "out")
     shutil.rmtree(unfinished.path / "checkpoint-2")
     start_attempt(unfinished, reuse_of(continues=False, resumes=True, overwrite=False))
-    assert sorted(contents(unfinished.path)) == ["notes.txt", "run.json"]
+    untrained = earlier_run(tmp_path / "untrained", steps=0)
+    untrained.run_json.write_text('{"attempt": "x"')  # damaged
+    start_attempt(untrained)
+    for folder in (unfinished, untrained):
+        assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
+    assert untrained.read_run() == {"schema_version": 1, "attempt": 1, "status": "running"}
 
 
-def test_a_folder_in_which_nothing_was_trained_is_used_again_also_with_a_damaged_run_json(tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", steps=0)
-    folder.run_json.write_text('{"attempt": "x"')
-    start_attempt(folder)
-    assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
-    assert folder.read_run() == {"schema_version": 1, "attempt": 1, "status": "running"}
-
-
-@pytest.mark.parametrize("place", ["ranks", "train.log"])
-def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(place: str, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    taken = tmp_path / "out" / place
-    taken.write_text("mine") if place == "ranks" else taken.mkdir()
-    with pytest.raises(ToolkitError, match="cannot be written"):
-        start_attempt(RunFolder(tmp_path / "out"))
-    assert taken.exists()
+def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "a" / "train.log").mkdir(parents=True)
+    write_json(tmp_path / "b" / "ranks", "mine")
+    for taken in (tmp_path / "a" / "train.log", tmp_path / "b" / "ranks"):
+        with pytest.raises(ToolkitError, match="cannot be written"):
+            start_attempt(RunFolder(taken.parent))
+        assert taken.exists()
 
 
 # -- restarts
 
 
 def trained(path: Path, *, steps: dict[int, int], **facts: Any) -> RunFolder:
-    """A run folder whose ranks have trained so many steps."""
     folder = RunFolder(path)
     start_attempt(folder)
     folder.update_run(world_size=len(steps), **facts)
@@ -129,8 +124,47 @@ def test_ranks_that_could_not_report_have_failed_and_earlier_restarts_stay(tmp_p
     assert "their node was lost" in second["message"]
 
 
-@pytest.mark.parametrize(("status", "steps"), [("completed", {0: 3}), ("failed", {})])
-def test_a_run_that_completed_or_never_trained_is_no_restart(
-    status: str, steps: dict[int, int], tmp_path: Path
-) -> None:
-    assert record_restart(trained(tmp_path, steps=steps, status=status), resumed_step=0) == []
+def test_a_run_that_completed_or_never_trained_is_no_restart(tmp_path: Path) -> None:
+    for status, steps in (("failed", {}), ("completed", {0: 3})):
+        assert record_restart(trained(tmp_path, steps=steps, status=status), resumed_step=0) == []
+
+
+# -- the folder itself
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("notes")
+    with pytest.raises(ToolkitError, match="is a file"):
+        start_attempt(RunFolder(tmp_path / "out"))
+    with pytest.raises(ToolkitError, match="cannot be written: Not a directory"):
+        start_attempt(RunFolder(tmp_path / "out" / "deeper"))
+    with pytest.raises(ToolkitError, match=r"/proc/out/here cannot be written"):
+        RunFolder(Path("/proc/out/here")).check_writable()
+    RunFolder(tmp_path / "a" / "b").check_writable()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_facts_are_merged_into_run_json(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.update_run(status="running", seed=42)
+    assert folder.update_run(status="completed") == {"schema_version": 1, "status": "completed", "seed": 42}
+    assert folder.read_run() == {"schema_version": 1, "status": "completed", "seed": 42}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    folder.run_json.write_text('{"status": "comp')
+    assert folder.read_run() is None
+
+
+def test_a_held_folder_is_refused_until_it_is_released(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check_free()
+    held = folder.hold()
+    assert held is not None
+    for refused in (folder.hold, folder.check_free):
+        with pytest.raises(ToolkitError, match=f"still running .process {os.getpid()}."):
+            refused()
+    release = threading.Timer(0.1, os.close, [held])
+    release.start()
+    taken = folder.hold(wait_seconds=60)  # a restart waits for the attempt before
+    release.join()
+    assert taken is not None
+    os.close(taken)

@@ -1,4 +1,4 @@
-"""A checkpoint is complete, or it is named with what is wrong and the one before is used."""
+"""A checkpoint is complete, or it is named with what is wrong and the one before is used; and full disks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import (
     MANIFEST,
+    SAVING_PREFIX,
     checkpoint_files,
     commit_checkpoint,
+    describe_full_disk,
     file_entries,
     latest_complete,
     list_checkpoints,
@@ -21,6 +23,7 @@ from toolkit.record.checkpoints import (
     remove_unfinished,
     saving_folder,
 )
+from toolkit.record.status import is_disk_full, is_out_of_memory
 
 
 def save(output_dir: Path, step: int) -> Path:
@@ -45,11 +48,13 @@ DAMAGES = [
 ]
 
 
-def test_a_saved_checkpoint_is_complete_and_lists_every_file(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_complete_lists_every_file_and_replaces_one_of_the_same_step(tmp_path: Path) -> None:
+    (save(tmp_path, 8) / "model.safetensors").unlink()
     checkpoint = read_checkpoint(save(tmp_path, 8))
     assert (checkpoint.problem(deep=True), checkpoint.step, checkpoint.bytes) == (None, 8, 8 * (7 + 5))
     assert checkpoint.manifest is not None
     assert [entry.path for entry in checkpoint.manifest.files] == ["model.safetensors", "shards/0.distcp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-8"]
 
 
 @pytest.mark.parametrize(("name", "change", "problem"), DAMAGES)
@@ -65,16 +70,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     with pytest.raises(ToolkitError, match="checkpoint-8 cannot be used: ") as refused:
         read_complete_checkpoint(damaged)
     assert refused.value.hint == f"the previous one is complete: `{before}`"
-
-
-def test_a_changed_byte_is_found_only_by_reading_every_byte(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 8)
-    (checkpoint / "shards" / "0.distcp").write_bytes(b"SHARD" * 8)
-    assert read_checkpoint(checkpoint).problem() is None
-    assert read_checkpoint(checkpoint).problem(deep=True) is not None
-
-
-def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    assert (read_checkpoint(damaged).problem() is None) is ("shards/0.distcp is damaged" in problem)  # no byte is read
     with pytest.raises(ToolkitError, match="checkpoint-3 cannot be used: it does not exist"):
         read_complete_checkpoint(tmp_path / "checkpoint-3")
 
@@ -90,16 +86,29 @@ def test_checkpoints_are_listed_newest_first_and_an_unfinished_save_is_removed(t
     assert sorted(path.name[11:] for path in tmp_path.iterdir()) == ["10", "8", "9", "best"]
 
 
-def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
-    (save(tmp_path, 4) / "model.safetensors").unlink()
-    assert read_checkpoint(save(tmp_path, 4)).problem(deep=True) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4"]
-
-
 def test_a_just_in_time_save_of_transformers_that_did_not_finish_is_never_used(tmp_path: Path) -> None:
     """`enable_jit_checkpoint` writes into the folder itself, and its own resume does not look at the mark."""
     folder = save(tmp_path, 4)
-    assert read_checkpoint(folder).problem() is None
     (folder / "checkpoint-is-incomplete.txt").write_text("Checkpoint started at step 4 and in progress...")
     assert "did not finish" in str(read_checkpoint(folder).problem())
     assert latest_complete(tmp_path) is None
+
+
+def test_messages_of_full_disks_and_exhausted_memory_are_recognised() -> None:
+    assert is_out_of_memory("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
+    assert not is_out_of_memory("CUDA out of memory")
+    assert is_disk_full(OSError(28, "No space left on device"))
+    error = RuntimeError("unexpected pos 64 vs 0")
+    error.__context__ = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    assert is_disk_full(error)
+    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"))
+    assert not is_disk_full(ValueError("no"))
+
+
+def test_on_a_full_disk_only_the_incomplete_checkpoint_is_removed(tmp_path: Path) -> None:
+    (tmp_path / f"{SAVING_PREFIX}checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-2").mkdir()
+    message, _ = describe_full_disk(tmp_path, "rank 0", "save", 4)
+    assert message.startswith(f"rank 0 found the disk of {tmp_path} full in phase save, step 4: ")
+    assert message.endswith("there is no complete checkpoint")  # the one that is there has no manifest
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

@@ -70,12 +70,9 @@ def test_heartbeats_are_read_in_rank_order_without_one_that_no_rank_has_written(
     assert read_heartbeats(tmp_path) == [pulse(9), pulse(10)]
 
 
-def test_a_run_is_hung_only_when_no_rank_makes_progress() -> None:
+def test_no_rank_of_a_hung_run_makes_progress_and_the_cause_is_unresponsive_behind_or_outside_a_collective() -> None:
     assert stalled_seconds([pulse(0, progress=100), pulse(1, progress=160)], now=170) == 10
     assert stalled_seconds([], now=170) == 0
-
-
-def test_the_cause_is_unresponsive_or_behind_or_outside_a_collective() -> None:
     same = [pulse(0), pulse(1)]
     assert suspects(same, unresponsive={0: "its process 1 is gone"}, stacks={}) == [0]
     assert suspects([pulse(0), pulse(1, micro_steps=3)], unresponsive={}, stacks={}) == [1]

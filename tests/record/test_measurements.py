@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import (
     MemoryByPhase,
@@ -19,13 +17,10 @@ from toolkit.record.measurements import (
 )
 
 
-@pytest.mark.parametrize(
-    ("count", "share", "expected"),
-    [(10, 0.9, 9), (11, 0.9, 10), (1, 0.9, 1), (10, 0.5, 5), (10, 0.0, 1), (10, 1.0, 10)],
-)
-def test_a_percentile_is_the_smallest_value_that_covers_the_share(count: int, share: float, expected: int) -> None:
-    assert percentile(list(range(count, 0, -1)), share) == expected
-    assert percentile([], share) is None
+def test_a_percentile_is_the_smallest_value_that_covers_the_share() -> None:
+    for count, share, expected in ((10, 0.9, 9), (11, 0.9, 10), (1, 0.9, 1), (10, 0.5, 5), (10, 0.0, 1), (10, 1.0, 10)):
+        assert percentile(list(range(count, 0, -1)), share) == expected
+    assert percentile([], 0.9) is None
 
 
 def row(rank: int, **measured: Any) -> StepRow:
@@ -46,10 +41,9 @@ def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -
     measured = measure(steps, untimed_steps=1)
     assert measured.step_seconds == (9.0, 1.0, 1.0)
     assert (measured.summary()["steps"], measured.timed_steps, measured.timed_seconds) == (3, 2, 2.0)
-    assert measured.tokens_per_second == 200  # 2 steps x 2 ranks x 100 tokens in 2 s
-    assert measured.non_padding_tokens_per_second == 160
-    assert measured.supervised_tokens_per_second == 80
-    assert measured.tokens_per_cpu_second == 50  # 400 tokens in 2 x 2 x 2 s
+    # 2 steps x 2 ranks x 100 tokens in 2 s, and in 2 x 2 x 2 s of CPU time
+    assert (measured.tokens_per_second, measured.tokens_per_cpu_second) == (200, 50)
+    assert (measured.non_padding_tokens_per_second, measured.supervised_tokens_per_second) == (160, 80)
     assert (measured.step_seconds_median, measured.step_seconds_p90) == (1.0, 1.0)
 
 
@@ -71,7 +65,7 @@ def reading(at: float, joules: float | None, *reasons: str) -> dict[str, Any]:
     return {"monotonic_seconds": at, "energy_joules": joules, "throttle_reasons": list(reasons)}
 
 
-def test_energy_is_mean_power_times_the_seconds_of_the_timed_steps() -> None:
+def test_energy_is_mean_power_times_the_seconds_of_the_timed_steps_if_every_rank_has_a_counter() -> None:
     first = [{"seconds": 9.0, "gpu_reading": reading(9.0, 0.0, "software power cap")}] * 2  # untimed
     timed = [
         [{"gpu_reading": reading(10.0, 1000.0)}, {"gpu_reading": reading(10.5, 5000.0)}],
@@ -82,9 +76,7 @@ def test_energy_is_mean_power_times_the_seconds_of_the_timed_steps() -> None:
     measured = measure(steps, untimed_steps=1)
     assert measured.energy_joules == 2100  # (600 / 2 + 800 / 2) W over 3 timed steps of 1 s
     assert measured.throttle_reasons == ("hardware slowdown",)
-
-
-def test_energy_is_unknown_if_one_rank_has_no_counter() -> None:
+    # unknown if one rank has no counter
     ones = [[row(0, gpu_reading=reading(at, 100.0 * at)), row(1, gpu_reading=reading(at, None))] for at in (1.0, 2.0)]
     assert measure(ones, untimed_steps=0).energy_joules is None
     assert measure(ones, untimed_steps=0).throttle_reasons == ()
@@ -93,25 +85,18 @@ def test_energy_is_unknown_if_one_rank_has_no_counter() -> None:
 
 def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     ladder = {"bytes_of": "allocated", "load": 4, "forward": 9, "backward": 8, "step": 16}
-    other = {"bytes_of": "allocated", "load": 5, "forward": 7, "backward": None, "step": None}
+    other = {"bytes_of": "allocated", "load": 5, "forward": 7}
     steps = [[row(0, memory_by_phase=ladder), row(1, memory_by_phase=other)], [row(0), row(1)]]
     expected = MemoryByPhase(bytes_of="allocated", load=5, forward=9, backward=8, step=16)
     assert measure(steps, untimed_steps=0).memory_by_phase == expected
     assert measure([[row(0)]], untimed_steps=0).memory_by_phase is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "norm"),
-    [
-        ([{"local_grad_norm": 3.0, "grad_norm_ranks": 2}, {"local_grad_norm": 4.0, "grad_norm_ranks": 2}], 5.0),
-        ([{"local_grad_norm": 5.0, "grad_norm_ranks": 1}] * 2, 5.0),  # replicas
-        ([{"grad_norm": 1.5}] * 2, 1.5),  # the engine's own
-        ([{"local_grad_norm": 3.0, "grad_norm_ranks": 2}, {}], None),
-        ([{}, {}], None),
-    ],
-)
-def test_gradient_norms_of_shards_add_up_as_squares(ranks: list[dict[str, Any]], norm: float | None) -> None:
-    assert grad_norm([row(rank, **norms) for rank, norms in enumerate(ranks)]) == norm
+def test_gradient_norms_of_shards_add_up_as_squares() -> None:
+    three, four = ({"local_grad_norm": norm, "grad_norm_ranks": 2} for norm in (3.0, 4.0))
+    replica, of_engine = {"local_grad_norm": 5.0, "grad_norm_ranks": 1}, {"grad_norm": 1.5}
+    pairs = [(three, four), (replica, replica), (of_engine, of_engine), (three, {}), ({}, {})]
+    assert [grad_norm([row(0, **a), row(1, **b)]) for a, b in pairs] == [5.0, 5.0, 1.5, None, None]
 
 
 def test_steps_are_those_that_all_ranks_completed_and_a_run_that_lost_a_rank_has_both_sizes(tmp_path: Path) -> None:

@@ -44,12 +44,10 @@ def at(unix: float, phase: str, step: int = 0, **facts: Any) -> Moment:
 
 
 def moments(text: str) -> list[Moment]:
-    """Read `SECONDS PHASE [COMPLETED STEPS]`, separated by commas."""
     return [at(float(unix), phase, *map(int, step)) for unix, phase, *step in map(str.split, text.split(","))]
 
 
 def steps(*seconds: float) -> list[list[StepRow]]:
-    """Rows of two equal ranks that wait for nothing."""
     row = StepRow.model_construct(own_seconds=0.5, data_seconds=0.0)
     return [
         [row.model_copy(update={"step": number, "rank": rank, "seconds": second}) for rank in (0, 1)]
@@ -58,7 +56,6 @@ def steps(*seconds: float) -> list[list[StepRow]]:
 
 
 def parts(found: Goodput) -> dict[str, float]:
-    """The parts that are not zero, without their unit."""
     seconds = {name: getattr(found, f"{name}_seconds") for name in PARTS}
     assert sum(seconds.values()) == pytest.approx(found.wall_seconds)
     return {name: pytest.approx(second) for name, second in seconds.items() if second}
@@ -75,10 +72,9 @@ def test_every_second_of_an_undisturbed_run_has_one_place() -> None:
 
 
 def test_a_rank_waits_for_its_batch_and_for_the_slowest_rank() -> None:
-    rows = steps(3.0)
-    rows[0][0] = rows[0][0].model_copy(update={"data_seconds": 0.5, "own_seconds": 1.0})
-    rows[0][1] = rows[0][1].model_copy(update={"data_seconds": 0.75, "own_seconds": 1.75})
-    found = measure_goodput(moments("0 start, 1 train, 4 end"), rows)
+    waits = ({"data_seconds": 0.5, "own_seconds": 1.0}, {"data_seconds": 0.75, "own_seconds": 1.75})
+    rows = [row.model_copy(update=facts) for row, facts in zip(steps(3.0)[0], waits, strict=True)]
+    found = measure_goodput(moments("0 start, 1 train, 4 end"), [rows])
     assert parts(found) == {"productive": 1.75, "startup": 1.0, "waiting": 1.25}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from comparison_records import comparison, comparison_runner
 from launching import CPU_PRESETS, ROOT, read, toolkit
-from small_llama import LLAMA
+from model_configs import LLAMA
 
 from toolkit.compare.commands import write_report_again
 from toolkit.errors import ToolkitError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from launching import toolkit
-from small_llama import LLAMA, NUM_PARAMS
+from model_configs import LLAMA, NUM_PARAMS
 
 # The first of four ranks holds 253 of 1009 rows of the embedding and the head, and a quarter of the rest.
 HELD = NUM_PARAMS // 4 + 2 * (253 * 4 - 1009) * 64 // 4

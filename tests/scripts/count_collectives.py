@@ -1,6 +1,10 @@
 """The training script, with the payload of every collective of every optimizer step counted on each rank.
 
     accelerate launch --config_file ... tests/scripts/count_collectives.py ...    # as `-m toolkit.train`
+    python tests/scripts/count_collectives.py --alone CONFIG_FILE WORLD_SIZE ...  # rank 0 of many, in one process
+
+Alone, collectives go to torch's fake process group: nothing travels, so losses mean nothing; which collectives are
+called, and with what, is the engine's own.
 
 Counted where all of them pass, torch's dispatcher: DDP's and FSDP2's own, DeepSpeed's, and those of gradient
 clipping. A payload is the whole tensor: what an all-gather ends with, what a reduce-scatter starts with. One JSON line
@@ -9,6 +13,7 @@ collective among fewer than all ranks has their number in its name: `all_gather 
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -31,9 +36,26 @@ FUNCTIONAL = {
 
 
 def main() -> int:
+    words = sys.argv[1:]
     door.prepare_environment()
+    if words[0] == "--alone":
+        _, config, world_size, *words = words
+        join_fake_group(config, int(world_size))
     count_steps()
-    return door.main(sys.argv[1:])
+    return door.main(words)
+
+
+def join_fake_group(config: str, world_size: int) -> None:
+    """Be rank 0, with what `accelerate launch` would put into its environment on a node of eight ranks."""
+    from toolkit.launch.command import launcher_environment, rank_environment
+    from toolkit.presets import load_preset
+
+    rank = rank_environment(world_size=world_size, rank=0, local_rank=0, local_world_size=8, master_port=29500)
+    os.environ |= launcher_environment(load_preset(config), world_size=world_size) | rank
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 def count_steps() -> None:

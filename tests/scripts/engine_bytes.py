@@ -99,7 +99,6 @@ def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """The Trainer's two groups, of what is trained."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [[p for name, p in named if (name in decayed) is with_decay] for with_decay in (True, False)]
@@ -119,7 +118,9 @@ def stepped(model: Any, optim: str) -> dict[str, int]:
     backward(model)
     gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+    accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
+    trainer: Any = SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
+    return of(read_torch(trainer, model, list(model.parameters())), gradients)
 
 
 def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
@@ -132,24 +133,16 @@ def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
     ranks = dist.get_world_size()
     shape = (preset.replicas, ranks // preset.replicas) if preset.replicas > 1 else (ranks,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=preset.sharding != "shard_grad_op",
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_ram_efficient_loading=False,
-    )
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    reshards = preset.sharding != "shard_grad_op"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=reshards, **wrapped)
     plugin.set_mixed_precision("bf16")
     if preset.offload_param:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     names = list(mesh.mesh_dim_names)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh={tuple(names): mesh},
-        parallelism_config=SimpleNamespace(fsdp_dim_names=names),
-        mixed_precision="bf16",
-        is_main_process=True,
-        device=torch.device("cpu"),
-    )
+    mesh_of = {"torch_device_mesh": {tuple(names): mesh}, "parallelism_config": SimpleNamespace(fsdp_dim_names=names)}
+    place = {"is_main_process": True, "device": torch.device("cpu"), "mixed_precision": "bf16"}
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **mesh_of, **place)
     return stepped(fsdp2_prepare_model(accelerator, model), optim)
 
 
@@ -189,12 +182,6 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
     backward(model, engine)
     engine.step()
     return of(read_deepspeed.read(engine, list(engine.module.parameters())), seen["gradients"])
-
-
-def plain_trainer(optimizer: Any) -> Any:
-    """What the readings look at."""
-    accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
-    return SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
 
 
 def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:

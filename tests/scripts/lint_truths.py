@@ -96,7 +96,8 @@ def accelerate_truths() -> None:
     several = "num_machines: 2\nmain_process_ip: 127.0.0.1\n" + DEEPSPEED + "  zero_stage: 2\n"
     SEEN["pdsh-by-default"] = prepare_deepspeed_cmd_env(launched(several)[1])[0][:6]
     nvme = DEEPSPEED + "  zero_stage: 3\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
-    SEEN["never-forwarded"] = in_rank(nvme, lambda: DeepSpeedPlugin().deepspeed_config["zero_optimization"])
+    zero = in_rank(nvme, lambda: DeepSpeedPlugin().deepspeed_config["zero_optimization"])
+    SEEN["never-forwarded"] = zero["offload_param"]
     other = ranks_environment("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n")
     SEEN["block-not-in-force"] = other.get("ACCELERATE_USE_FSDP", "not set")
     state: Any = SimpleNamespace(multi_device=False, num_processes=2, is_fsdp2=True, is_main_process=True)
@@ -155,9 +156,8 @@ def deepspeed_truths(removed: list[str], removed_zero: list[str], deprecated: di
     SEEN["deprecated-zero-key"] = {name: config({name: True}) for name in deprecated}
     SEEN["fp16-and-bf16-json"] = config(fp16={"enabled": True}, bf16={"enabled": True})
     SEEN["batch-arithmetic"] = config(train_batch_size=10, train_micro_batch_size_per_gpu=4)
-    SEEN["batch-arithmetic-of-pair"] = config(
-        train_batch_size=16, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2
-    )
+    pair = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    SEEN["batch-arithmetic-of-pair"] = config(train_batch_size=16, **pair)
     SEEN["offload-param-below-stage-3"] = config({"stage": 2, "offload_param": {"device": "cpu"}})
     SEEN["nvme-without-path"] = config({"stage": 3, "offload_optimizer": {"device": "nvme"}})
     SEEN["overlap-below-stage-3"] = [

@@ -10,15 +10,9 @@ from toolkit.observe.rank_process import leave
 
 
 def main(preset_name: str, folder: str) -> None:
-    args = load_preset(preset_name).training_arguments(
-        output_dir=f"{folder}/checkpoints",
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    job = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    args = load_preset(preset_name).training_arguments(output_dir=f"{folder}/checkpoints", **job, **quiet)
 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer

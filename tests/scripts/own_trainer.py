@@ -13,14 +13,8 @@ from toolkit.observe.rank_process import leave
 
 def main(preset_name: str, model_folder: str, output: str) -> None:
     preset = load_preset(preset_name)
-    args = preset.training_arguments(
-        output_dir=output,
-        max_steps=1,
-        per_device_train_batch_size=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    args = preset.training_arguments(output_dir=output, max_steps=1, per_device_train_batch_size=1, **quiet)
 
     import torch
     from transformers import AutoModelForCausalLM, Trainer

@@ -1,7 +1,4 @@
-"""The environment of a rank and the state of its interpreter, as JSON: equal in a cold start and in a forked one.
-
-accelerate launch ... process_state.py PREFIX       # writes PREFIX0.json, PREFIX1.json, one per rank
-"""
+"""The environment of a rank and the state of its interpreter, as JSON: equal in a cold start and in a forked one."""
 
 from __future__ import annotations
 
@@ -17,17 +14,6 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
-
-import toolkit.train.__main__ as entry_point
-
-
-def import_training_script() -> None:
-    gc.disable()
-    entry_point.prepare_environment()
-    import toolkit.train.script  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
 
 
 def process_state() -> dict[str, Any]:
@@ -70,9 +56,3 @@ def process_state() -> dict[str, Any]:
 
 def write_process_state(prefix: str) -> None:
     Path(f"{prefix}{os.environ.get('RANK', '0')}.json").write_text(json.dumps(process_state(), default=str))
-
-
-if __name__ == "__main__":
-    import_training_script()
-    write_process_state(sys.argv[1])
-    entry_point.leave(0)

@@ -21,20 +21,11 @@ def main(preset_name: str, model_folder: str, output: str, *words: str) -> None:
     preset = load_preset(preset_name)
     layout = preset.layout(int(os.environ.get("WORLD_SIZE", "1")), degrees)
     different_batches = 1 if layout is None else layout.data_parallel_size
-    args = preset.training_arguments(
-        output_dir=output,
-        max_steps=3,
-        per_device_train_batch_size=GLOBAL_BATCH // ACCUMULATION // different_batches,
-        gradient_accumulation_steps=ACCUMULATION,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        remove_unused_columns=False,
-        report_to="none",
-        disable_tqdm=True,
-        **degrees,
-    )
+    batch = GLOBAL_BATCH // ACCUMULATION // different_batches
+    job = {"max_steps": 3, "per_device_train_batch_size": batch, "gradient_accumulation_steps": ACCUMULATION}
+    job |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "remove_unused_columns": False}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    args = preset.training_arguments(output_dir=output, **job, **quiet, **degrees)
 
     import torch
     from transformers import AutoModelForCausalLM, Trainer

@@ -13,14 +13,7 @@ from toolkit.plan.failures import FailingJob
 from toolkit.simulate.failure_estimate import SimulatedFailures, simulate_failures
 
 HOUR = 3600
-
-
-def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    return run_command(["simulate", "failures", *words], capsys)
-
-
-def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return json_of(["simulate", "failures", *words], capsys)
+COMMAND = ["simulate", "failures"]
 
 
 def save(kind: str, stall: float) -> dict[str, Any]:
@@ -28,7 +21,7 @@ def save(kind: str, stall: float) -> dict[str, Any]:
 
 
 def test_json_has_closed_forms_beside_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(["--gpus", "12000", "--checkpoint-seconds", "60", "--days", "30"], capsys)
+    found = json_of([*COMMAND, "--gpus", "12000", "--checkpoint-seconds", "60", "--days", "30"], capsys)
     assert (found["nodes"], found["monte_carlo"]["runs"]) == (1500, 10)
     assert found["mean_hours_between_failures"] == pytest.approx(24_000 / (6.5 * 1500))
     assert found["best_checkpoint_interval_seconds"] == pytest.approx(1031.2, abs=0.1)
@@ -42,7 +35,7 @@ def test_text_and_page_have_both_ratios_the_best_intervals_and_the_known_miss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--gpus", "16384", "--spare-nodes", "40", "--repair-hours", "24"]
-    code, out, _ = run([*words, "--output-dir", str(tmp_path)], capsys)
+    code, out, _ = run_command([*COMMAND, *words, "--output-dir", str(tmp_path)], capsys)
     assert code == 0
     for text in ("40 spare", "one every 1.80 h", "(assumed)", "(Young)", "(Daly)", "Monte Carlo", "7.9 h"):
         assert text in out
@@ -51,12 +44,14 @@ def test_text_and_page_have_both_ratios_the_best_intervals_and_the_known_miss(
     _, _, chart = page.partition('aria-label="effective time ratio by checkpoint interval"')
     points = [line.partition('"')[0].split() for line in chart.split('<polyline points="')[1:]]
     assert [len({*line}) for line in points] == [41, 41, 1, 1, 1, 1]  # exact, first order, two dots with their rings
-    assert "almost no progress" in run(["--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)[1]
+    assert (
+        "almost no progress" in run_command([*COMMAND, "--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)[1]
+    )
 
 
 def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.CaptureFixture[str]) -> None:
     failures_of_a_run = 5_000_000 / 8 * 6.5 / 1000 * 100
-    found = answer(["--gpus", "5000000", "--days", "100"], capsys)
+    found = json_of([*COMMAND, "--gpus", "5000000", "--days", "100"], capsys)
     assert found["monte_carlo"]["runs"] == int(2_000_000 / failures_of_a_run) == 4
 
 
@@ -71,7 +66,7 @@ def test_a_save_costs_the_median_time_for_which_a_runs_checkpoints_made_training
     saves: list[dict[str, Any]] | None, cost: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"status": "completed", "saves": saves}))
-    code, out, err = run(["--gpus", "16", "--run-folder", str(tmp_path), "--json"], capsys)
+    code, out, err = run_command([*COMMAND, "--gpus", "16", "--run-folder", str(tmp_path), "--json"], capsys)
     if cost is None:
         assert (code, "recorded no checkpoint" in err) == (2, True)
     else:

@@ -11,63 +11,54 @@ from launching import LLAMA_8B_CONFIG
 
 from toolkit.simulate.pipeline_schedules import SCHEDULES
 
-SIZES = ["--stages", "4", "--micro-batches", "8"]
+SIZES = ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8"]
 TIMES = ["--forward-ms", "10", "--backward-ms", "10", "--weight-ms", "5"]
 MODEL = ["--model", str(LLAMA_8B_CONFIG), "--gpu", "h100"]
 
 
-def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    return run_command(["simulate", "pipeline", *words], capsys)
-
-
-def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return json_of(["simulate", "pipeline", *words], capsys)
-
-
 def test_json_has_a_row_per_named_schedule_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer([*SIZES, *TIMES, "--schedule", "zb_h1", "--schedule", "1f1b"], capsys)
+    found = json_of([*SIZES, *TIMES, "--schedule", "zb_h1", "--schedule", "1f1b"], capsys)
     assert [row["schedule"] for row in found["schedules"]] == ["zb_h1", "1f1b"]
     row = found["schedules"][1]
     assert (row["stages"], row["micro_batches"], row["peak_micro_batches"]) == (4, 8, [4, 3, 2, 1])
     assert row["step_seconds"] == pytest.approx((8 + 3) * 0.025)
     assert row["bubble_fraction"] == pytest.approx(3 / 11)
     assert found["predicted_over_measured"] == [0.04, 0.18]
-    assert [row["schedule"] for row in answer([*SIZES, *TIMES], capsys)["schedules"]] == list(SCHEDULES)
+    assert [row["schedule"] for row in json_of([*SIZES, *TIMES], capsys)["schedules"]] == list(SCHEDULES)
 
 
-def test_schedules_that_are_not_possible_say_why_not(capsys: pytest.CaptureFixture[str]) -> None:
-    few = answer(["--stages", "4", "--micro-batches", "3"], capsys)
+def test_schedules_that_are_impossible_with_these_sizes_or_a_whole_backward_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = json_of([*SIZES, "--micro-batches", "3"], capsys)
     assert [row["schedule"] for row in few["schedules"]] == ["gpipe", "interleaved_1f1b", "zb_v"]
     assert few["left_out"][0] == "1f1b: --micro-batches is 3, but 1f1b on 4 stages needs 4 or more"
-
-
-def test_a_whole_backward_leaves_out_schedules_that_split_it(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer([*SIZES, "--forward-ms", "10", "--backward-ms", "20"], capsys)
+    found = json_of([*SIZES, "--forward-ms", "10", "--backward-ms", "20"], capsys)
     assert [row["schedule"] for row in found["schedules"]] == ["gpipe", "1f1b", "interleaved_1f1b"]
     assert found["schedules"][0]["step_seconds"] == pytest.approx(11 * 0.03)
 
 
 def test_chunks_are_those_of_the_interleaved_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer([*SIZES, "--chunks", "3"], capsys)
+    found = json_of([*SIZES, "--chunks", "3"], capsys)
     chunks = {row["schedule"]: row["chunks"] for row in found["schedules"]}
     assert (chunks["interleaved_1f1b"], chunks["zb_v"], chunks["1f1b"]) == (3, 2, 1)
-    code, _, err = run([*SIZES, "--chunks", "3", "--schedule", "1f1b"], capsys)
+    code, _, err = run_command([*SIZES, "--chunks", "3", "--schedule", "1f1b"], capsys)
     assert (code, err) == (0, "warning: --chunks has no effect: these schedules have one chunk per stage\n")
 
 
 def test_text_has_a_table_timelines_and_the_range_of_the_miss(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run([*SIZES, *TIMES, "--schedule", "1f1b"], capsys)
+    code, out, _ = run_command([*SIZES, *TIMES, "--schedule", "1f1b"], capsys)
     assert code == 0
     assert "forward 10 ms, backward 10 ms, weight gradient 5 ms, transfer 0 ms" in out
     assert "27.3 %" in out
     assert sum(line.startswith("stage ") for line in out.splitlines()) == 4
     assert "4 to 18 % above the measured" in out
-    without = run([*SIZES, *TIMES, "--schedule", "1f1b", "--no-timeline"], capsys)[1]
+    without = run_command([*SIZES, *TIMES, "--schedule", "1f1b", "--no-timeline"], capsys)[1]
     assert not [line for line in without.splitlines() if line.startswith("stage ")]
 
 
 def test_a_model_gives_times_and_memory_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    row = answer([*SIZES, *MODEL, "--schedule", "1f1b"], capsys)["schedules"][0]
+    row = json_of([*SIZES, *MODEL, "--schedule", "1f1b"], capsys)["schedules"][0]
     low, high = row["step_seconds_range"]
     assert low < row["step_seconds"] < high
     assert row["activation_bytes"][1] > 1.4 * row["activation_bytes"][2]  # 3 and 2 micro-batches in flight
@@ -76,7 +67,7 @@ def test_a_model_gives_times_and_memory_by_stage(capsys: pytest.CaptureFixture[s
 
 
 def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run([*SIZES, *MODEL, "--output-dir", str(tmp_path / "out")], capsys)
+    code, out, _ = run_command([*SIZES, *MODEL, "--output-dir", str(tmp_path / "out")], capsys)
     assert (code, "stage 3" in out) == (0, True)
     page = (tmp_path / "out" / "simulation.html").read_text()
     rows = json.loads((tmp_path / "out" / "simulation.json").read_text())["schedules"]

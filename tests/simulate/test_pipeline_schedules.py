@@ -1,4 +1,7 @@
-"""The order of operations by schedule, against torch's own, and schedules that are impossible."""
+"""The order of operations by schedule, against torch's own; steps against the zero-bubble paper and closed forms.
+
+`simulated_throughput` names the paper's tables.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, step, throughputs
 
 from toolkit.errors import ToolkitError
 from toolkit.simulate.pipeline_schedules import (
     LETTERS,
+    PREDICTED_OVER_MEASURED,
     SCHEDULES,
+    ChunkTimes,
     OperationOrder,
     PipelineSize,
     check_schedule,
     chunks_of,
     operation_order,
+    simulate,
 )
 
 TORCH_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
 TORCH_NAMES |= {"zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
 TORCH_LETTERS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "FULL_BACKWARD": "B", "BACKWARD_WEIGHT": "W"}
 SIZES = [(stages, count) for stages in (2, 3, 8) for count in (1, 3, 4, 8, 12, 17)]
+EQUAL = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
+UNEQUAL = ChunkTimes(forward_seconds=3.0, backward_seconds=4.0, weight_seconds=2.0)
 Operation = tuple[str, int, int]
 
 
@@ -88,3 +97,78 @@ def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: s
     every = sorted((chunk, micro_batch) for chunk in range(size.num_chunks) for micro_batch in range(12))
     for letters in ("F", "IB", "WB"):
         assert sorted((chunk, number) for letter, chunk, number in done if letter in letters) == every
+
+
+@pytest.mark.parametrize("place", range(len(BUBBLES)))
+def test_the_papers_bubbles_are_reproduced_to_four_decimals_and_of_interleaved_1f1b_to_0_004(place: int) -> None:
+    row, chunks = BUBBLES[place], int(THROUGHPUTS[place]["chunks_interleaved"])
+    for schedule in ("1f1b", "zb_h1", "zb_h2"):
+        assert round(published_step(schedule, row).bubble_fraction, 4) == row[f"bubble_{schedule}"]
+    interleaved = published_step("interleaved_1f1b", row, chunks=chunks).bubble_fraction
+    assert interleaved == pytest.approx(row["bubble_interleaved_1f1b"], abs=0.004)
+
+
+def test_known_miss_every_prediction_is_optimistic_by_the_range_that_is_printed() -> None:
+    found = list(throughputs())
+    errors = [each.error for each in found]
+    assert len(errors) == 18
+    assert min(errors) == pytest.approx(PREDICTED_OVER_MEASURED[0], abs=0.005)
+    assert max(errors) == pytest.approx(PREDICTED_OVER_MEASURED[1], abs=0.01)
+    assert max(found, key=lambda each: each.error).schedule == "interleaved_1f1b"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (4, 8), (16, 100)])
+def test_gpipe_and_1f1b_have_the_bubble_of_their_closed_form(schedule: str, stages: int, micro_batches: int) -> None:
+    run = step(schedule, stages, micro_batches, UNEQUAL)
+    assert run.bubble_fraction == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert run.makespan_seconds == pytest.approx(run.step_seconds)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 2), (8, 32, 4)])
+def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, micro_batches: int, chunks: int) -> None:
+    run = step("interleaved_1f1b", stages, micro_batches, EQUAL, chunks=chunks)
+    ideal = run.work_seconds
+    assert (run.step_seconds - ideal) / ideal == pytest.approx((stages - 1) / (chunks * micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "peaks"),
+    [
+        ("gpipe", (12, 12, 12, 12)),
+        ("1f1b", (4, 3, 2, 1)),
+        ("interleaved_1f1b", (5.5, 4.5, 3.5, 2.5)),  # p·(1 + (p-1)/(p·v)) on the first stage
+        ("zb_h1", (4, 4, 4, 4)),
+        ("zb_h2", (7, 7, 7, 7)),  # 2p-1
+        ("zb_v", (4, 4, 4, 4)),
+        ("dualpipe_v", (4.5, 4.5, 4.5, 4.5)),
+    ],
+)
+def test_peak_micro_batches_by_stage(schedule: str, peaks: tuple[float, ...]) -> None:
+    run = step(schedule, 4, 12, EQUAL)
+    assert run.peak_micro_batches == peaks
+    assert schedule not in ("zb_h2", "zb_v") or run.bubble_fraction == pytest.approx(0)
+
+
+def test_a_transfer_delays_the_other_stage_and_not_its_sender() -> None:
+    run = step("gpipe", 2, 1, EQUAL, transfer=10.0)
+    first, second = (list(run.stage_operations(stage)) for stage in range(2))
+    assert [(start, end) for start, end, _, _ in first] == [(0.0, 1.0), (24.0, 26.0)]
+    assert [(start, end) for start, end, _, _ in second] == [(11.0, 12.0), (12.0, 14.0)]
+
+
+def test_a_slow_chunk_makes_the_others_wait() -> None:
+    slow = ChunkTimes(forward_seconds=2.0, backward_seconds=2.0, weight_seconds=2.0)
+    run = simulate("1f1b", PipelineSize(stages=2, micro_batches=50), [EQUAL, slow])
+    assert run.work_seconds == 50 * (3 + 6) / 2
+    assert run.step_seconds == 50 * 6 + 3  # the slow stage never waits after its first forward
+    assert run.bubble_fraction == pytest.approx(1 - 225 / 303)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_size_that_is_possible_ends(schedule: str) -> None:
+    for stages in (1, 2, 5):
+        for micro_batches in (2 * stages, 3 * stages, 2 * stages + 30):
+            run = step(schedule, stages, micro_batches, UNEQUAL, transfer=0.5)
+            assert 0 <= run.bubble_fraction < 1
+            assert run.step_seconds <= run.makespan_seconds + 1e-9

@@ -1,4 +1,4 @@
-"""Policies of data parallelism, worked out by hand and against closed forms."""
+"""Policies of data parallelism, worked out by hand and against closed forms; the small network trained under them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import numpy
 import pytest
 
 from toolkit.simulate.stragglers import drawn_seconds
-from toolkit.simulate.synchronization import Policy, PolicyRun, best_backup_workers, simulate
+from toolkit.simulate.synchronization import (
+    Policy,
+    PolicyRun,
+    SmallProblem,
+    best_backup_workers,
+    gradients,
+    loss,
+    simulate,
+    train,
+)
 
 SYNCHRONOUS = Policy(name="synchronous")
 ASYNCHRONOUS = Policy(name="asynchronous")
+PROBLEM = SmallProblem(seed=0)
+WORKERS = 8
 
 
 def drawn(distribution: str = "lognormal", *, spread: float = 0.3, workers: int = 8, steps: int = 100) -> Any:
@@ -111,3 +122,37 @@ def test_chen_et_al_4_of_100_backup_workers_are_the_best_for_a_small_spread_only
     assert best == sorted(best), "the heavier the tail, the more backup workers"
     assert 4 in best[:-1]
     assert best[-1] > 4
+
+
+# -- The small network
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    weights = tuple(weight.astype(numpy.float64) for weight in PROBLEM.initial_weights)
+    inputs, classes = PROBLEM.batches([0])
+    for layer, gradient in enumerate(gradients(weights, inputs, classes)):
+        moved = [weight.copy() for weight in weights]
+        moved[layer][3, 5] += 1e-6
+        difference = (loss(tuple(moved), inputs, classes) - loss(weights, inputs, classes)) / 1e-6
+        assert gradient[3, 5] == pytest.approx(difference, rel=1e-3, abs=1e-6)
+
+
+def test_synchronous_training_is_sgd_over_the_rows_in_order() -> None:
+    weights = PROBLEM.initial_weights
+    for step in range(5):
+        found = gradients(weights, *PROBLEM.batches(range(step * WORKERS, (step + 1) * WORKERS)))
+        weights = tuple(weight - numpy.float32(0.1) * gradient for weight, gradient in zip(weights, found, strict=True))
+    curve = train(simulate(SYNCHRONOUS, drawn(), steps=5), PROBLEM, learning_rate=0.1)
+    assert curve[-1][1] == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
+    assert len(curve) == 6
+
+
+def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
+    """Two workers of which the second is slow: its gradient is that of the initial weights."""
+    timeline = simulate(ASYNCHRONOUS, numpy.array([[1.0], [2.5]]), steps=2)
+    share, weights = numpy.float32(0.2 / 2), [PROBLEM.initial_weights]
+    for worker, batch, version in ((0, 0, 0), (0, 1, 1), (1, 0, 0), (0, 2, 2)):
+        found = gradients(weights[version], *PROBLEM.batches([2 * batch + worker]))
+        weights.append(tuple(old - share * step for old, step in zip(weights[-1], found, strict=True)))
+    curve = train(timeline, PROBLEM, learning_rate=0.2)
+    assert [value for _, value in curve] == pytest.approx([PROBLEM.test_loss(each) for each in weights], rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,20 +15,16 @@ from toolkit.train.arguments import LaunchContext, accelerate_launch_arguments, 
 
 ZERO2 = str(ROOT / "accelerate_configs" / "zero2.yaml")
 TWO_NODES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
-
-
 LAUNCHERS = ["python3 /venv/bin/accelerate launch", "accelerate launch", "python3 /venv/bin/accelerate-launch"]
 OTHERS = ["python -m toolkit.train --dataset accelerate", "/venv/bin/accelerate config", "torchrun train.py", ""]
+MINE = ["--config_file", "mine.yaml"]  # of four processes
+SCRIPT = ["-m", "toolkit.train"]
 
 
 @pytest.mark.parametrize("words", [*LAUNCHERS, "python -u -m accelerate.commands.launch", *OTHERS])
 def test_the_launcher_is_told_from_another_program(words: str) -> None:
     options = ["--num_processes", "2"]
     assert accelerate_launch_arguments([*words.split(), *options]) == (None if words in OTHERS else options)
-
-
-MINE = ["--config_file", "mine.yaml"]  # of four processes
-SCRIPT = ["-m", "toolkit.train"]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +41,7 @@ SCRIPT = ["-m", "toolkit.train"]
     ],
     ids=str,
 )
-def test_preset_and_sizes_are_read_from_the_launchers_options(
-    options: list[str], preset: str | None, sizes: tuple[int | None, int | None], tmp_path: Path
-) -> None:
+def test_preset_and_sizes_are_the_launchers(options: list[str], preset: str | None, sizes: Any, tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "accelerate_configs" / "ddp.yaml").read_text()) | {"num_processes": 4}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     found = context_of_command(options, tmp_path)

@@ -5,7 +5,6 @@ Two elastic agents on this host stand for the nodes; in tests/cluster a node los
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,39 +22,23 @@ def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
     return elastic_job(tiny_model, faq_alpaca)
 
 
-@pytest.fixture
-def started() -> Iterator[list[Nodes]]:
-    """The nodes of a test, whose processes end with it."""
-    started: list[Nodes] = []
-    yield started
-    for nodes in started:
-        for name in list(nodes.agents):
-            nodes.lose(name)
-
-
-def test_a_run_that_loses_and_regains_a_node_trains_on_the_same_rows(
-    job: list[str], started: list[Nodes], tmp_path: Path
-) -> None:
-    nodes = Nodes("zero2", tmp_path, job, f"127.0.0.1:{get_free_port()}")
-    started.append(nodes)
-    nodes.start("first")
-    nodes.start("second")
-    nodes.train_on(2, attempt=1, steps=5)
-    nodes.lose("second")
-    nodes.train_on(1, attempt=2)
-    nodes.start("second")
-    nodes.train_on(2, attempt=3)
-    nodes.stop()
-
+def test_a_run_that_regains_a_node_keeps_its_rows(job: list[str], tmp_path: Path) -> None:
+    with Nodes("zero2", tmp_path, job, f"127.0.0.1:{get_free_port()}") as nodes:
+        nodes.start("first")
+        nodes.start("second")
+        nodes.train_on(2, attempt=1, steps=5)
+        nodes.lose("second")
+        nodes.train_on(1, attempt=2)
+        nodes.start("second")
+        nodes.train_on(2, attempt=3)
+        nodes.stop()
     check_restarts(nodes, world_sizes=[2, 1, 2])
     trained = losses_of_steps(nodes.out)
     expected = losses_without_interruption("zero2", job, tmp_path / "whole", steps=len(trained))
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
-def test_a_number_of_ranks_that_cannot_keep_the_batch_ends_the_run_after_its_restarts(
-    job: list[str], tmp_path: Path
-) -> None:
+def test_ranks_that_cannot_keep_the_batch_end_the_run_after_its_restarts(job: list[str], tmp_path: Path) -> None:
     words = [*job, "--global_batch_size", "3", "--output_dir", str(tmp_path / "out")]
     ended = torchrun_preset("ddp", *words, options=["--max-restarts", "1"])
     assert ended.returncode == 1

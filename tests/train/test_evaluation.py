@@ -26,12 +26,10 @@ def test_held_out_rows_depend_on_the_seed_and_nothing_else() -> None:
     assert [len(held_out(100, size, seed=42)) for size in (0.05, 0.001)] == [5, 1]
 
 
-def test_the_loss_is_weighted_by_tokens_and_not_by_batches() -> None:
+def test_the_loss_is_weighted_by_tokens_and_not_by_batches(tokenizer: Any) -> None:
     batches = [(torch.tensor(1.0), 3), (torch.tensor(5.0), 1), (torch.tensor(math.nan), 0)]  # of fill rows
     assert evaluation_figures(batches, "cpu") == {"loss": 2.0, "perplexity": math.exp(2.0), "supervised_tokens": 4}
-
-
-def test_fill_rows_have_no_supervised_tokens(tokenizer: Any) -> None:
+    # Fill rows have no supervised tokens.
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "row": 0}, {"input_ids": [8, 9], "labels": [8, 9], "row": 1}]
     filled = EvaluationRows(rows, multiple=4)
     made = [filled[index] for index in range(len(filled))]

@@ -42,11 +42,7 @@ FIRST = ("single", "ddp", "zero2", "zero3", "fsdp2")
 PRESETS = [pytest.param(preset, marks=() if preset in FIRST else pytest.mark.nightly) for preset in HELD_BYTES]
 # Observed: equal to 15 digits at the first step, 2e-7 relative after two updates.
 LOSS_TOLERANCE = 1e-6
-
-
-@pytest.fixture
-def runs(preset_runs: dict[str, Path]) -> dict[str, Path]:
-    return preset_runs
+Runs = dict[str, Path]
 
 
 def test_every_preset_that_a_cpu_can_run_is_tested() -> None:
@@ -57,16 +53,16 @@ def test_every_preset_that_a_cpu_can_run_is_tested() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_each_rank_holds_the_bytes_that_the_preset_specifies(runs: dict[str, Path], preset: str) -> None:
-    ranks = attested_ranks(runs[preset])
+def test_each_rank_holds_the_bytes_that_the_preset_specifies(preset_runs: Runs, preset: str) -> None:
+    ranks = attested_ranks(preset_runs[preset])
     assert [rank["world_size"] for rank in ranks] == [CPU_PRESETS[preset]] * CPU_PRESETS[preset]
     for rank in ranks:
         assert tuple(rank[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer")) == HELD_BYTES[preset]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_run_folder_holds_its_files_and_records_what_ran(runs: dict[str, Path], preset: str) -> None:
-    folder, ranks = runs[preset], range(CPU_PRESETS[preset])
+def test_the_run_folder_holds_its_files_and_records_what_ran(preset_runs: Runs, preset: str) -> None:
+    folder, ranks = preset_runs[preset], range(CPU_PRESETS[preset])
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     rows = {f"ranks/rank{rank}.{end}" for rank in ranks for end in ("jsonl", "heartbeat", "stacks")}
     counted = {f"collectives/rank{rank}.jsonl" for rank in ranks}  # the script's, as the logits
@@ -80,30 +76,30 @@ def test_the_run_folder_holds_its_files_and_records_what_ran(runs: dict[str, Pat
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_weights_batches_and_losses_equal_those_of_ddp(runs: dict[str, Path], preset: str) -> None:
-    assert losses(runs[preset], CPU_PRESETS[preset]) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
-    ranks = [rank for name in ("ddp", preset) for rank in attested_ranks(runs[name])]
+def test_weights_batches_and_losses_equal_those_of_ddp(preset_runs: Runs, preset: str) -> None:
+    assert losses(preset_runs[preset], CPU_PRESETS[preset]) == pytest.approx(
+        losses(preset_runs["ddp"]), rel=LOSS_TOLERANCE
+    )
+    ranks = [rank for name in ("ddp", preset) for rank in attested_ranks(preset_runs[name])]
     assert len({rank["initial_weights_sha256"] for rank in ranks}) == 1
     if CPU_PRESETS[preset] == 2:
-        own, baseline = (
-            [[row["batch_sha256"] for row in rank_rows(runs[name], rank)] for rank in (0, 1)]
-            for name in (preset, "ddp")
-        )
+        rows = ([rank_rows(preset_runs[name], rank) for rank in (0, 1)] for name in (preset, "ddp"))
+        own, baseline = ([[row["batch_sha256"] for row in rank] for rank in ranks] for ranks in rows)
         assert own == baseline
         assert own[0] != own[1]  # each rank has its own rows
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(runs: dict[str, Path], preset: str) -> None:
+def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(preset_runs: Runs, preset: str) -> None:
     import torch
     from scripts.train_and_fingerprint import FIXED_TOKENS
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(runs[preset])
-    live = torch.load(runs[preset] / "live_logits.pt")
+    model = AutoModelForCausalLM.from_pretrained(preset_runs[preset])
+    live = torch.load(preset_runs[preset] / "live_logits.pt")
     with torch.no_grad():
         reloaded = model(input_ids=torch.tensor(FIXED_TOKENS)).logits
     torch.testing.assert_close(reloaded, live, rtol=1e-5, atol=1e-5)
     assert model.num_parameters() == P
     assert model.config.use_cache is True
-    assert AutoTokenizer.from_pretrained(runs[preset]).decode([4093]) != ""
+    assert AutoTokenizer.from_pretrained(preset_runs[preset]).decode([4093]) != ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import ROOT, accelerate_launch, attested_ranks, losses
@@ -16,9 +17,7 @@ TOTAL = 134_515_008 + LORA_PARAMETERS
 
 
 @pytest.fixture(scope="module", params=["zero2", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, real_model: Path, faq_sharegpt: Path
-) -> Path:
+def run(request: Any, tmp_path_factory: pytest.TempPathFactory, real_model: Path, faq_sharegpt: Path) -> Path:
     """A few LoRA steps under one preset."""
     folder = tmp_path_factory.mktemp("real") / str(request.param)
     words = ["--model_name_or_path", str(real_model), "--dataset", str(faq_sharegpt), "--max_seq_length", "64"]

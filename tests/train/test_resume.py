@@ -17,13 +17,14 @@ from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses,
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
 
+Runs = dict[str, Path]
+
 pytestmark = pytest.mark.launch
 
 TINY_BYTES = 4 * 3_219_776
 
 
 def some(*first: str) -> list[object]:
-    """The cases of `saved_runs`, those after the first ones nightly."""
     return [pytest.param(case, marks=() if case in first else pytest.mark.nightly) for case in SAVED]
 
 
@@ -40,7 +41,7 @@ def rows_after(folder: Path, step: int) -> list[list[tuple[Any, ...]]]:
 
 
 @pytest.fixture
-def resume(saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+def resume(saved_job: list[str], saved_runs: Runs, tmp_path: Path) -> Callable[..., Path]:
     def run(case: str, *words: str, num_processes: int = 2) -> Path:
         preset, _, lora = case.partition("-")
         words = (*saved_job, *(LORA if lora else []), *words, "--save_strategy", "no", "--save_model", "false")
@@ -54,9 +55,7 @@ def resume(saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", some("zero2-lora", "fsdp2"))
-def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
-    case: str, resume: Callable[..., Path], saved_runs: dict[str, Path]
-) -> None:
+def test_a_resumed_run_repeats_the_losses(case: str, resume: Callable[..., Path], saved_runs: Runs) -> None:
     whole, step, out = saved_runs[case], SAVED[case], resume(case)
     expected = rows_after(whole, step)
     assert [len(rank) for rank in expected] == [SAVED_STEPS - step] * 2
@@ -67,16 +66,14 @@ def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
 
 @pytest.mark.nightly  # ZeRO-2 in every test: test_elastic.py
 @pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
-def test_a_run_resumes_on_fewer_ranks_with_the_same_losses(
-    preset: str, resume: Callable[..., Path], saved_runs: dict[str, Path]
-) -> None:
+def test_fewer_ranks_resume_with_equal_losses(preset: str, resume: Callable[..., Path], saved_runs: Runs) -> None:
     out = resume(preset, "--gradient_accumulation_steps", "4", num_processes=1)
     # In another order of the sums of a step.
     assert losses(out, ranks=1) == pytest.approx(losses(saved_runs[preset])[SAVED[preset] :], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", some("ddp", "zero2-lora", "fsdp2"))
-def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, saved_runs: dict[str, Path]) -> None:
+def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, saved_runs: Runs) -> None:
     found = list_checkpoints(saved_runs[case])
     steps = {*range(SAVED[case], SAVED_STEPS, SAVED[case]), SAVED_STEPS}
     assert [checkpoint.step for checkpoint in found] == sorted(steps, reverse=True)
@@ -94,7 +91,7 @@ def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, s
 
 
 @pytest.fixture
-def stopped(saved_runs: dict[str, Path], tmp_path: Path) -> Path:
+def stopped(saved_runs: Runs, tmp_path: Path) -> Path:
     """A run that was killed after step 4: its rows go to step 5, its newest checkpoint is damaged."""
     folder = tmp_path / "stopped"
     shutil.copytree(saved_runs["ddp"], folder)
@@ -113,9 +110,7 @@ def stopped(saved_runs: dict[str, Path], tmp_path: Path) -> Path:
     return folder
 
 
-def test_latest_reports_a_damaged_checkpoint_and_resumes_from_the_one_before(
-    stopped: Path, job: list[str], saved_runs: dict[str, Path]
-) -> None:
+def test_latest_resumes_before_a_damaged_checkpoint(stopped: Path, job: list[str], saved_runs: Runs) -> None:
     words = ["--output_dir", str(stopped), "--resume_from_checkpoint", "latest", "--save_total_limit", "2"]
     ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *job, *words)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -128,9 +123,7 @@ def test_latest_reports_a_damaged_checkpoint_and_resumes_from_the_one_before(
     assert (run["status"], run["measured"]["steps"]) == ("completed", SAVED_STEPS)
 
 
-def test_a_checkpoint_that_cannot_be_resumed_from_is_refused_before_a_rank_starts(
-    stopped: Path, job: list[str], tmp_path: Path
-) -> None:
+def test_an_unusable_checkpoint_is_refused_before_a_rank_starts(stopped: Path, job: list[str], tmp_path: Path) -> None:
     words = [*job, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
     given = [*words, str(stopped / "checkpoint-4")]
     ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import ROOT, accelerate_launch, attested_ranks, losses, rank_rows, read
@@ -19,26 +20,23 @@ NOT_SAVED = ("--save_model", "false")
 Start = Callable[..., Path]
 
 
-def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start) -> None:
-    folder = start("ddp", "--ddp_comm_hook", "bf16", *NOT_SAVED)
+# Bytes at least and at most: top-k sends an index and a value of 1 % of each bucket, rounded up.
+HOOKS = [("bf16", "bfloat16", 2 * P, 2 * P), ("top_k", "float32+int32", 0.01 * P * 8, 0.01 * P * 8 + 10 * 8)]
+
+
+@pytest.mark.parametrize("hook", [HOOKS[0], pytest.param(HOOKS[1], marks=pytest.mark.nightly)])
+def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start, hook: Any) -> None:
+    name, dtype, least, most = hook
+    folder = start("ddp", "--ddp_comm_hook", name, *NOT_SAVED)
     facts = read(folder / "run.json")["ddp_comm_hook"]
-    assert (facts["uncompressed_bytes_per_step"], facts["communication_bytes_per_step"]) == (4 * P, 2 * P)
+    assert facts["uncompressed_bytes_per_step"] == 4 * P
+    assert least <= facts["communication_bytes_per_step"] <= most
     for rank in attested_ranks(folder):
-        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == ("bf16", "bfloat16")
-
-
-@pytest.mark.nightly
-def test_top_k_sends_an_index_and_a_value_of_the_largest_gradients(start: Start) -> None:
-    folder = start("ddp", "--ddp_comm_hook", "top_k", *NOT_SAVED)
-    sent = read(folder / "run.json")["ddp_comm_hook"]["communication_bytes_per_step"]
-    assert 0.01 * P * 8 <= sent <= 0.01 * P * 8 + 10 * 8  # 1 % of each bucket, rounded up
-    assert [rank["reduce_dtype"] for rank in attested_ranks(folder)] == ["float32+int32"] * 2
+        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == (name, dtype)
 
 
 @pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
-def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
-    start: Start, preset: str, preset_runs: dict[str, Path]
-) -> None:
+def test_compiled_layers_neither_break_nor_differ(start: Start, preset: str, preset_runs: dict[str, Path]) -> None:
     from safetensors.torch import load_file
 
     compiled = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")  # without inductor's C++
@@ -54,9 +52,7 @@ def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
 
 
 @pytest.mark.parametrize("preset", ["zero3", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-def test_the_chunked_loss_is_that_of_the_full_logits_where_checkpointed_layers_are_sharded(
-    start: Start, preset: str
-) -> None:
+def test_the_chunked_loss_is_the_full_one_where_checkpointed_layers_are_sharded(start: Start, preset: str) -> None:
     sizes = (*NOT_SAVED, "--gradient_accumulation_steps", "2", "--max_steps", "2")
     full = start("ddp", "--loss", "full", *sizes)
     how = ("--loss", "chunked", "--loss_chunk_tokens", "16", "--activation_checkpointing", "true")
@@ -107,9 +103,7 @@ ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (49152 + 64 + 2 * LAYER_RO
         pytest.param("ddp", "adafactor", ADAFACTOR, marks=pytest.mark.nightly),
     ],
 )
-def test_an_optimizer_holds_its_own_states_and_resumes(
-    start: Start, preset: str, optim: str, expected: tuple[str, str, int]
-) -> None:
+def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expected: tuple[str, str, int]) -> None:
     whole = start(preset, "--optim", optim, *NOT_SAVED, "--save_strategy", "steps", "--save_steps", "2")
     for rank in attested_ranks(whole):
         assert (rank["optimizer_class"], rank["optimizer_dtype"], rank["optimizer_bytes"]) == expected

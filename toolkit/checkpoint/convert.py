@@ -1,7 +1,5 @@
 """Convert a checkpoint to another preset or number of processes, with its optimizer states.
 
-    convert(Path("out/checkpoint-8"), Path("converted"), load_preset("zero3"), num_processes=4)
-
 DeepSpeed presets get its universal layout, FSDP2 a distributed checkpoint, presets that are sharded at load a Hugging
 Face folder with the optimizer's distributed checkpoint in it, the others `optimizer.pt`: any number of ranks reads each
 of them. Schedule, step and data position are carried over. The ranks' random states are only if the number of ranks
@@ -93,7 +91,6 @@ def _check_source(path: Path) -> None:
 
 
 def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
-    """Raise ToolkitError for an optimizer that is not Adam."""
     names = reader.optimized()
     if not names:
         raise ToolkitError(f"{reader.layout.path} has no Adam optimizer states (exp_avg, exp_avg_sq)")

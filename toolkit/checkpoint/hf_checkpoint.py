@@ -144,8 +144,7 @@ def _transforms(model: Any) -> list[Any]:
 
 class _Piece(NamedTuple):
     name: str
-    converter: Any
-    """transformers' `WeightConverter`; None where the tensor only has another name, or the same."""
+    converter: Any  # transformers' `WeightConverter`; None where the tensor only has another name, or the same
     pattern: str
 
 

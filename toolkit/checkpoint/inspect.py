@@ -49,12 +49,9 @@ class Layout:
     engine: str
     """`deepspeed`, `fsdp2`, `at_load` (transformers sharded the model while it loaded it), `pipeline`, `plain` (DDP and
     a single process write the same files) or `universal`."""
-    state_folder: Path
-    """Folder of the sharded states: `global_stepN/` for DeepSpeed, otherwise the checkpoint itself."""
-    adapter: bool | None
-    """True if only an adapter was saved; None if the files do not tell."""
-    world_size: int | None
-    """Number of ranks that wrote it; None if the files do not tell."""
+    state_folder: Path  # folder of the sharded states: `global_stepN/` for DeepSpeed, otherwise the checkpoint itself
+    adapter: bool | None  # true if only an adapter was saved; None if the files do not tell
+    world_size: int | None  # number of ranks that wrote it; None if the files do not tell
 
 
 def detect(path: Path) -> Layout:
@@ -110,18 +107,15 @@ class CheckpointSummary:
     """One checkpoint; fields are the keys of `inspect --json`, None where neither manifest nor files tell."""
 
     path: str
-    state: str
-    """`complete`, `damaged` or `no manifest: completeness unknown`."""
+    state: str  # `complete`, `damaged` or `no manifest: completeness unknown`
     problem: str | None
     step: int | None
     preset: str | None
     engine: str | None
     sharding: str | None
     world_size: int | None
-    layout: dict[str, int] | None
-    """Degrees of parallelism; None for data parallelism alone."""
-    sharded_at_load: bool
-    """transformers sharded the model while it loaded it."""
+    layout: dict[str, int] | None  # degrees of parallelism; None for data parallelism alone
+    sharded_at_load: bool  # transformers sharded the model while it loaded it
     num_params: int | None
     num_trainable_params: int | None
     adapter: bool | None

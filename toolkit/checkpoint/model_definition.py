@@ -45,8 +45,7 @@ class ModelFiles:
     """The files of one checkpoint's or model folder's model."""
 
     path: Path
-    base_override: str | None = None
-    """The base model to use instead of the recorded one."""
+    base_override: str | None = None  # the base model to use instead of the recorded one
 
     @cached_property
     def manifest(self) -> Manifest | None:

@@ -1,7 +1,5 @@
 """Verify a checkpoint, an exported folder or a trained model by loading it again.
 
-    verify(Path("model")).problems
-
 Structure is checked first (missing, unexpected, empty, NaN and infinite tensors, by name), then the logits of fixed
 tokens against the fingerprint that the live model recorded.
 """

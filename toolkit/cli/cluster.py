@@ -49,10 +49,12 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.without_slurm import submit_command, task_file
+    from toolkit.cluster.without_slurm import task_file
 
-    submit = submit_command(job) if sky.submit else None
-    _write(job, lambda each: task_file(each, sky), shares_files=False, submit=submit, suffix=".yaml")
+    # Secrets are taken from the environment by their names.
+    submit = ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in job.passed_variables)]
+    submitted = submit if sky.submit else None
+    _write(job, lambda each: task_file(each, sky), shares_files=False, submit=submitted, suffix=".yaml")
 
 
 @cluster_app.command()

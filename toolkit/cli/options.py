@@ -1,9 +1,5 @@
 """A command's options as one dataclass, whose fields are annotated as Typer parameters.
 
-    @app.command()
-    @expand_options
-    def plan(model: ModelName, options: PlanOptions) -> None: ...
-
 A new flag is one field: the command line, its help, and the work that receives the dataclass all read it there.
 """
 
@@ -68,7 +64,6 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _field_parameters(options_type: type) -> list[inspect.Parameter]:
-    """Each annotated field as a parameter."""
     hints = get_type_hints(options_type, include_extras=True)
     found = []
     for field in dataclasses.fields(options_type):

@@ -1,17 +1,19 @@
-"""`toolkit plan`: memory, communication and time of a job before it runs."""
+"""`toolkit plan`, `recommend` and `rehearse`: a job before it runs, on paper or with one of its ranks."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.entry_point import print_message
+from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import EXIT_RUN_FAILED
-from toolkit.flags import JsonOutput, ModelName
-from toolkit.hardware.gpus import trains_on_cpu
-from toolkit.plan.options import PlanOptions
+from toolkit.flags import CpuFlag, JsonOutput, ModelName, PresetName, TrainingArguments
+from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
+from toolkit.plan.options import PlanOptions, RecommendOptions
 
 
 @expand_options
@@ -45,3 +47,87 @@ def plan(
         print_json(model, plans, request, **more)
     if any(verification.failed for verification in verified):
         raise typer.Exit(EXIT_RUN_FAILED)
+
+
+@expand_options
+def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput = False) -> None:
+    """Recommend a preset and its settings for a model on some GPUs.
+
+    Prints the batch size and activation checkpointing, the reasons, the alternatives and the commands to run. Where no
+    preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
+    """
+    from toolkit.plan.candidates import NothingFits
+    from toolkit.plan.recommend import recommend as choose
+    from toolkit.plan.recommend import recommend_request
+    from toolkit.plan.recommendation import recommendation_json, recommendation_lines
+    from toolkit.presets.preset import list_presets, load_preset
+    from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines
+
+    request = recommend_request(model, options)
+    presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
+    try:
+        found = choose(request, presets, objective=options.objective)
+    except NothingFits as error:
+        layout = None if options.preset else best_pipeline_layout(request)
+        if layout is None:
+            raise
+        values = layout_json(layout, request, model=model, error=error)
+        lines = layout_lines(layout, request, model=model, error=error)
+    else:
+        price = options.price_per_gpu_hour
+        values = recommendation_json(found, request, model=model, objective=options.objective, price=price)
+        lines = recommendation_lines(found, request, model=model, price=price, scaling=options.scaling)
+    print(json.dumps(values, indent=2) if as_json else "\n".join(lines))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearseOptions:
+    """One rank to rehearse, and its training arguments."""
+
+    preset: PresetName
+    num_processes: Annotated[
+        int | None,
+        typer.Option(help="ranks to rehearse, whose GPUs are not needed; by default as many as GPUs are visible"),
+    ] = None
+    training_arguments: TrainingArguments = ()
+    rank: Annotated[int, typer.Option(help="the rank to run")] = 0
+    cpu: CpuFlag = None
+    fake_tensors: Annotated[
+        bool,
+        typer.Option("--fake-tensors", help="memory by part for a model that does not fit here (FSDP2 and DDP only)"),
+    ] = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: as given, or one per visible GPU. Raises ToolkitError without a GPU."""
+        return visible_world_size() if self.num_processes is None else self.num_processes
+
+
+@expand_options
+def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
+    """Run one rank of a larger job here, and measure its memory.
+
+    The training script and the engine are the real ones; the other ranks are simulated.
+
+    After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
+    without --output_dir, no files are kept.
+    """
+    from toolkit.presets.preset import load_preset
+    from toolkit.rehearse.rehearsal import plan_rehearsal, rehearse_once, result_facts, result_lines
+
+    on_cpu = trains_on_cpu(options.cpu)
+    planned = plan_rehearsal(
+        load_preset(options.preset),
+        world_size=options.world_size,
+        rank=options.rank,
+        training_argv=options.training_arguments,
+        cpu=on_cpu,
+        fake_tensors=options.fake_tensors,
+    )
+    if on_cpu and options.cpu is None and not options.fake_tensors:
+        print_message("no GPU is visible: rehearsing on the CPU in fp32")
+    result, run = rehearse_once(planned, on_line=print_message)
+    if result.failure is not None:
+        print_failure(result.status, result.failure)
+        raise typer.Exit(result.exit_code)
+    print(json.dumps(result_facts(run), indent=2) if as_json else "\n".join(result_lines(run)))

@@ -11,17 +11,13 @@ import typer
 from toolkit._version import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
-from toolkit.cli.compare import compare, report
-from toolkit.cli.convert_config import convert_config
+from toolkit.cli.config_files import convert_config, lint
 from toolkit.cli.doctor import doctor, env
-from toolkit.cli.lint import lint
 from toolkit.cli.options import expand_words
-from toolkit.cli.plan import plan
+from toolkit.cli.plan import plan, recommend, rehearse
 from toolkit.cli.presets import preset_app, presets
-from toolkit.cli.recommend import recommend
-from toolkit.cli.rehearse import rehearse
 from toolkit.cli.simulate import simulate_app
-from toolkit.cli.train import train
+from toolkit.cli.train import compare, report, train
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
 from toolkit.files.secrets import hide_words
@@ -100,19 +96,16 @@ def _run_command(argv: list[str]) -> int | None:
 
 def _print_usage_error(error: Any) -> None:
     """Print what Typer refuses like every other invalid input; `toolkit` alone just shows its help."""
-    if type(error).__name__ == "NoArgsIsHelpError":
+    from toolkit.job.argument_aliases import ALIASES
+    from toolkit.job.argument_reading import argument_types
+
+    kind = type(error).__name__
+    if kind == "NoArgsIsHelpError":
         error.show()
         return
     message = " ".join(str(error.format_message()).split())
     command = error.ctx.command_path if error.ctx else "toolkit"  # without a context if a value is missing
-    hint = "training arguments go after `--`" if _is_training_argument(error) else f"see `{command} --help`"
+    option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+    belongs_after_dashes = kind == "NoSuchOption" and (option in ALIASES or option in argument_types())
+    hint = "training arguments go after `--`" if belongs_after_dashes else f"see `{command} --help`"
     print_message(f"error: {message[:1].lower()}{message[1:].rstrip('.')}\n  hint: {hint}")
-
-
-def _is_training_argument(error: Any) -> bool:
-    """Return True for an option that belongs after `--`."""
-    from toolkit.job.argument_aliases import ALIASES
-    from toolkit.job.argument_reading import argument_types
-
-    name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
-    return type(error).__name__ == "NoSuchOption" and (name in argument_types() or name in ALIASES)

@@ -26,8 +26,7 @@ class Allocation:
     The launcher of a run stays on this node; it sees the files of the ranks through the shared run folder.
     """
 
-    nodes: tuple[str, ...]
-    """Host names; the first is the head of every run."""
+    nodes: tuple[str, ...]  # host names; the first is the head of every run
     processes_per_node: int
 
     @classmethod

@@ -18,14 +18,7 @@ from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.command import (
-    NVME_PATH_VARIABLE,
-    PRESET_VARIABLE,
-    RESUME_LATEST,
-    RUN_ID_VARIABLE,
-    WORLD_SIZE_VARIABLE,
-    process_environment,
-)
+from toolkit.launch import command
 from toolkit.launch.preflight import check_job, check_output, check_required
 from toolkit.launch.resume import TrainingRun
 from toolkit.presets.compatibility import CPU, Device
@@ -49,10 +42,8 @@ MIN_HANG_MINUTES, MIN_COMPILED_HANG_MINUTES = 2, 10
 class SaveTime:
     """How long a checkpoint takes, and how that is known."""
 
-    seconds: float
-    """From the end of a step until the checkpoint is complete."""
-    step_seconds: float = 0.0
-    """A signal waits for the step in progress; 0 where steps were not measured."""
+    seconds: float  # from the end of a step until the checkpoint is complete
+    step_seconds: float = 0.0  # a signal waits for the step in progress; 0 where steps were not measured
     earlier_write_seconds: float = 0.0
     """With `--async_save`, a save first waits for the checkpoint before, whose writing may just have begun."""
     source: str
@@ -91,13 +82,14 @@ class ClusterJob:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the ranks with a value that is written into the job file; those of the user replace others."""
-        found = {PRESET_VARIABLE: preset_word(self.preset), **process_environment(cpu=self.options.cpu, run_id="")}
-        found.pop(RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
+        found = {command.PRESET_VARIABLE: preset_word(self.preset)}
+        found |= command.process_environment(cpu=self.options.cpu, run_id="")
+        found.pop(command.RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
         if self.options.cpu:
             found["OMP_NUM_THREADS"] = "1"
         if not self.options.elastic:
             # The ranks refuse a smaller allocation before they load a model.
-            found[WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
+            found[command.WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
         else:
             # Otherwise the head's store holds the old attempt's keys when a node joins.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -122,17 +114,17 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
             hint="`toolkit cluster slurm`, or one `--preset`",
         )
     preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
-    check_no_secrets(argv)
-    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
+    check_secrets(argv)
+    if preset.uses_nvme and command.NVME_PATH_VARIABLE not in options.variables:
         raise ToolkitError(
             f"preset {preset.name!r} offloads to a disk of each node, and none is named",
-            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
+            hint=f"`--env {command.NVME_PATH_VARIABLE}=/path/on/each/node`",
         )
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir"))
     checkpoint = job.resume_from_checkpoint
     if checkpoint is None:
-        argv += RESUME_LATEST
+        argv += command.RESUME_LATEST
     elif checkpoint.lower() not in LATEST_WORDS:
         raise ToolkitError(
             f"--resume_from_checkpoint {checkpoint}: a job that is started again would begin there again",
@@ -156,7 +148,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     )
 
 
-def check_no_secrets(argv: Sequence[str]) -> None:
+def check_secrets(argv: Sequence[str]) -> None:
     """Raise ToolkitError for a training argument that nobody may read in a file."""
     for word, hidden in zip(argv, hide_words(argv), strict=True):
         if word != hidden:
@@ -196,8 +188,7 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
         nodes = options.max_nodes
         checked = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
         return checked.warnings
-    job = Job.from_argv(argv)
-    return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
+    return tuple(check_arguments(Job.from_argv(argv), preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 
 # -- the time of a save
@@ -235,6 +226,5 @@ def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> Sav
 
 
 def _seconds(recorded: object, name: str) -> float:
-    """Return a time of run.json; 0 where there is none."""
     value = recorded.get(name) if isinstance(recorded, dict) else None
     return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else 0.0

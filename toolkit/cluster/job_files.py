@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 import shutil
@@ -12,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -26,9 +25,6 @@ from toolkit.files.secrets import hide_words
 from toolkit.launch.command import NVME_PATH_VARIABLE, torchrun_words
 from toolkit.presets.spec import PresetSpec
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 RENDEZVOUS_PORT = 29500
 SUBMIT_SECONDS = 600.0
 PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled
@@ -40,20 +36,12 @@ class Place:
 
     head: str
     port: str = str(RENDEZVOUS_PORT)
-    peer: str | None = None
-    """Another node than the head."""
-    checked: bool = False
-    """The engine's file runs the preflight checks itself."""
+    peer: str | None = None  # another node than the head
+    checked: bool = False  # the engine's file runs the preflight checks itself
 
 
 def render(template: str, options: JobOptions, **values: Any) -> str:
     """Return a job file, whose comment names the command that it was written by."""
-    written_by = visible(shlex.join(["toolkit", *hide_words(sys.argv[1:])]))
-    return _environment().get_template(template).render(written_by=written_by, options=options, **values)
-
-
-@functools.cache
-def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -69,7 +57,8 @@ def _environment() -> Environment:
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     environment.filters["continued"] = lambda words: " \\\n    ".join(words)
     environment.filters["yaml"] = yaml_text
-    return environment
+    written_by = visible(shlex.join(["toolkit", *hide_words(sys.argv[1:])]))
+    return environment.get_template(template).render(written_by=written_by, options=options, **values)
 
 
 class _Dumper(yaml.SafeDumper):

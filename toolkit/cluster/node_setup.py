@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interface = interface_of(address)
         for name, value in node_settings(address, interface).items():
             print(f"export {name}={shlex.quote(value)}")
-        chosen = {name: os.environ.get(name, interface) for name in INTERFACE_VARIABLES}
-        shown = " ".join(f"{name}={value or 'unset'}" for name, value in chosen.items())
+        shown = " ".join(f"{name}={os.environ.get(name, interface) or 'unset'}" for name in INTERFACE_VARIABLES)
         print_message(f"{socket.gethostname()}: address {address}, head {options.head} ({head}), {shown}")
 
     return exit_code_of(work)
@@ -149,10 +148,9 @@ def interface_of(address: str) -> str | None:
 
     if ipaddress.ip_address(address).is_loopback:
         return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
-            return str(name)
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    found = (name for name, every in interfaces for each in every if each.address.partition("%")[0] == address)
+    return next(found, None)
 
 
 def node_settings(address: str, interface: str | None) -> dict[str, str]:

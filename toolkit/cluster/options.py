@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import is_secret_name
@@ -36,40 +36,37 @@ class JobOptions:
     """What runs, on how many nodes, and what each node needs. Raises ToolkitError for values that make no job."""
 
     preset: PresetNames
-    nodes: Annotated[str, typer.Option(help="number of nodes; MIN:MAX for an elastic run that survives lost nodes")]
-    gpus_per_node: Annotated[int, typer.Option(help="ranks per node, one per GPU; with --cpu, processes")] = 8
+    nodes: Annotated[str, Option(help="number of nodes; MIN:MAX for an elastic run that survives lost nodes")]
+    gpus_per_node: Annotated[int, Option(help="ranks per node, one per GPU; with --cpu, processes")] = 8
     training_arguments: TrainingArguments = ()
-    name: Annotated[str | None, typer.Option(help="name of the job; default: the preset's")] = None
+    name: Annotated[str | None, Option(help="name of the job; default: the preset's")] = None
     max_restarts: Annotated[
-        int | None, typer.Option(help="restarts by torchrun after a failed rank or node; default 0, elastic 3")
+        int | None, Option(help="restarts by torchrun after a failed rank or node; default 0, elastic 3")
     ] = None
     env: Annotated[
-        Words,
-        typer.Option(help="NAME=VALUE, or NAME: its value at submission, never written to the file; repeatable"),
+        Words, Option(help="NAME=VALUE, or NAME: its value at submission, never written to the file; repeatable")
     ] = ()
-    setup: Annotated[Words, typer.Option(help="shell line to run on each node before training; repeatable")] = ()
-    container: Annotated[str | None, typer.Option(help="container image to run in")] = None
+    setup: Annotated[Words, Option(help="shell line to run on each node before training; repeatable")] = ()
+    container: Annotated[str | None, Option(help="container image to run in")] = None
     python: Annotated[
-        str | None, typer.Option(help="Python on the nodes; default: this one, or `python` elsewhere and in containers")
+        str | None, Option(help="Python on the nodes; default: this one, or `python` elsewhere and in containers")
     ] = None
     save_seconds: Annotated[
-        float | None, typer.Option(help="seconds that a checkpoint takes; default: as --saves-of measured")
+        float | None, Option(help="seconds that a checkpoint takes; default: as --saves-of measured")
     ] = None
     saves_of: Annotated[
         Path | None,
-        typer.Option(help="run folder whose measured saves are used; default: --output_dir, where it holds a run"),
+        Option(help="run folder whose measured saves are used; default: --output_dir, where it holds a run"),
     ] = None
     preflight: Annotated[
-        bool, typer.Option("--preflight", help="run `toolkit doctor` on every node first, and compare the nodes")
+        bool, Option("--preflight", help="run `toolkit doctor` on every node first, and compare the nodes")
     ] = False
-    cpu: Annotated[bool, typer.Option("--cpu", help="train on CPUs, for tests")] = False
+    cpu: Annotated[bool, Option("--cpu", help="train on CPUs, for tests")] = False
     check_files: Annotated[
         bool,
-        typer.Option(
-            "--check-files/--no-check-files", help="read model and data here; --no-... if only the nodes have them"
-        ),
+        Option("--check-files/--no-check-files", help="read model and data here; --no-... if only the nodes have them"),
     ] = True
-    output: Annotated[Path | None, typer.Option(help="write the job file here instead of to stdout")] = None
+    output: Annotated[Path | None, Option(help="write the job file here instead of to stdout")] = None
 
     def __post_init__(self) -> None:
         check_range("--gpus-per-node", self.gpus_per_node, Range(lowest=1, highest=MAX_GPUS_PER_NODE))

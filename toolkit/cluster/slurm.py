@@ -15,15 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
-from toolkit.cluster.cluster_job import (
-    ClusterJob,
-    check_job_arguments,
-    check_no_secrets,
-    check_world_sizes,
-    preset_word,
-)
+from toolkit.cluster.cluster_job import ClusterJob, check_job_arguments, check_secrets, check_world_sizes, preset_word
 from toolkit.cluster.job_files import Place, doctor_command, group_arguments, node_script, python_of, render
 from toolkit.cluster.options import JobOptions, Words, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
@@ -51,30 +45,24 @@ SIGNAL_SECONDS = 60
 class SlurmOptions:
     """What only SLURM needs. Raises ToolkitError for values that make no job."""
 
-    time_limit: Annotated[
-        str | None, typer.Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: the partition's")
-    ] = None
-    partition: Annotated[str | None, typer.Option(help="partition to run in")] = None
-    account: Annotated[str | None, typer.Option(help="account to charge")] = None
-    qos: Annotated[str | None, typer.Option(help="quality of service")] = None
-    cpus_per_task: Annotated[int | None, typer.Option(help=f"CPU cores per node; default {CPUS_PER_RANK} per rank")] = (
-        None
-    )
-    sbatch_option: Annotated[Words, typer.Option(help='another option of sbatch, for example "mem=0"; repeatable')] = ()
-    module: Annotated[Words, typer.Option(help="environment module to load; repeatable")] = ()
+    time_limit: Annotated[str | None, Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: the partition's")] = None
+    partition: Annotated[str | None, Option(help="partition to run in")] = None
+    account: Annotated[str | None, Option(help="account to charge")] = None
+    qos: Annotated[str | None, Option(help="quality of service")] = None
+    cpus_per_task: Annotated[int | None, Option(help=f"CPU cores per node; default {CPUS_PER_RANK} per rank")] = None
+    sbatch_option: Annotated[Words, Option(help='another option of sbatch, for example "mem=0"; repeatable')] = ()
+    module: Annotated[Words, Option(help="environment module to load; repeatable")] = ()
     container_runtime: Annotated[
-        Literal["pyxis", "apptainer"], typer.Option(help="what runs --container: pyxis (enroot) or apptainer")
+        Literal["pyxis", "apptainer"], Option(help="what runs --container: pyxis (enroot) or apptainer")
     ] = "pyxis"
     container_mounts: Annotated[
-        str | None, typer.Option(help="SOURCE:TARGET,... for the container; the working directory is always mounted")
+        str | None, Option(help="SOURCE:TARGET,... for the container; the working directory is always mounted")
     ] = None
-    requeue: Annotated[
-        bool, typer.Option("--requeue/--no-requeue", help="put an interrupted run back into the queue")
-    ] = True
+    requeue: Annotated[bool, Option("--requeue/--no-requeue", help="put an interrupted run back into the queue")] = True
     repeats: Annotated[
-        int | None, typer.Option(help="with several --preset: trials of each row; default: as `toolkit compare`")
+        int | None, Option(help="with several --preset: trials of each row; default: as `toolkit compare`")
     ] = None
-    submit: Annotated[bool, typer.Option("--submit", help="submit the file with sbatch")] = False
+    submit: Annotated[bool, Option("--submit", help="submit the file with sbatch")] = False
 
     def __post_init__(self) -> None:
         check_range("--cpus-per-task", self.cpus_per_task, Range(lowest=1, highest=4096))
@@ -131,7 +119,7 @@ def sbatch_values(
 def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
     """Return the sbatch file of a comparison. Raises ToolkitError for a preset that cannot train on some nodes."""
     argv = [*options.training_arguments]
-    check_no_secrets(argv)
+    check_secrets(argv)
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir", "max_steps"))
     refuse_arguments_of_comparison(job.without("output_dir"))

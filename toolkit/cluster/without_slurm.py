@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import typer
+from typer import Option
 
 from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import RENDEZVOUS_PORT, Place, node_script, python_of, render
-from toolkit.cluster.options import JobOptions, Words, check_pattern, check_printable, limit_seconds
+from toolkit.cluster.options import Words, check_pattern, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import Range, check_range
 
@@ -29,8 +29,6 @@ _DNS_NAME = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _HOST = "[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?"
 # What Kubernetes replaces in a command: a variable in $(NAME), and two dollar signs by one.
 _EXPANDED = re.compile(r"\$(?=\([A-Za-z_][-\w.]*\))|\$\$+")
-# The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
-SKYPILOT_PLACE = Place(head="$HEAD_NODE", peer="$PEER_NODE")
 
 
 class NodeMount(NamedTuple):
@@ -45,8 +43,7 @@ def read_mounts(mounts: Sequence[str], *, expected: str) -> list[NodeMount]:
     for text in mounts:
         if not re.fullmatch("(?s).+=/[^=]+", text) or not text.isprintable():
             raise ToolkitError(f"--mount is {text[:80]!r}, expected SOURCE=/PATH", hint=f"`--mount {expected}`")
-    pairs = (text.rpartition("=") for text in mounts)
-    return [NodeMount(source, Path(path)) for source, _, path in pairs]
+    return [NodeMount(source, Path(path)) for source, _, path in (text.rpartition("=") for text in mounts)]
 
 
 def check_mounted(output_dir: Path, mounts: Sequence[NodeMount], *, example: str) -> None:
@@ -67,21 +64,19 @@ class KubernetesOptions:
     """What only Kubernetes needs. Raises ToolkitError for values that make no object."""
 
     kind: Annotated[
-        Literal["jobset", "trainjob"], typer.Option(help="jobset, or trainjob: Kubeflow Trainer v2 with a runtime")
+        Literal["jobset", "trainjob"], Option(help="jobset, or trainjob: Kubeflow Trainer v2 with a runtime")
     ] = "jobset"
     mount: Annotated[
-        Words, typer.Option(help="CLAIM=/PATH: a PersistentVolumeClaim (ReadWriteMany) in every pod; repeatable")
+        Words, Option(help="CLAIM=/PATH: a PersistentVolumeClaim (ReadWriteMany) in every pod; repeatable")
     ] = ()
-    namespace: Annotated[str | None, typer.Option(help="namespace; default: that of kubectl's context")] = None
-    resource: Annotated[
-        Words, typer.Option(help='limit of a pod beside its GPUs, for example "rdma/ib=8"; repeatable')
-    ] = ()
+    namespace: Annotated[str | None, Option(help="namespace; default: that of kubectl's context")] = None
+    resource: Annotated[Words, Option(help='limit of a pod beside its GPUs, for example "rdma/ib=8"; repeatable')] = ()
     shm_gib: Annotated[
-        int, typer.Option(help="size of /dev/shm, through which ranks of a node and data loaders exchange data")
+        int, Option(help="size of /dev/shm, through which ranks of a node and data loaders exchange data")
     ] = 16
-    time_limit: Annotated[str | None, typer.Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: none")] = None
-    job_restarts: Annotated[int, typer.Option(help="restarts of all pods after one was evicted, lost or failed")] = 3
-    submit: Annotated[bool, typer.Option("--submit", help="submit the objects with `kubectl apply`")] = False
+    time_limit: Annotated[str | None, Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: none")] = None
+    job_restarts: Annotated[int, Option(help="restarts of all pods after one was evicted, lost or failed")] = 3
+    submit: Annotated[bool, Option("--submit", help="submit the objects with `kubectl apply`")] = False
 
     def __post_init__(self) -> None:
         check_range("--job-restarts", self.job_restarts, Range(lowest=0, highest=1000))
@@ -145,23 +140,18 @@ def literal(text: str) -> str:
 class SkyPilotOptions:
     """What only SkyPilot needs. Raises ToolkitError for values that make no task."""
 
-    gpu: Annotated[str | None, typer.Option(help="SkyPilot's name of the GPU, for example H100 (`sky gpus list`)")] = (
-        None
-    )
+    gpu: Annotated[str | None, Option(help="SkyPilot's name of the GPU, for example H100 (`sky gpus list`)")] = None
     mount: Annotated[
-        Words,
-        typer.Option(help="SOURCE=/PATH: a bucket (s3://...) or a local folder, mounted on every node; repeatable"),
+        Words, Option(help="SOURCE=/PATH: a bucket (s3://...) or a local folder, mounted on every node; repeatable")
     ] = ()
-    infra: Annotated[str | None, typer.Option(help="where to run: aws, gcp/us-central1, kubernetes, ...")] = None
-    spot: Annotated[bool, typer.Option("--spot", help="use spot instances; the job is recovered on others")] = False
-    workdir: Annotated[str | None, typer.Option(help="local folder to copy to every node; training starts in it")] = (
-        None
-    )
-    install: Annotated[Words, typer.Option(help="shell line that installs on a new node, once; repeatable")] = ()
+    infra: Annotated[str | None, Option(help="where to run: aws, gcp/us-central1, kubernetes, ...")] = None
+    spot: Annotated[bool, Option("--spot", help="use spot instances; the job is recovered on others")] = False
+    workdir: Annotated[str | None, Option(help="local folder to copy to every node; training starts in it")] = None
+    install: Annotated[Words, Option(help="shell line that installs on a new node, once; repeatable")] = ()
     job_restarts: Annotated[
-        int, typer.Option(help="restarts of the job after an error of its own; preemptions are not counted")
+        int, Option(help="restarts of the job after an error of its own; preemptions are not counted")
     ] = 0
-    submit: Annotated[bool, typer.Option("--submit", help="submit the task with `sky jobs launch`")] = False
+    submit: Annotated[bool, Option("--submit", help="submit the task with `sky jobs launch`")] = False
 
     def __post_init__(self) -> None:
         check_range("--job-restarts", self.job_restarts, Range(lowest=0, highest=1000))
@@ -182,6 +172,8 @@ def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
     if sky.gpu is None and not job.options.cpu:
         raise ToolkitError("--gpu is missing: SkyPilot chooses the instance by its GPU", hint="`--gpu H100`")
     check_mounted(job.output_dir, sky.mounts, example="--mount s3://my-bucket=/runs")
+    # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
+    place = Place(head="$HEAD_NODE", peer="$PEER_NODE")
     resources = {
         "infra": sky.infra,
         "accelerators": None if job.options.cpu else {str(sky.gpu): job.options.gpus_per_node},
@@ -195,13 +187,8 @@ def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
         job=job,
         sky=sky,
         resources={name: value for name, value in resources.items() if value is not None},
-        script=node_script(job, SKYPILOT_PLACE, python=python_of(job.options, shares_files=False)),
+        script=node_script(job, place, python=python_of(job.options, shares_files=False)),
     )
-
-
-def submit_command(options: JobOptions) -> list[str]:
-    """Return the command that submits a task; secrets are taken from the environment by their names."""
-    return ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in options.passed_variables)]
 
 
 # -- ssh
@@ -211,10 +198,8 @@ def submit_command(options: JobOptions) -> list[str]:
 class SshOptions:
     """What only ssh needs. Raises ToolkitError for values that are no hosts."""
 
-    host: Annotated[
-        Words, typer.Option(help="a node, by the name that the others reach it by; the first is the head")
-    ] = ()
-    port: Annotated[int, typer.Option(help="free port on the head")] = RENDEZVOUS_PORT
+    host: Annotated[Words, Option(help="a node, by the name that the others reach it by; the first is the head")] = ()
+    port: Annotated[int, Option(help="free port on the head")] = RENDEZVOUS_PORT
 
     def __post_init__(self) -> None:
         check_range("--port", self.port, Range(lowest=1024, highest=65535))

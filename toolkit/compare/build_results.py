@@ -14,20 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from toolkit.compare import significance
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, probes_of, side_runs_of
 from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.predictions import planned_memory, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
 from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord
-from toolkit.compare.significance import (
-    METHOD,
-    common_steps,
-    compare_with_baseline,
-    confidence_of,
-    mean_interval,
-    rank_of,
-    speeds_of,
-)
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
@@ -89,8 +81,8 @@ def build_results(
         method=ComparisonMethod(
             repeats=spec.repeats,
             order_seed=spec.order_seed,
-            interval=METHOD if spec.repeats > 1 else "none: single runs",
-            ratio_confidence=confidence_of(rows),
+            interval=significance.METHOD if spec.repeats > 1 else "none: single runs",
+            ratio_confidence=significance.confidence_of(rows),
             target_interval=spec.target_interval,
             scaling=spec.scaling,
         ),
@@ -137,7 +129,10 @@ def aggregate_trials(
         if isinstance(record := records.get(trial.id), TrialRecord):
             by_row[trial.row].append(record)
             trials.append(record)
-    common = {size: common_steps([trial for trial in trials if trial.world_size == size]) for size in spec.world_sizes}
+    common = {
+        size: significance.common_steps([trial for trial in trials if trial.world_size == size])
+        for size in spec.world_sizes
+    }
     rows = []
     for key, repeats in by_row.items():
         if key.name in unsupported:
@@ -150,10 +145,15 @@ def aggregate_trials(
         rows.append(row.updated(group=design_group(spec, key, repeats)))
     rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
     speeds = {
-        row.key: speeds_of(by_row[row.key], common[row.world_size], padding=False) for row in rows if row.has_speed
+        row.key: significance.speeds_of(by_row[row.key], common[row.world_size], padding=False)
+        for row in rows
+        if row.has_speed
     }
-    rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec.baseline(row.world_size))) for row in rows]
-    rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
+    rows = [
+        row.updated(**significance.compare_with_baseline(row, rows, speeds, spec.baseline(row.world_size)))
+        for row in rows
+    ]
+    rows = [row.updated(rank=significance.rank_of(row, rows, speeds)) for row in rows]
     parity = {row.key: {"parity": row.parity, "parity_message": row.parity_message} for row in rows if row.parity}
     return rows, [trial.updated(**parity.get(trial.key, {})) for trial in trials]  # without the speeds of a failed row
 
@@ -161,7 +161,7 @@ def aggregate_trials(
 def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
     """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
     failed = next((trial for trial in trials if not trial.completed), None)
-    order = sorted(zip(speeds_of(trials, steps), range(len(trials)), strict=True))
+    order = sorted(zip(significance.speeds_of(trials, steps), range(len(trials)), strict=True))
     middle = trials[order[(len(order) - 1) // 2][1] if steps else 0]  # of the median speed, the slower of two
     values = {key: getattr(failed or middle, key) for key in FROM_TRIAL}
     values |= {"trial": key.name, "repeats": sum(trial.completed for trial in trials)}
@@ -181,7 +181,6 @@ def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
 
 
 def _combined(rule: Repeats | None, values: list[Any]) -> Any:
-    """A row's figure from its repeats'."""
     if rule in (Repeats.GEOMETRIC_MEAN, Repeats.MEDIAN):  # unknown if it is, or is zero, in one repeat
         mean = statistics.geometric_mean if rule is Repeats.GEOMETRIC_MEAN else statistics.median
         return mean(values) if all(values) else None
@@ -197,7 +196,7 @@ def _combined(rule: Repeats | None, values: list[Any]) -> Any:
 
 def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
     """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
-    speeds = speeds_of(trials, steps) if steps else []
+    speeds = significance.speeds_of(trials, steps) if steps else []
     if not speeds or min(speeds) <= 0:
         return {key: None for key in FROM_TRIAL if column_of(Row, key).is_speed}
     timed = [[trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]] for trial in trials]
@@ -206,10 +205,10 @@ def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
         "timed_steps": steps,
         "tokens_per_second": statistics.geometric_mean(speeds),
         "tokens_per_second_per_gpu": statistics.geometric_mean(speeds) / trials[0].world_size,
-        "tokens_per_second_interval": mean_interval(speeds),
+        "tokens_per_second_interval": significance.mean_interval(speeds),
         "step_seconds_median": statistics.geometric_mean(medians),
         "step_seconds_p90": statistics.geometric_mean([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
-        "step_seconds_interval": mean_interval(medians),
+        "step_seconds_interval": significance.mean_interval(medians),
     }
 
 

@@ -14,21 +14,9 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from toolkit.compare import tables_and_charts as tables
 from toolkit.compare.results import RESULTS_FILE, InstalledGpu, Results
 from toolkit.compare.rows import NOT_SUPPORTED, Failure, Row
-from toolkit.compare.tables_and_charts import (
-    losses_chart,
-    memory_chart,
-    parity_table,
-    phases_table,
-    probes_table,
-    profiled_steps,
-    row_table,
-    scaling_chart,
-    scaling_table,
-    speed_chart,
-    trials_table,
-)
 from toolkit.record.columns import column_of
 from toolkit.report.rendering import one_line, render, rich_table, write_report_file
 from toolkit.units import NOT_AVAILABLE, gib, number, percent, seconds, speed
@@ -48,8 +36,9 @@ NamesAndValues = list[tuple[str, str]]
 
 def write_report(results: Results, folder: Path) -> list[Path]:
     """Write the files of a comparison, the data first. Raises ToolkitError for a folder that cannot be written."""
-    made = {RESULTS_FILE: json_text, "results.csv": csv_text, "report.md": markdown_text, "report.html": html_text}
-    return [write_report_file(folder / name, make(results)) for name, make in made.items()]
+    texts = {RESULTS_FILE: json_text(results), "results.csv": csv_text(results)}
+    texts |= {f"report.{suffix}": report_text(results, suffix) for suffix in ("md", "html")}
+    return [write_report_file(folder / name, text) for name, text in texts.items()]
 
 
 def json_text(results: Results) -> str:
@@ -70,19 +59,14 @@ def csv_text(results: Results) -> str:
     return text.getvalue()
 
 
-def html_text(results: Results) -> str:
-    """Return the complete page of a comparison."""
-    return render("report.html.j2", **_content(results))
-
-
-def markdown_text(results: Results) -> str:
-    """Return a comparison as Markdown."""
-    return render("report.md.j2", **_content(results))
+def report_text(results: Results, suffix: str) -> str:
+    """Return a comparison as Markdown (`md`) or as a self-contained page (`html`)."""
+    return render(f"report.{suffix}.j2", **_content(results))
 
 
 def console_table(results: Results) -> RichTable:
     """Return one line per row, in the order given; below them, why a row has no ratio."""
-    table = rich_table(row_table("comparison", results, narrow=True))
+    table = rich_table(tables.row_table("comparison", results, narrow=True))
     reasons = {
         label: (row.status_text, row.parity_message if row.failed_parity else row.message)
         for label, row in results.labelled_rows
@@ -95,34 +79,33 @@ def console_table(results: Results) -> RichTable:
 
 
 def _content(results: Results) -> dict[str, Any]:
-    """What both kinds of report show, and the charts and trials of the page."""
     rows = results.labelled_rows
     sections = {
-        "Memory of one rank": row_table("memory", results).without_unknown_columns(),
-        "Memory by phase: the first step of the largest rank": phases_table(results),
-        "Speed": row_table("speed", results).without_unknown_columns(),
-        "Efficiency and cost": row_table("efficiency", results).without_unknown_columns(),
-        "Communication, saving, start-up": row_table("overhead", results).without_unknown_columns(),
+        "Memory of one rank": tables.row_table("memory", results).without_unknown_columns(),
+        "Memory by phase: the first step of the largest rank": tables.phases_table(results),
+        "Speed": tables.row_table("speed", results).without_unknown_columns(),
+        "Efficiency and cost": tables.row_table("efficiency", results).without_unknown_columns(),
+        "Communication, saving, start-up": tables.row_table("overhead", results).without_unknown_columns(),
     }
     return {
         "results": results,
         "title": title(results),
         "summary": summary_sentence(results),
         "notes": notes(results),
-        "comparison": row_table("comparison", results),
+        "comparison": tables.row_table("comparison", results),
         "comparable": [row.comparable for row in results.rows],
-        "memory_chart": memory_chart(results),
-        "speed_chart": speed_chart(results),
-        "losses_chart": losses_chart(results),
-        "scaling_chart": scaling_chart(results),
-        "profiled_steps": profiled_steps(results),
+        "memory_chart": tables.memory_chart(results),
+        "speed_chart": tables.speed_chart(results),
+        "losses_chart": tables.losses_chart(results),
+        "scaling_chart": tables.scaling_chart(results),
+        "profiled_steps": tables.profiled_steps(results),
         "failures": [(label, row, failure_details(results, row)) for label, row in rows if not row.completed],
-        "parity": parity_table(results),
+        "parity": tables.parity_table(results),
         "parity_messages": [(label, row.parity_message) for label, row in rows if row.parity_message],
-        "probes": probes_table(results),
+        "probes": tables.probes_table(results),
         "sections": {name: table for name, table in sections.items() if table},
-        "scaling": scaling_table(results),
-        "trials": trials_table(results),
+        "scaling": tables.scaling_table(results),
+        "trials": tables.trials_table(results),
         "method": _method(results),
         "job": _job(results),
         "environment": _environment(results),
@@ -163,7 +146,6 @@ def _job(results: Results) -> NamesAndValues:
 
 
 def _environment(results: Results) -> NamesAndValues:
-    """The node and its versions."""
     environment, disk = results.environment, results.environment.disk
     limits = [] if environment.memory_limit_bytes is None else [f"memory {gib(environment.memory_limit_bytes)}"]
     limits += [] if environment.cpu_limit is None else [f"{environment.cpu_limit:g} CPU cores"]

@@ -20,20 +20,10 @@ from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProbl
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import complete_bytes, explain, read_json_lines
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
-from toolkit.record import status
+from toolkit.record import run_files, status
 from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import RunFolder, lock_file
 from toolkit.record.measurements import measure, read_steps
-from toolkit.record.run_files import (
-    AttestedRank,
-    Profile,
-    RecordedAttestation,
-    RecordedFailure,
-    RecordedRun,
-    damaged_hint,
-    read_run,
-    read_run_file,
-)
 
 LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
@@ -163,11 +153,11 @@ def read_run_record(
     trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int = 0
 ) -> RunRecord:
     """Return everything that a finished run's folder shows. Raises ToolkitError for a damaged file in it."""
-    run = read_run(folder)
-    failure = read_run_file(folder.failure_json, RecordedFailure)
-    attestation = read_run_file(folder.attestation_json, RecordedAttestation)
+    run = run_files.read_run(folder)
+    failure = run_files.read_run_file(folder.failure_json, run_files.RecordedFailure)
+    attestation = run_files.read_run_file(folder.attestation_json, run_files.RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (AttestedRank(),)
+    speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (run_files.AttestedRank(),)
     failed_at = {"kind": run.status, "phase": failure.phase, "step": failure.step, "rank": failure.rank}
     peak_bytes = measured.peak_allocated_bytes or measured.peak_host_bytes
     failed_at["measured_bytes"] = largest((failure.peak_bytes, peak_bytes))
@@ -204,7 +194,7 @@ def read_run_record(
             }
         )
     except ValidationError as error:
-        raise ToolkitError(f"{folder.path}: {explain(error)}", hint=damaged_hint(folder.run_json)) from None
+        raise ToolkitError(f"{folder.path}: {explain(error)}", hint=run_files.damaged_hint(folder.run_json)) from None
 
 
 def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunKind]) -> SideRunRecord:
@@ -212,8 +202,8 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
 
     The timeline is of the last profiled step, each rank's start relative to the earliest rank's.
     """
-    run = read_run(folder)
-    profile = run.profile or Profile()
+    run = run_files.read_run(folder)
+    profile = run.profile or run_files.Profile()
     steps, drawn = profile.steps or (), profile.timeline or ()
     total = sum(step.step_seconds for step in steps) or None
     saved = next((save for save in run.saves or () if save.kind == "checkpoint"), None)
@@ -233,7 +223,7 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
     )
 
 
-def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> TrainedProblem:
+def trained_problem(run: run_files.RecordedRun, attestation: run_files.RecordedAttestation) -> TrainedProblem:
     """Return what was trained, from what the ranks attest and from the arguments that the script understood."""
     ranks, spec = attestation.ranks or (), run.spec or {}
     facts: dict[str, Any] = {fact: _shared([getattr(rank, fact, None) for rank in ranks]) for fact in ATTESTED}
@@ -251,4 +241,4 @@ def largest(sizes: Iterable[int | None]) -> int | None:
 
 def _shared(values: list[Any]) -> Any:
     """The value of all ranks, or the list of theirs where they differ."""
-    return values[0] if values and all(value == values[0] for value in values) else (values or None)
+    return values[0] if values and values.count(values[0]) == len(values) else (values or None)

@@ -151,7 +151,6 @@ def _optimizer(job: Job) -> str:
 
 
 def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
-    """True if an accumulation step of both rows has as many sequences."""
     return spec.sequences_per_accumulation_step(row) == spec.sequences_per_accumulation_step(other)
 
 

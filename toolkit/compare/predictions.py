@@ -176,7 +176,6 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
 
 
 def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord]) -> str:
-    """One line for a row whose largest micro-batch is searched before its trials."""
     (start, cap), probes = search_bounds(spec, row), probes_of(records, row)
     if not probes:
         return f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}, in runs of two steps"
@@ -185,7 +184,6 @@ def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, Ledger
 
 
 def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupported: Mapping[str, str]) -> str | None:
-    """Why the trial would not run; None if it would."""
     if trial.row.name in unsupported:
         return f"not supported here: {unsupported[trial.row.name]}"
     if trial.id in records:

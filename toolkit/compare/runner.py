@@ -127,13 +127,11 @@ class Runner:
 
     options: CompareOptions
     spec: ComparisonSpec
-    unsupported: Mapping[str, str]
-    """Name of each row that does not run on this node, and the reason."""
+    unsupported: Mapping[str, str]  # name of each row that does not run on this node, and the reason
     nvme: Mapping[str, NvmeDisk | None]
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
     progress: ConsoleProgress
-    allocation: Allocation | None = None
-    """The SLURM job on whose nodes the runs are started; None for this node."""
+    allocation: Allocation | None = None  # the SLURM job on whose nodes the runs are started; None for this node
 
     @property
     def folder(self) -> Path:

@@ -9,18 +9,7 @@ from toolkit.compare.results import Results
 from toolkit.compare.rows import NOT_SUPPORTED, Row, RunRecord
 from toolkit.record.columns import Column, Format, column_of
 from toolkit.record.measurements import MEMORY_PHASES
-from toolkit.report.charts import (
-    CURVES,
-    LANES,
-    Bar,
-    BarChart,
-    Boxes,
-    Line,
-    LineChart,
-    TimelineChart,
-    TimelineCharts,
-    curves,
-)
+from toolkit.report import charts
 from toolkit.report.rendering import UNKNOWN, Cell, Heading, Table, number_cell, one_line, text_cell
 from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent, speed
 
@@ -95,7 +84,8 @@ def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Tab
     rows = []
     for label, row in results.labelled_rows:
         figures = [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
-        rows.append([*_named(label, row), *(figures if row.completed else [UNKNOWN] * len(columns))])
+        figures = figures if row.completed else [UNKNOWN] * len(columns)
+        rows.append([text_cell(label), text_cell(row.status_text), *figures])
     return make_table(["preset", "status", *headings], rows)
 
 
@@ -109,9 +99,8 @@ def _value(results: Results, row: Row, key: str) -> object:
 
 def scaling_table(results: Results) -> Table | None:
     """Return the speed-up of each preset by number of processes; None with a single number of processes."""
-    if not any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows):
-        return None
-    return row_table("scaling", results)
+    is_scaled = any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows)
+    return row_table("scaling", results) if is_scaled else None
 
 
 def trials_table(results: Results) -> Table | None:
@@ -155,11 +144,12 @@ def phases_table(results: Results) -> Table | None:
         return None
     unit = byte_unit(getattr(memory, phase) for memory in known for phase in MEMORY_PHASES)
     names = [f"{when}\n{unit.name}" for when in ("after loading", "after forward", "after backward", "after step")]
-    rows = []
-    for label, row in results.labelled_rows:
-        memory = row.memory_by_phase
-        sizes = [bytes_cell(getattr(memory, phase, None), unit) for phase in MEMORY_PHASES]
-        rows.append([*_named(label, row), *sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)])
+    rows = [
+        [text_cell(label), text_cell(row.status_text)]
+        + [bytes_cell(getattr(row.memory_by_phase, phase, None), unit) for phase in MEMORY_PHASES]
+        + [text_cell(row.memory_by_phase.bytes_of if row.memory_by_phase else NOT_AVAILABLE)]
+        for label, row in results.labelled_rows
+    ]
     return make_table(["preset", "status", *names, "bytes of"], rows)
 
 
@@ -173,16 +163,15 @@ def probes_table(results: Results) -> Table | None:
         sizes = [probe.per_device_train_batch_size for probe in probes]
         ran = [probe.per_device_train_batch_size for probe in probes if probe.status == "completed"]
         cells = [text_cell(label), number_cell(max(ran, default=None), 0), text_cell(", ".join(map(str, sizes)))]
-        failed = next((probe for probe in probes if probe.failure), None)
-        if failed is None or failed.failure is None:
-            cells += [Cell(text="none"), *[Cell(text="")] * 4]
-        else:
-            cells += [number_cell(failed.per_device_train_batch_size, 0), text_cell(failed.status)]
-            cells.append(text_cell(failed.failure.phase or NOT_AVAILABLE))
-            cells += [
-                bytes_cell(size, GIB_UNIT) for size in (failed.failure.predicted_bytes, failed.failure.measured_bytes)
-            ]
-        rows.append(cells)
+        none = [Cell(text="none"), *[Cell(text="")] * 4]
+        failures = (
+            [number_cell(probe.per_device_train_batch_size, 0), text_cell(probe.status)]
+            + [text_cell(failure.phase or NOT_AVAILABLE)]
+            + [bytes_cell(size, GIB_UNIT) for size in (failure.predicted_bytes, failure.measured_bytes)]
+            for probe in probes
+            if (failure := probe.failure)
+        )
+        rows.append([*cells, *next(failures, none)])
     headings = ["preset", "largest\nthat runs", "tried", "smallest\nthat does not", "status", "in phase"]
     return make_table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], rows) if rows else None
 
@@ -190,13 +179,8 @@ def probes_table(results: Results) -> Table | None:
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], words: Sequence[str] = WORDS) -> Table:
     """Return a table; the columns that hold words are aligned left."""
     return Table(
-        headings=tuple(Heading(text=text, numeric=text not in words) for text in headings),
-        rows=tuple(map(tuple, rows)),
+        headings=tuple(Heading(text=text, numeric=text not in words) for text in headings), rows=tuple(map(tuple, rows))
     )
-
-
-def _named(label: str, row: Row) -> tuple[Cell, Cell]:
-    return text_cell(label), text_cell(row.status_text)
 
 
 def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
@@ -216,13 +200,13 @@ def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
     return Cell(text=unit.text(size), value=size)
 
 
-def losses_chart(results: Results) -> LineChart | None:
+def losses_chart(results: Results) -> charts.LineChart | None:
     """Return loss curves, earlier ones wider, so that one that coincides with another is visible; None without any."""
     if not any(loss is not None for row in results.rows for loss in row.losses):
         return None
     last = max(len(row.losses) for row in results.rows)
-    return LineChart(
-        lines=curves(
+    return charts.LineChart(
+        lines=charts.curves(
             (
                 label if row.status_text == "completed" else f"{label} ({row.status_text})",
                 [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None],
@@ -238,7 +222,7 @@ def losses_chart(results: Results) -> LineChart | None:
     )
 
 
-def scaling_chart(results: Results) -> LineChart | None:
+def scaling_chart(results: Results) -> charts.LineChart | None:
     """Return speed-ups over each preset's fewest processes, beside the ideal; None with one number of processes."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(results.rows, key=lambda row: row.world_size):
@@ -249,10 +233,10 @@ def scaling_chart(results: Results) -> LineChart | None:
         return None
     sizes = sorted({size for own in points.values() for size, _ in own})
     ideal = [(sizes[0], 1.0), (sizes[-1], sizes[-1] / sizes[0])]
-    lines = [Line(points=ideal, label="ideal", color="muted", width=1.5, dashed=True)]
+    lines = [charts.Line(points=ideal, label="ideal", color="muted", width=1.5, dashed=True)]
     for index, (preset, own) in enumerate(points.items(), 1):
-        lines.append(Line(points=own, label=preset, color=f"c{index % len(CURVES)}", dots=True))
-    return LineChart(
+        lines.append(charts.Line(points=own, label=preset, color=f"c{index % len(charts.CURVES)}", dots=True))
+    return charts.LineChart(
         lines=lines,
         y_format="{:.2f}×",
         x_labels=[(size, f"{size:.0f}") for size in sizes],
@@ -261,7 +245,7 @@ def scaling_chart(results: Results) -> LineChart | None:
     )
 
 
-def profiled_steps(results: Results) -> TimelineCharts:
+def profiled_steps(results: Results) -> charts.TimelineCharts:
     """Return one profiled step of each row that has one; the first of those with most ranks is expanded."""
     known = [(label, row.timeline) for label, row in results.labelled_rows if row.timeline]
     widest = max((step for _, step in known), key=lambda step: len(step.ranks), default=None)
@@ -269,19 +253,20 @@ def profiled_steps(results: Results) -> TimelineCharts:
     for label, step in known:
         rows = []
         for rank in step.ranks:
-            lanes = []
-            for lane, top in LANE_TOP.items():
-                start = rank.start_seconds
-                spans = [(start + begin, start + end) for begin, end in rank.lanes.get(lane, ())]
-                lanes.append(Boxes(spans=spans, color=lane, top=top, height=LANE_HEIGHT))
-            rows.append((f"rank {rank.rank}", lanes))
+            start = rank.start_seconds
+            lanes = {lane: [(start + begin, start + end) for begin, end in spans] for lane, spans in rank.lanes.items()}
+            boxes = [
+                charts.Boxes(spans=lanes.get(lane, ()), color=lane, top=top, height=LANE_HEIGHT)
+                for lane, top in LANE_TOP.items()
+            ]
+            rows.append((f"rank {rank.rank}", boxes))
         length = max(rank.start_seconds + rank.seconds for rank in step.ranks) or 1.0
         name, expanded = f"step {step.step}", step is widest
-        timelines.append(TimelineChart(label=label, rows=rows, seconds=length, x_name=name, expanded=expanded))
-    return TimelineCharts(timelines=timelines, colors=tuple(LANES.items()))
+        timelines.append(charts.TimelineChart(label=label, rows=rows, seconds=length, x_name=name, expanded=expanded))
+    return charts.TimelineCharts(timelines=timelines, colors=tuple(charts.LANES.items()))
 
 
-def memory_chart(results: Results) -> BarChart:
+def memory_chart(results: Results) -> charts.BarChart:
     """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
     unit, gpus = results_unit(results), results.environment.gpus
     bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
@@ -291,10 +276,10 @@ def memory_chart(results: Results) -> BarChart:
         colors.append(("rest", "activations and the rest, up to the allocated peak"))
     marks = [("tick", "planned")] * any(bar.tick for _, bar in bars)
     marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
-    return BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
+    return charts.BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
 
 
-def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
+def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> charts.Bar:
     """The parts, up to the allocated peak. Of a row that ran out of memory the last measured peak, hatched.
 
     On a CPU a bar ends with the parts: resident memory of a process includes libraries.
@@ -303,42 +288,40 @@ def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
     if not row.completed:
         failure = row.failure
         if failure is None or results.on_cpu or not row.out_of_memory:
-            return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+            return charts.Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
         text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
         text += "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
-        return Bar(segments=() if measured is None else ((measured, None),), text=text, alarm=True, tick=planned)
+        return charts.Bar(segments=() if measured is None else ((measured, None),), text=text, alarm=True, tick=planned)
     parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PARTS.values())]
     segments = tuple((float(size), color) for size, color in parts if size)
     states = row.model_state_bytes
     if peak is None:
         text = NOT_AVAILABLE if states is None else f"{unit.text(states)} {unit.name}"
-        return Bar(segments=segments if states is not None else (), text=text, tick=planned)
+        return charts.Bar(segments=segments if states is not None else (), text=text, tick=planned)
     text = f"{unit.text(peak)} {unit.name}"
     if states is None or states > peak:  # some of it is offloaded to the host
         text += "" if states is None else f" (model states, host included: {unit.text(states)})"
-        return Bar(segments=((float(peak), "rest"),), text=text, tick=planned)
-    return Bar(segments=(*segments, (float(peak - states), "rest")), text=text, tick=planned)
+        return charts.Bar(segments=((float(peak), "rest"),), text=text, tick=planned)
+    return charts.Bar(segments=(*segments, (float(peak - states), "rest")), text=text, tick=planned)
 
 
-def speed_chart(results: Results) -> BarChart | None:
+def speed_chart(results: Results) -> charts.BarChart | None:
     """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
     if not results.rows:
         return None
     bars = []
-    longest = LONGEST_INTERVAL * max((_shown_speed(row) or 0.0 for row in results.rows), default=0.0)
+    longest = LONGEST_INTERVAL * max(
+        (row.tokens_per_second or 0.0 for row in results.rows if row.completed), default=0.0
+    )
     for label, row in results.labelled_rows:
-        value, bounds = _shown_speed(row), row.tokens_per_second_interval
+        value, bounds = row.tokens_per_second, row.tokens_per_second_interval
         if not row.completed or row.failed_parity:
-            bars.append((label, Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)))
+            bars.append((label, charts.Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)))
             continue
         segments = () if value is None else ((value, "speed" if row.comparable else None),)
         text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
         is_open = bounds is not None and bounds[1] > longest  # the text has its end
         drawn = (bounds[0], longest) if bounds and is_open else bounds
-        bars.append((label, Bar(segments=segments, text=text, interval=drawn, open_interval=is_open)))
+        bars.append((label, charts.Bar(segments=segments, text=text, interval=drawn, open_interval=is_open)))
     marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
-    return BarChart(bars=tuple(bars), marks=marks)
-
-
-def _shown_speed(row: Row) -> float | None:
-    return row.tokens_per_second if row.completed and not row.failed_parity else None
+    return charts.BarChart(bars=tuple(bars), marks=marks)

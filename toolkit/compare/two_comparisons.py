@@ -29,10 +29,8 @@ class RowPair(NamedTuple):
 
     before: Row
     after: Row
-    ratio: float | None
-    """Speed after over speed before; None unless both completed and trained the baseline's problem."""
-    interval: Interval | None
-    """From the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
+    ratio: float | None  # speed after over speed before; None unless both completed and trained the baseline's problem
+    interval: Interval | None  # from the ends of both speeds' intervals, so wider than a 95 % confidence interval
     claim: Difference | None
 
     @classmethod
@@ -52,8 +50,7 @@ class BeforeAndAfter:
 
     before: Results
     after: Results
-    environment: Sequence[tuple[str, str, str]]
-    """Name, value before, value after of what differs."""
+    environment: Sequence[tuple[str, str, str]]  # name, value before, value after of what differs
 
     @property
     def pairs(self) -> list[RowPair]:
@@ -139,7 +136,6 @@ def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Name, value before and value after of what differs."""
     texts = [
         (name, *(NOT_AVAILABLE if each.get(name) is None else str(each[name]) for each in (old, new)))
         for name in {**old, **new}
@@ -168,7 +164,6 @@ def _environment(environment: Environment) -> dict[str, object]:
 
 
 def _speed_cell(row: Row) -> Cell:
-    """A speed, or why there is none."""
     if row.has_speed:
         return Cell(text=speed(row.tokens_per_second), value=row.tokens_per_second)
     return Cell(text=NOT_AVAILABLE if row.status_text == "completed" else row.status_text)

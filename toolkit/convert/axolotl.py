@@ -12,7 +12,7 @@ from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.errors import ToolkitError, shown
 from toolkit.models.optimizers import MUON
 
-DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")  # the last is streamed
+DATA_KEYS = {"datasets": "dataset", "test_datasets": "eval_dataset", "pretraining_dataset": "dataset"}
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 NO_EVALUATION = "there is no evaluation data"
 
@@ -27,7 +27,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
     draft = Draft(dialect, listed)
     _take_method(draft, file)
-    _take_kernels(draft)
     _take_optimization(draft)
     draft.translate()
     _take_data(draft)
@@ -55,15 +54,10 @@ def _take_method(draft: Draft, file: Path) -> None:
             draft.assign("train_only", patterns, "unfrozen_parameters")
         return
     if adapter not in ("lora", "qlora"):
-        hint = "LoRA and QLoRA: `adapter: lora`"
-        raise ToolkitError(f"{file}: adapter {shown(adapter)} has no counterpart", hint=hint)
+        raise ToolkitError(f"{file}: adapter {shown(adapter)} has no counterpart", hint="`adapter: lora`, or `qlora`")
     if draft.get("lora_r") is None:
         raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
     draft.assign("lora_r", draft.get("lora_r"), "lora_r", "adapter")
-    draft.move("lora_alpha")
-    draft.move("lora_dropout")
-    if draft.is_on("load_in_4bit"):
-        draft.move("load_in_4bit")
     if draft.is_on("lora_target_linear"):
         draft.assign("lora_target_modules", ["all-linear"], "lora_target_linear")
         draft.leave_out("lora_target_modules", reason="lora_target_linear names all linear layers already")
@@ -85,10 +79,9 @@ def _shell_pattern(regex: str) -> str | None:
     return None if set(text) & set("\\+?{}()|^$*") else text + end
 
 
-def _take_kernels(draft: Draft) -> None:
+def _take_optimization(draft: Draft) -> None:
     if draft.get("attn_implementation") in ("xformers", "sage", "fp8"):  # utils/schemas/enums.py
-        reason = "transformers has no such attention: the model's default is used"
-        draft.leave_out("attn_implementation", reason=reason)
+        draft.leave_out("attn_implementation", reason="transformers has no such attention: the model's default is used")
     plugins = [key for key, name in draft.left.items() if key.startswith("plugins[") and name == LIGER_PLUGIN]
     if plugins:
         liger = draft.dialect.liger
@@ -96,9 +89,6 @@ def _take_kernels(draft: Draft) -> None:
         config |= {name: True for key, names in liger.items() if draft.is_on(key) for name in names}
         draft.assign("use_liger_kernel", True, *plugins)
         draft.assign("liger_kernel_config", config, *liger)
-
-
-def _take_optimization(draft: Draft) -> None:
     if draft.get("batch_size") is not None and draft.get("gradient_accumulation_steps") is None:
         # utils/config/__init__.py
         steps = draft.number("batch_size", 1) // max(draft.number("micro_batch_size", 1), 1)
@@ -114,8 +104,7 @@ def _take_optimization(draft: Draft) -> None:
     if draft.get("optimizer") == MUON:
         note = "torch's, with updates of AdamW's size; axolotl's is in a package of its own, with a scale of its own"
         draft.move("optimizer", "optim", note=note)
-    options = draft.get("optim_args")
-    if options:
+    if options := draft.get("optim_args"):
         text = ",".join(f"{name}={given}" for name, given in options.items()) if isinstance(options, dict) else options
         draft.assign("optim_args", text, "optim_args")
 
@@ -128,14 +117,10 @@ def _take_data(draft: Draft) -> None:
     jinja = str(draft.get("chat_template_jinja", ""))
     if jinja.endswith((".jinja", ".jinja2")) and draft.get("chat_template", "jinja") == "jinja":
         draft.assign("chat_template", jinja, "chat_template_jinja", "chat_template")
-    for key, argument in (
-        ("datasets", "dataset"),
-        ("test_datasets", "eval_dataset"),
-        ("pretraining_dataset", "dataset"),
-    ):
+    for key, argument in DATA_KEYS.items():
         entries = [_entry(draft, prefix) for prefix in draft.entries(key)]
         set_datasets(draft, entries, argument)
-    # `entries` are those of pretraining_dataset.
+    # `entries` are those of pretraining_dataset, which axolotl streams.
     if (entries or draft.is_on("streaming")) and draft.arguments.get("max_steps"):
         draft.assign("streaming", True, "streaming")
         draft.move("streaming_multipack_buffer_size", "streaming_buffer_size")
@@ -144,7 +129,6 @@ def _take_data(draft: Draft) -> None:
 
 
 def _entry(draft: Draft, prefix: str) -> NamedData:
-    """The data set of an entry; its settings about the format of the rows are used."""
     settings = draft.nested(prefix)
     kind = str(settings.get("type", ""))
     mapping = block_of(settings, "message_property_mappings", prefix.rstrip("."))
@@ -154,29 +138,22 @@ def _entry(draft: Draft, prefix: str) -> NamedData:
         reason = row_fields_reason(settings.get("field_messages", "messages"), role, content)
         names = ("field_messages", "message_property_mappings", "message_field_role", "message_field_content")
         keys = [f"{prefix}{name}" for name in names]
-        if reason is None:
-            draft.drop(*keys)
-        else:
+        if reason is not None:
             draft.leave_out(*keys, reason=reason)
-        draft.drop(f"{prefix}type")
-        if _roles_are_known(settings.get("roles")):
-            draft.drop(f"{prefix}roles")
+        draft.drop(*keys, f"{prefix}type")
+        roles = settings.get("roles")
+        named = roles.items() if isinstance(roles, dict) else ()
+        pairs = [(name, role) for role, names in named for name in (names if isinstance(names, list) else [names])]
+        if isinstance(roles, dict) and all(SHAREGPT_ROLES.get(str(name)) == str(role) for name, role in pairs):
+            draft.drop(f"{prefix}roles")  # says what the formats say anyway
     elif kind.startswith("alpaca"):
-        reason = "instruction, input and output go through the model's chat template here"
-        draft.leave_out(f"{prefix}type", reason=reason)
+        what = "instruction, input and output"
+        draft.leave_out(f"{prefix}type", reason=f"{what} go through the model's chat template here")
     elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
         draft.notes["max_seq_length"] = "axolotl splits a longer text into several rows; here it is truncated"
         draft.drop(f"{prefix}field", f"{prefix}type")
     draft.leave_out(f"{prefix}type", reason="rows are recognised by their fields (docs/how-to/data.md)")
     return named_data(settings, prefix)
-
-
-def _roles_are_known(roles: Any) -> bool:
-    """Return True if a mapping of roles to their names in the data says what the formats say anyway."""
-    if not isinstance(roles, dict):
-        return False
-    named = [(name, role) for role, names in roles.items() for name in (names if isinstance(names, list) else [names])]
-    return all(SHAREGPT_ROLES.get(str(name)) == str(role) for name, role in named)
 
 
 def _take_evaluation_and_saving(draft: Draft) -> None:

@@ -46,17 +46,13 @@ class Conversion:
 
     tool: str
     preset: str
-    num_processes: int | None
-    """None where the configuration does not say."""
+    num_processes: int | None  # None where the configuration does not say
     arguments: dict[str, Any]
     defaults: tuple[str, ...]
     """Arguments that the configuration does not set: they are the other tool's defaults, which differ from ours."""
-    notes: dict[str, str]
-    """Argument, or `--preset`, to what is different in meaning."""
-    converted: dict[str, str]
-    """Key of the configuration to the argument, or to `--preset` or `--num-processes`."""
-    redundant: tuple[str, ...]
-    """Keys that are empty, off, or say what happens here anyway."""
+    notes: dict[str, str]  # argument, or `--preset`, to what is different in meaning
+    converted: dict[str, str]  # key of the configuration to the argument, or to `--preset` or `--num-processes`
+    redundant: tuple[str, ...]  # keys that are empty, off, or say what happens here anyway
     not_converted: tuple[NotConverted, ...]
 
 
@@ -87,11 +83,9 @@ class Dialect:
 
     def check_training(self, values: Mapping[str, Any], file: Path) -> None:
         """Raise ToolkitError for a file that trains something else than text with supervision."""
-        what = next((what for key, what in self.refused.items() if values.get(key)), None)
-        if what is not None:
+        for what in (what for key, what in self.refused.items() if values.get(key)):
             hint = "a preset works with any trainer that accelerate launches: `toolkit preset export DIR`"
-            hint = HINTS["stage"] if "fine-tuning" in what else hint
-            raise ToolkitError(f"{file} trains {what}", hint=hint)
+            raise ToolkitError(f"{file} trains {what}", hint=HINTS["stage"] if "fine-tuning" in what else hint)
 
     def reason(self, key: str) -> str:
         """Return why a setting has no counterpart."""
@@ -211,10 +205,10 @@ class Draft:
             except ToolkitError as error:
                 self.leave_out(key, reason=error.message)
                 continue
-            choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
-            if choices and str(value) not in choices:
-                reason = f"transformers has no {argument} {str(value)!r}: the default is used instead"
-                self.leave_out(key, reason=reason)
+            if argument in ("optim", "lr_scheduler_type") and str(value) not in argument_words()[argument]:
+                self.leave_out(
+                    key, reason=f"transformers has no {argument} {str(value)!r}: the default is used instead"
+                )
             else:
                 self.assign(argument, value, key)
 
@@ -245,10 +239,8 @@ class Draft:
                 self.drop(key)
         for key, assignment in table.assigned.items():
             ((argument, value),) = assignment.items()
-            if isinstance(value, dict):
-                if str(self.get(key)) in value:
-                    self.assign(argument, value[str(self.get(key))], key)
-            elif self.is_on(key):
+            value = value.get(str(self.get(key))) if isinstance(value, dict) else value if self.is_on(key) else None
+            if value is not None:
                 self.assign(argument, value, key)
         for key, argument in table.moved.items():
             self.move(key, argument, note=table.notes.get(key))
@@ -292,9 +284,7 @@ class Draft:
         spec = load_preset(preset)
         # A switch that the preset does not support is listed; the method itself is not among them, and is refused.
         for reason in list(reasons(spec, Job.from_values(self.arguments))):
-            name = reason.rule.replace("-", "_")
-            if name in self.arguments:
-                self.take_back(name, f"does not work under preset {preset!r}: {reason.why}")
+            self.take_back(reason.rule.replace("-", "_"), f"does not work under preset {preset!r}: {reason.why}")
         if spec.engine == "fsdp2":
             self.take_back("activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself")
         check_supported(spec, Job.from_values(self.arguments))
@@ -319,9 +309,8 @@ def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Coll
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        entries = {key: value}
-        if key in lists and isinstance(value, list):
-            entries = {f"{key}[{number}]": entry for number, entry in enumerate(value)}
+        is_list = key in lists and isinstance(value, list)
+        entries = {f"{key}[{number}]": entry for number, entry in enumerate(value)} if is_list else {key: value}
         for name, entry in entries.items():
             is_block = isinstance(entry, dict) and (key in blocks or name != key)
             flat |= {f"{name}.{inner}": each for inner, each in entry.items()} if is_block else {name: entry}

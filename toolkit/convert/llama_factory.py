@@ -34,8 +34,8 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
             hint="write `finetuning_type: full`, convert, and add `train_only: ['model.layers.30.*', ...]`",
         )
     if method not in ("lora", "full"):
-        hint = "`lora` and `full` have one"
-        raise ToolkitError(f"{file}: finetuning_type {shown(method)} has no counterpart", hint=hint)
+        message = f"{file}: finetuning_type {shown(method)} has no counterpart"
+        raise ToolkitError(message, hint="`lora` and `full` have one")
     if method == "lora":
         _take_lora(draft)
     bits, kind = draft.get("quantization_bit"), str(draft.get("quantization_method", "bnb")).lower()
@@ -120,10 +120,12 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     shares = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
     found: list[sources.NamedData] = []
     for number, name in enumerate(names):
-        data: sources.NamedData | str = sources.NamedData(name, (key,))
-        if folder != "ONLINE" and info_path is None:
-            data = f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
-        elif folder != "ONLINE" and info_path is not None:
+        data: sources.NamedData | str = (
+            f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
+        )
+        if folder == "ONLINE":
+            data = sources.NamedData(name, (key,))
+        elif info_path is not None:
             data = _entry(name, info, info_path, key)
         if isinstance(data, str):
             draft.report(key, name, data)
@@ -149,7 +151,8 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sou
         return "no such entry in dataset_info.json"
     source = f"{info_path}: {name[:80]}"
     entry = block_of(info, name, info_path)
-    columns, tags = (_texts(block_of(entry, each, source), f"{source}: {each}") for each in ("columns", "tags"))
+    blocks = ((block_of(entry, each, source), f"{source}: {each}") for each in ("columns", "tags"))
+    columns, tags = ({key: _text(block, key, where) for key in block} for block, where in blocks)
     texts = ("formatting", "file_name", "hf_hub_url", "split", "subset")
     formatting, file_name, url, split, subset = (_text(entry, each, source) for each in texts)
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag"} & set(columns):
@@ -172,18 +175,12 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sou
 
 
 def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:
-    """A text, or None where it is missing. Raises ToolkitError for any other type."""
     value = values.get(key)
     if value is not None and not isinstance(value, str):
         raise unexpected(source, key, value, "text")
     return value
 
 
-def _texts(values: Mapping[str, Any], source: object) -> dict[str, str | None]:
-    return {key: _text(values, key, source) for key in values}
-
-
 def _names(value: Any) -> list[str]:
-    """`identity, alpaca_en_demo` as a list."""
     parts = value if isinstance(value, list) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]

@@ -41,8 +41,7 @@ def find_file(name: str, near: Path) -> Path | None:
 class NamedData(NamedTuple):
     """A data set, and the settings that named it; a value that is not named is (None, "")."""
 
-    path: str
-    """A file or a hub id."""
+    path: str  # a file or a hub id
     keys: tuple[str, ...]
     split: tuple[Any, str] = (None, "")
     config: tuple[Any, str] = (None, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,10 @@ def read_command(text: str, path: Path) -> dict[str, Any]:
     Raises ToolkitError if there is no such command.
     """
     for line in text.replace("\\\n", " ").splitlines():
-        try:
+        with contextlib.suppress(ValueError):  # an open quote: text that is not this command
             words = shlex.split(line, comments=True) if any(name in line for name in ("trl", *SCRIPTS)) else []
-        except ValueError:  # an open quote: text that is not this command
-            continue
-        flags = _training_flags(words, path)
-        if flags is not None:
-            return _settings(flags, path)
+            if (flags := _training_flags(words, path)) is not None:
+                return _settings(flags, path)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
     raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
 
@@ -42,10 +40,10 @@ def _training_flags(words: Sequence[str], path: Path) -> list[str] | None:
     """The flags of a command line, those of its launcher first; None if it does not train with TRL."""
     names = [Path(word).name for word in words]
     if "trl" in names:
-        start = names.index("trl") + 1
-        command = "".join(names[start : start + 1])
+        start = names.index("trl") + 2
+        command = "".join(names[start - 1 : start])
         if command == "sft":
-            return list(words[start + 1 :])
+            return list(words[start:])
         if command in OTHER_COMMANDS:
             hint = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
             raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=hint)
@@ -103,7 +101,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
 
 
 def _take_lora(draft: Draft) -> None:
-    """LoRA is trained with `use_peft` only."""
     defaults, fields = draft.dialect.lora_defaults, draft.dialect.lora_config
     if not draft.is_on("use_peft"):
         reason = "no adapter is trained: `use_peft` is not set"
@@ -151,7 +148,21 @@ def _take_data(draft: Draft) -> None:
 
 def _take_launch(draft: Draft, file: Path) -> str:
     """The preset and the number of processes, from the flags of `accelerate launch` and torchrun."""
-    chosen = _accelerate_choice(draft, file)
+    chosen: sources.Choice | None = None
+    for key in draft.among("accelerate_config", "config_file")[:1]:
+        name = str(draft.get(key))
+        path = sources.find_file(name, file)
+        known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
+        if path is not None:
+            config = read_configuration(path)
+            processes = config.get("num_processes")
+            draft.num_processes = processes if type(processes) is int else None
+            chosen = sources.preset_of_accelerate(config, path)._replace(keys=[key])
+        elif known is not None:
+            chosen = sources.Choice(known, sources.FSDP1_NOTE if known == "fsdp2" and "1" in name else None, [key])
+        else:
+            message = f"{file}: no such accelerate configuration: {name[:200]}"
+            raise ToolkitError(message, hint="run this where the file is")
     for key in draft.among("num_processes", "nproc_per_node"):
         draft.num_processes = int(draft.number(key, 1))
         draft.use(key, by=NUM_PROCESSES)
@@ -163,20 +174,3 @@ def _take_launch(draft: Draft, file: Path) -> str:
     preset = sources.take_strategy(draft, file, chosen=chosen)
     draft.use(*switches, by=PRESET)
     return preset
-
-
-def _accelerate_choice(draft: Draft, file: Path) -> sources.Choice | None:
-    for key in draft.among("accelerate_config", "config_file"):
-        name = str(draft.get(key))
-        path = sources.find_file(name, file)
-        if path is not None:
-            config = read_configuration(path)
-            processes = config.get("num_processes")
-            draft.num_processes = processes if type(processes) is int else None
-            return sources.preset_of_accelerate(config, path)._replace(keys=[key])
-        known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
-        if known is None:
-            hint = "run this where the file is"
-            raise ToolkitError(f"{file}: no such accelerate configuration: {name[:200]}", hint=hint)
-        return sources.Choice(known, sources.FSDP1_NOTE if known == "fsdp2" and "1" in name else None, keys=[key])
-    return None

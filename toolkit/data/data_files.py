@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.data.formats import Sample, check_row, detect_format, field_names, to_sample
-from toolkit.data.text_files import (
-    MAX_ROW_BYTES,
-    JsonList,
-    Lines,
-    ReadValue,
-    describe_json_error,
-    error_at,
-    over_limit,
-)
+from toolkit.data.text_files import MAX_ROW_BYTES, JsonList, Lines, ReadValue, describe_json_error, error_at, over_limit
 from toolkit.errors import OverLimit, ToolkitError, nearest, shown
 from toolkit.files.documents import Limits, parse_yaml
 from toolkit.files.reading import open_file, read_text, user_path
@@ -55,8 +47,7 @@ class DataSource:
     kind: Literal["file", "hub"]
     name: str
     path: Path | None = None
-    config: str | None = None
-    """Configuration of a hub data set; None for its only one."""
+    config: str | None = None  # configuration of a hub data set; None for its only one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +55,7 @@ class FileCheck:
     """A file whose checked rows are valid."""
 
     format: str
-    rows: int
-    """Number of checked rows: all rows if `complete`."""
+    rows: int  # number of checked rows: all rows if `complete`
     complete: bool
 
 
@@ -151,19 +141,18 @@ def resolve_source(source: str) -> DataSource:
     if exists:
         _reader(path)
         return DataSource(kind="file", name=source, path=path)
-    close, hint = None, "give a path to a file, or a hub id like `owner/name`"
+    close = None
     with contextlib.suppress(OSError):
         close = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_file()])
     if close is None and is_hub_id(source):
         return DataSource(kind="hub", name=source)
-    hint = f"did you mean `{path.parent / close}`?" if close else hint
+    hint = f"did you mean `{path.parent / close}`?" if close else "give a path to a file, or a hub id like `owner/name`"
     raise ToolkitError(f"no such data file: {source[:200]}", hint=hint)
 
 
 def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place of each row and the row. Raises ToolkitError with file and place for what cannot be read."""
-    for place, row, _ in _read_rows(path):
-        yield place, row
+    return ((place, row) for place, row, _ in _read_rows(path))
 
 
 def first_sample(path: Path) -> Sample:
@@ -322,12 +311,7 @@ def _read_parquet(path: Path) -> Iterator[ReadValue]:
         raise ToolkitError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from None
 
 
-_READERS: dict[str, Callable[[Path], Iterator[ReadValue]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
 
 
 # -- rows of several data sets in one epoch
@@ -335,8 +319,7 @@ _READERS: dict[str, Callable[[Path], Iterator[ReadValue]]] = {
 
 def fractions(weights: Sequence[float]) -> list[float]:
     """Return weights as fractions of their sum."""
-    total = sum(weights)
-    return [weight / total for weight in weights]
+    return [weight / sum(weights) for weight in weights]
 
 
 def rows_per_epoch(rows: Sequence[int], weights: Sequence[float] | None) -> list[int]:

@@ -27,12 +27,7 @@ REQUIRED_FIELDS = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-OPTIONAL_FIELDS = {
-    "messages": ("tools",),
-    "sharegpt": ("tools",),
-    "alpaca": ("input",),
-    "prompt_completion": ("tools",),
-}
+OPTIONAL_FIELDS = {"alpaca": ("input",), **dict.fromkeys(("messages", "sharegpt", "prompt_completion"), ("tools",))}
 FORMATS = tuple(REQUIRED_FIELDS)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -83,9 +78,8 @@ def check_row(row: Row, data_format: str) -> None:
                 hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
             )
     fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}
-    has_turns = data_format in ("messages", "sharegpt")
-    if data_format == "prompt_completion":
-        has_turns = any(isinstance(value, list) for value in fields.values())
+    has_lists = data_format == "prompt_completion" and any(isinstance(value, list) for value in fields.values())
+    has_turns = has_lists or data_format in ("messages", "sharegpt")
     for field, value in fields.items():
         if has_turns:
             _check_turns(value, field)
@@ -204,7 +198,6 @@ def _check_turn(turn: Row, where: str, *, sharegpt: bool) -> None:
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:
-    """Tools for the chat template: a list of JSON schemas, or the same as JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:

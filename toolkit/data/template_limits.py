@@ -1,7 +1,5 @@
 """Chat templates with limits on time, memory and output: a template is a program, and comes with a downloaded model.
 
-    check_templates(templates, conversations, name="the chat template of MODEL")
-
 A template cannot reach files or Python's internals, because it runs in jinja2's sandbox. But it can loop without end. A
 timer cannot interrupt `2 ** 10 ** 9`, which is one operation, so the first conversations are rendered in a child that
 the kernel limits.

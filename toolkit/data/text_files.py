@@ -23,11 +23,9 @@ _DECODER = json.JSONDecoder()
 class ReadValue(NamedTuple):
     """A value read from a file: usually a row."""
 
-    place: str
-    """Its place in words, for error messages: `row 250, line 250`."""
+    place: str  # its place in words, for error messages: `row 250, line 250`
     value: Any
-    bytes_read: int
-    """Approximate bytes read up to its end."""
+    bytes_read: int  # approximate bytes read up to its end
 
 
 def error_at(path: Path, place: str, why: str, *, hint: str | None = None) -> ToolkitError:

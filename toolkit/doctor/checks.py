@@ -132,8 +132,7 @@ class Outcome:
 
     measured: dict[str, Any] = field(default_factory=dict)
     findings: list[NodeFinding] = field(default_factory=list)
-    skipped: str | None = None
-    """Why nothing was measured."""
+    skipped: str | None = None  # why nothing was measured
     seconds: float = 0.0
 
     @property
@@ -141,15 +140,21 @@ class Outcome:
         """The worst level of its findings, `ok`, or `skipped`."""
         return SKIPPED if self.skipped else min((each.level for each in self.findings), key=LEVELS.index, default=OK)
 
-    def add(self, level: str, what: str, value: object, expected: object, fix: str, *, gpu: Nvml | None = None) -> None:
-        """Add a finding: of the node, or of one GPU, whose index replaces `{index}` in the fix."""
+    def add(
+        self, level: str, what: str, value: Any, expected: Any, fix: str, *, gpu: Nvml | None = None, when: Any = True
+    ) -> None:
+        """Add a finding, when it is one: of the node, or of one GPU, whose index replaces `{index}` in the fix."""
         if gpu is not None:
             what, fix = f"{gpu.label}: {what}", fix.format(index=gpu.index)
-        self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
+        if when:
+            self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
 
     def add_refusal(self, error: ToolkitError, value: object, expected: str) -> None:
         """Add the refusal of another part of the toolkit as an error, with its hint as the fix."""
         self.add(ERROR, error.message, value, expected, error.hint or "see above")
+
+
+Examine = Callable[[NodeReadings, Outcome], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,14 +163,10 @@ class NodeCheck:
 
     name: str
     looks_at: str
-    threshold: str
-    """When it is a finding."""
-    source: str
-    """Where the threshold comes from: an address, or `our choice` with the reason."""
-    long: bool
-    """Runs with `--long` only."""
-    examine: Callable[[NodeReadings, Outcome], None]
-    """Adds what it measured, and what is wrong."""
+    threshold: str  # when it is a finding
+    source: str  # where the threshold comes from: an address, or `our choice` with the reason
+    long: bool  # runs with `--long` only
+    examine: Examine  # adds what it measured, and what is wrong
 
     def run(self, node: NodeReadings) -> Outcome:
         """Examine a node. Whatever a broken one answers becomes a skipped check with the reason, never a traceback."""
@@ -182,7 +183,6 @@ class NodeCheck:
 
 
 CHECKS: dict[str, NodeCheck] = {}
-Examine = Callable[[NodeReadings, Outcome], None]
 
 
 def node_check(threshold: str, source: str, *, long: bool = False) -> Callable[[Examine], Examine]:

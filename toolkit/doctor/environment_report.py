@@ -1,7 +1,5 @@
 """Facts of this node for an issue report, read without torch: versions, GPUs, compilers, memory, disks, variables.
 
-    print(as_markdown(environment_report()))
-
 Whatever cannot be read is None. No secret is in a report: variables with a token, key or password are only said to be
 set, and their values are removed wherever else they occur.
 """
@@ -161,12 +159,9 @@ def _words(name: str) -> str:
 class RdmaPort(NamedTuple):
     """One port of InfiniBand, RoCE or EFA in the kernel's files; None where they do not say."""
 
-    name: str
-    """`mlx5_0 port 1`."""
-    state: str | None
-    """`ACTIVE`, `INIT`, `DOWN`."""
-    rate: str | None
-    """`400 Gb/sec (4X NDR)`."""
+    name: str  # `mlx5_0 port 1`
+    state: str | None  # `ACTIVE`, `INIT`, `DOWN`
+    rate: str | None  # `400 Gb/sec (4X NDR)`
     link_layer: str | None
 
     @property

@@ -1,9 +1,4 @@
-"""Run the checks of a node and show what was found; compare the reports of several nodes.
-
->>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
->>> [difference.fact for difference in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
-['version torch']
-"""
+"""Run the checks of a node and show what was found; compare the reports of several nodes."""
 
 from __future__ import annotations
 
@@ -14,12 +9,12 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor import gpu_checks, host_checks, software_checks, speed_checks  # noqa: F401  (they register checks)
+from toolkit.doctor import gpu_checks, host_checks, speed_checks  # noqa: F401  (they register checks)
 from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, SKIPPED, WARNING, NodeCheck, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
@@ -149,11 +144,9 @@ class Examination:
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 
-    def lines(self) -> Iterator[str]:
-        """Yield a line for each check with its findings, those that were skipped, and a summary; without secrets."""
-        yield from without_secrets(list(self._lines()))
-
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> list[str]:
+        """Return a line for each check with its findings, those that were skipped, and a summary; without secrets."""
+        lines: list[str] = []
         skipped: dict[str, list[str]] = {}
         for name, outcome in self.checks.items():
             if outcome.skipped:
@@ -161,16 +154,16 @@ class Examination:
                 continue
             measured = shown("", outcome.measured)
             measured = measured if len(measured) <= MAX_SUMMARY else f"{measured[: MAX_SUMMARY - 3]}..."
-            yield f"{outcome.status:8} {name:16} {measured}".rstrip()
+            lines.append(f"{outcome.status:8} {name:16} {measured}".rstrip())
             for finding in outcome.findings:
-                yield f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}"
-                yield f"    fix: {finding.fix}"
-        for reason, names in skipped.items():
-            yield f"{SKIPPED}  ({reason}) {', '.join(names)}"
+                lines.append(f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}")
+                lines.append(f"    fix: {finding.fix}")
+        lines += [f"{SKIPPED}  ({reason}) {', '.join(names)}" for reason, names in skipped.items()]
         counts = Counter(finding.level for outcome in self.checks.values() for finding in outcome.findings)
         levels = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in LEVELS if counts[level]]
         examined = len(self.checks) - sum(map(len, skipped.values()))
-        yield f"{examined} of {len(self.checks)} checks: {', '.join(levels) or 'nothing is wrong'}"
+        lines.append(f"{examined} of {len(self.checks)} checks: {', '.join(levels) or 'nothing is wrong'}")
+        return list(without_secrets(lines))
 
 
 def all_checks() -> list[NodeCheck]:
@@ -209,8 +202,7 @@ class NodeDifference:
     level: str
     fact: str
     why: str
-    values: dict[str, Fact]
-    """By node."""
+    values: dict[str, Fact]  # by node
     fix: str
 
     def lines(self) -> list[str]:

@@ -80,17 +80,13 @@ def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
         _, remapped, pending, failed = gpu.read("nvmlDeviceGetRemappedRows") or (None, None, 0, 0)  # since Ampere
         measured = {"enabled": enabled, "uncorrectable": recent, "lifetime_sram": lifetime, "remapped_rows": remapped}
         outcome.measured[str(gpu.index)] = measured
-        if (lifetime or 0) > 4:
-            add(ERROR, "uncorrectable SRAM errors in its life", lifetime, "at most 4", REPLACE)
-        if failed:
-            add(ERROR, "a memory row could not be remapped", "failed", "no failure", REPLACE)
-        if recent:
-            add(ERROR, "uncorrectable ECC errors since the driver was loaded", recent, 0, RESET)
-        if pending:
-            add(WARNING, "a memory row waits to be remapped", "pending", "none pending", RESET)
-        if 0 in (enabled, after_reboot):
-            what, fix = "ECC is off: memory errors change results unnoticed", "nvidia-smi -e 1 -i {index}; reboot"
-            add(WARNING, what, "off" if enabled == 0 else "off after the next reboot", "on", fix)
+        what, fix = "ECC is off: memory errors change results unnoticed", "nvidia-smi -e 1 -i {index}; reboot"
+        off = "off" if enabled == 0 else "off after the next reboot"
+        add(ERROR, "uncorrectable SRAM errors in its life", lifetime, "at most 4", REPLACE, when=(lifetime or 0) > 4)
+        add(ERROR, "a memory row could not be remapped", "failed", "no failure", REPLACE, when=failed)
+        add(ERROR, "uncorrectable ECC errors since the driver was loaded", recent, 0, RESET, when=recent)
+        add(WARNING, "a memory row waits to be remapped", "pending", "none pending", RESET, when=pending)
+        add(WARNING, what, off, "on", fix, when=0 in (enabled, after_reboot))
 
 
 @node_check(

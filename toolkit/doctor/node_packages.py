@@ -32,8 +32,7 @@ class LeftOut(NamedTuple):
 
     part: str
     reason: str
-    add: str
-    """The line that adds it."""
+    add: str  # the line that adds it
 
 
 def left_out() -> list[LeftOut]:

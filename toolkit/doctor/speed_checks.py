@@ -1,7 +1,5 @@
 """Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node.
 
-    python -m toolkit.doctor.speed_checks 2
-
 is the all-reduce by torch as a program. Without a GPU it runs in processes on the CPU with gloo: that tests
 collectives, and says nothing about a GPU.
 """
@@ -22,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
+from toolkit.hardware.gpu_table import GIGA, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
 from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
@@ -64,21 +62,12 @@ def dcgm(node: NodeReadings, outcome: Outcome) -> None:
     if shutil.which("dcgmi") is None:
         raise NotMeasured(f"dcgmi is not installed: {DCGM}getting-started.html")
     code, printed = run_program(["dcgmi", "diag", "-r", "2"])
-    failed = failed_tests(printed)
+    rows = re.findall(r"^\|\s*(\S.*?)\s*\|\s*(Fail.*?)\s*\|$", printed, re.MULTILINE)
+    failed = [f"{test}: {result}" for test, result in rows]
     outcome.measured = {"exit_code": code, "failed": failed}
     if code != 0 or failed:
         value, fix = ", ".join(failed) or _last_line(printed, code), "`dcgmi diag -r 2` shows GPU and reason"
         outcome.add(ERROR, "NVIDIA's diagnostics fail", value, "all tests pass", fix)
-
-
-def failed_tests(printed: str) -> list[str]:
-    """Return the tests that failed in the table of `dcgmi diag`.
-
-    >>> failed_tests("| PCIe        | Pass - All |\\n| GPU Memory  | Fail - GPU: 3 |")
-    ['GPU Memory: Fail - GPU: 3']
-    """
-    rows = re.findall(r"^\|\s*(\S.*?)\s*\|\s*(Fail.*?)\s*\|$", printed, re.MULTILINE)
-    return [f"{test}: {result}" for test, result in rows]
 
 
 @node_check(
@@ -105,7 +94,11 @@ def all_reduce(node: NodeReadings, outcome: Outcome) -> None:
     else:
         raise NotMeasured("neither torch nor nccl-tests is installed")
     bandwidth, kind = read_nccl_tests(printed), common_gpu(node.gpu_names) if gpus else None
-    expected = slowest_bus_bandwidth(kind, gpus) if kind else None
+    expected = None
+    if kind:
+        collective = Collective(name="all_reduce", purpose="doctor", payload_bytes=PAYLOAD_BYTES, group_size=gpus)
+        interconnect = Interconnect(gpu=kind, world_size=gpus, gpus_per_node=gpus)
+        expected = collective.sent_bytes / interconnect.seconds(collective)[1]
     outcome.measured = {
         "measured_by": measured_by,
         "ranks": ranks,
@@ -132,18 +125,6 @@ def read_nccl_tests(printed: str) -> float | None:
     bandwidth = re.search(r"Avg bus bandwidth\s*:\s*([\d.]+)", printed)
     correct = re.search(r"Out of bounds values\s*:\s*0 OK", printed)
     return float(bandwidth[1]) * GIGA if bandwidth and correct else None
-
-
-def slowest_bus_bandwidth(gpu: Gpu, world_size: int) -> float:
-    """Return the bus bandwidth at the slow end of the planner's range, on one node.
-
-    >>> from toolkit.hardware.gpu_table import find_gpu
-    >>> round(slowest_bus_bandwidth(find_gpu("h100"), 8) / 1e9)
-    107
-    """
-    collective = Collective(name="all_reduce", purpose="doctor", payload_bytes=PAYLOAD_BYTES, group_size=world_size)
-    node = Interconnect(gpu=gpu, world_size=world_size, gpus_per_node=world_size)
-    return collective.sent_bytes / node.seconds(collective)[1]
 
 
 def measure_all_reduce(rank: int, world_size: int, store: str) -> None:

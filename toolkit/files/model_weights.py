@@ -31,8 +31,7 @@ class StoredTensor:
     """A tensor in a safetensors file."""
 
     path: Path
-    dtype: str
-    """As the format spells it: `BF16`."""
+    dtype: str  # as the format spells it: `BF16`
     shape: tuple[int, ...]
 
     @property

@@ -121,8 +121,7 @@ def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     def named(name: str, value: Any) -> Any:
         return HIDDEN if value and type(value) in (str, int) and is_secret_name(name) else value
 
-    hidden: dict[str, Any] = hide_secrets(_changed(settings, named))
-    return hidden
+    return dict(hide_secrets(_changed(settings, named)))
 
 
 def hide_words(words: Sequence[str]) -> list[str]:

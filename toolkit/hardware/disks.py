@@ -118,7 +118,6 @@ def measure_rates(folder: Path) -> DiskRates:
 
 @contextmanager
 def _direct_file(folder: Path) -> Iterator[int]:
-    """Descriptor of a temporary file in the folder, open for direct I/O."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".direct-io-probe-") as file:
         descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
         try:

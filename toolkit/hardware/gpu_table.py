@@ -29,12 +29,9 @@ class Gpu:
     """One GPU as torch sees it: a card with two chips is two of these."""
 
     name: str
-    other_names: str
-    """Names in nvidia-smi, rocm-smi and torch, and short names, with commas between them."""
-    memory_gib: float
-    """Memory available to all processes, their CUDA contexts included."""
-    peak_tflops: tuple[float | None, float | None, float | None, float | None]
-    """Of each of `DTYPES`."""
+    other_names: str  # names in nvidia-smi, rocm-smi and torch, and short names, with commas between them
+    memory_gib: float  # memory available to all processes, their CUDA contexts included
+    peak_tflops: tuple[float | None, float | None, float | None, float | None]  # of each of `DTYPES`
     memory_gb_per_second: float | None
     link_gb_per_second: float | None
     """Rate to the other GPUs of the node (NVLink, Infinity Fabric); None if the card has only PCIe."""

@@ -59,11 +59,7 @@ LORA_ARGUMENTS = {
     "target_modules": "--lora_target_modules",
 }
 # Our annotations as they are written on a command line: `--lora_config` is `key=value` words there, keys in a file.
-_WORDS = {
-    "tuple[str, ...]": "list[str]",
-    "tuple[float, ...]": "list[float]",
-    "Mapping[str, Any] | None": "list[str]",
-}
+_WORDS = {"tuple[str, ...]": "list[str]", "tuple[float, ...]": "list[float]", "Mapping[str, Any] | None": "list[str]"}
 
 
 @functools.cache

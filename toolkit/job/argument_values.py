@@ -41,11 +41,9 @@ class Range:
 
     lowest: float | None = None
     highest: float | None = None
-    above: float | None = None
-    """The number must be larger than this."""
+    above: float | None = None  # the number must be larger than this
     below: float | None = None
-    also: float | None = None
-    """A number outside that has a meaning of its own."""
+    also: float | None = None  # a number outside that has a meaning of its own
 
     def has(self, number: float) -> bool:
         """Return True for a number in the range."""

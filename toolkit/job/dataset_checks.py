@@ -51,8 +51,7 @@ def check_streaming(job: Job) -> None:
         return
     if job.max_steps <= 0:
         raise ToolkitError(
-            "--streaming needs --max_steps: the number of rows is not known in advance",
-            hint="`--max_steps 1000`",
+            "--streaming needs --max_steps: the number of rows is not known in advance", hint="`--max_steps 1000`"
         )
     if job.val_size is not None:
         raise ToolkitError(

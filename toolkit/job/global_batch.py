@@ -94,13 +94,10 @@ def check_global_batch(job: Job) -> None:
 class ScaledRate:
     """A learning rate, and the values it was calculated from."""
 
-    rule: str
-    """`linear` or `sqrt`."""
+    rule: str  # `linear` or `sqrt`
     base_learning_rate: float
-    reference_batch_size: int
-    """Sequences per optimizer step for which the base rate was tuned."""
-    global_batch_size: int
-    """Sequences per optimizer step of this run."""
+    reference_batch_size: int  # sequences per optimizer step for which the base rate was tuned
+    global_batch_size: int  # sequences per optimizer step of this run
     learning_rate: float
 
     @property

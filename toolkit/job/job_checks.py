@@ -1,7 +1,5 @@
 """Checks of a job that need neither a preset nor files; none of them imports torch.
 
-    check_values(Job.from_argv(argv), on_cpu=True)      # raises ToolkitError for the first value that works nowhere
-
 `CHECKS` is the one list. `toolkit train` checks before the launch, and the training script checks again, so that a
 plain `accelerate launch` gives the same errors. What depends on the preset is in `toolkit.presets.preset_checks`.
 """
@@ -108,7 +106,6 @@ def _check_settings(job: Job) -> None:
 
 
 def _check_comm_hook(job: Job) -> None:
-    """Check the range of the hook's options."""
     if job.ddp_comm_hook is None:
         return
     fraction = job.ddp_comm_hook_top_k_fraction
@@ -120,7 +117,6 @@ def _check_comm_hook(job: Job) -> None:
 
 
 def _check_compilation(job: Job) -> None:
-    """Raise ToolkitError for a backend or mode that torch does not have."""
     compilation = job.compilation
     if compilation is None:
         return

@@ -1,7 +1,5 @@
 """Checks of transformers' own arguments against each other, without importing it.
 
-    check_trainer_arguments(Job.from_argv(["--eval_strategy", "steps", "--logging_steps", "0"]))      # raises
-
 They are what `TrainingArguments.__post_init__`, `Trainer.__init__` and `get_scheduler` refuse (transformers 5.23); what
 the installed ones accept is in `trainer_schema()`. A test gives the same arguments to both.
 """

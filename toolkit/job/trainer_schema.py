@@ -40,10 +40,8 @@ SHIPPED = Path(__file__).with_name("trainer_schema.json")
 class TrainerField:
     """One field of `TrainingArguments`."""
 
-    type: str
-    """The annotation, without module names: `int | None`."""
-    choices: tuple[str, ...]
-    """Words that it accepts; empty where it accepts any."""
+    type: str  # the annotation, without module names: `int | None`
+    choices: tuple[str, ...]  # words that it accepts; empty where it accepts any
     help: str
 
 
@@ -54,10 +52,8 @@ class TrainerSchema:
     fields: Mapping[str, TrainerField]
     schedules: Mapping[str, Mapping[str, bool] | None]
     """Schedule -> the keys of `lr_scheduler_kwargs`, each True if it must be given; None: any key."""
-    trackers: tuple[str, ...]
-    """Words of `report_to`."""
-    accelerator_config: Mapping[str, str]
-    """Key -> annotation."""
+    trackers: tuple[str, ...]  # words of `report_to`
+    accelerator_config: Mapping[str, str]  # key -> annotation
 
 
 @functools.cache
@@ -163,7 +159,6 @@ def _enum_values(hint: Any) -> list[str]:
 
 
 def _type_text(hint: Any) -> str:
-    """The annotation without module names."""
     text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     return re.sub(r"\b(?:\w+\.)+", "", text)
 

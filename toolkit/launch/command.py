@@ -46,12 +46,9 @@ class ProcessCommand:
     """One process to start, and how a user would start it from a shell."""
 
     argv: list[str]
-    environment: dict[str, str]
-    """Variables added to those of this process."""
-    shown: str
-    """The same run as a shell line."""
-    run_id: str
-    """The value of `TOOLKIT_RUN_ID` in every process of the run, by which all of them are found and ended."""
+    environment: dict[str, str]  # variables added to those of this process
+    shown: str  # the same run as a shell line
+    run_id: str  # the value of `TOOLKIT_RUN_ID` in every process of the run, by which all of them are found and ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,22 +68,20 @@ class LaunchCommand(ProcessCommand):
         """True if the program is not our own training script."""
         return self.program[:2] != ("-m", "toolkit.train")
 
-    def resumed(self) -> LaunchCommand:
-        """Return the command that resumes the run from its newest checkpoint, under a new run id."""
-        if self.runs_script:  # which may have no such argument: the observer gives it to the Trainer
-            repeated = self.repeated()
-            return replace(repeated, environment=repeated.environment | {RESUME_VARIABLE: "1"})
+    def again(self, *, resumes: bool = True) -> LaunchCommand:
+        """Return the command under a new run id, which resumes the run from its newest checkpoint or starts it over."""
+        run_id, words = new_run_id(), RESUME_LATEST if resumes else ()  # the last of two equal flags counts
+        added = {RUN_ID_VARIABLE: run_id}
+        if self.runs_script and resumes:  # it may have no such argument: the observer gives it to the Trainer
+            words, added[RESUME_VARIABLE] = (), "1"
         return replace(
-            self.repeated(),
-            training_argv=[*self.training_argv, *RESUME_LATEST],  # the last of two equal flags counts
-            argv=[*self.argv, *RESUME_LATEST],
-            shown=f"{self.shown} {shlex.join(RESUME_LATEST)}",
+            self,
+            argv=[*self.argv, *words],
+            environment=self.environment | added,
+            shown=" ".join([self.shown, *words]),
+            run_id=run_id,
+            training_argv=[*self.training_argv, *words],
         )
-
-    def repeated(self) -> LaunchCommand:
-        """Return the same command under a new run id."""
-        new = new_run_id()
-        return replace(self, environment=self.environment | {RUN_ID_VARIABLE: new}, run_id=new)
 
 
 def launch_command(
@@ -196,12 +191,8 @@ def launcher_environment(preset: PresetSpec, *, world_size: int) -> dict[str, st
 
 def strategy_environment(preset: PresetSpec, *, world_size: int) -> dict[str, str]:
     """Return the part of `launcher_environment` that says how to train, and not where the ranks meet."""
-    environment = launcher_environment(preset, world_size=world_size)
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in PLACE_VARIABLES and os.environ.get(name) != value
-    }
+    environment = launcher_environment(preset, world_size=world_size).items()
+    return {name: text for name, text in environment if name not in PLACE_VARIABLES and os.environ.get(name) != text}
 
 
 def rank_environment(
@@ -212,14 +203,9 @@ def rank_environment(
     >>> rank_environment(world_size=8, rank=3, local_rank=3, local_world_size=8, master_port=29500)["RANK"]
     '3'
     """
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(master_port),
-        "WORLD_SIZE": str(world_size),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)}
+    return place | {name: str(number) for name, number in numbers.items()}
 
 
 def torchrun_words(*, nnodes: str, processes_per_node: int, attempt: str, endpoint: str) -> list[str]:

@@ -55,8 +55,7 @@ class PreparedRun:
     options: TrainOptions
     run: TrainingRun
     nvme: NvmeDisk | None
-    converted: Path | None
-    """The copy of the checkpoint that another preset or number of processes wrote."""
+    converted: Path | None  # the copy of the checkpoint that another preset or number of processes wrote
     command: LaunchCommand
 
 
@@ -176,20 +175,33 @@ def run_training(
             at_the_end.callback(os.close, lock)
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
         job = Job(output_dir=str(output_dir)) if command.runs_script else Job.from_argv(command.training_argv)
-        start_attempt(folder, "overwrite" if overwrite else reuse_folder(job))
-        _record_start(folder, command, nvme=nvme, plan=plan)
         attempt = command
+        start_attempt(folder, "overwrite" if overwrite else reuse_folder(job))
+        add_moment(folder.timeline, LAUNCH)
+        folder.update_run(
+            status=status.RUNNING,
+            exit_code=None,
+            launcher_pid=os.getpid(),
+            **start_facts(),
+            preset=command.preset.name,
+            preset_files=command.preset.texts(),
+            world_size=command.num_processes,
+            training_arguments=command.training_argv,
+            plan=plan,
+            command=command.shown,
+            **({} if nvme is None else {"nvme": nvme.facts()}),
+        )
         while True:
             left = options.timeout_minutes and options.timeout_minutes * 60 - (time.monotonic() - started)
             result, process_result = _run_attempt(
                 folder, attempt, on_line, fork_server, lock, timeout_seconds=left, stop_minutes=options.stop_minutes
             )
-            if not restarts.prepare_next(result, process_result):
+            if (restart := restarts.prepare_next(result, process_result)) is None:
                 break
-            on_line(restarts.describe_last())
+            on_line(restart)
             # A checkpoint that the job names counts until the run has one of its own.
             starts_over = job.resumes and latest_complete(folder.path) is None
-            attempt = command.repeated() if starts_over else command.resumed()
+            attempt = command.again(resumes=not starts_over)
             folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
         add_moment(folder.timeline, ENDED)
         goodput = None if result.status == status.COMPLETED else read_goodput(folder)  # otherwise rank 0 has printed it
@@ -198,25 +210,6 @@ def run_training(
                 folder.update_run(goodput=goodput.model_dump())
             on_line(goodput.describe())
         return result
-
-
-def _record_start(
-    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None
-) -> None:
-    add_moment(folder.timeline, LAUNCH)
-    folder.update_run(
-        status=status.RUNNING,
-        exit_code=None,
-        launcher_pid=os.getpid(),
-        **start_facts(),
-        preset=command.preset.name,
-        preset_files=command.preset.texts(),
-        world_size=command.num_processes,
-        training_arguments=command.training_argv,
-        plan=plan,
-        command=command.shown,
-        **({} if nvme is None else {"nvme": nvme.facts()}),
-    )
 
 
 def _run_attempt(
@@ -274,10 +267,13 @@ class Restarts:
     max_restarts: int
     done: list[dict[str, Any]] = field(default_factory=list)
 
-    def prepare_next(self, result: RunResult, process_result: ProcessResult) -> bool:
-        """Return True if the run is to be restarted; its folder is then ready, with its checkpoints and rows kept."""
+    def prepare_next(self, result: RunResult, process_result: ProcessResult) -> str | None:
+        """Prepare the folder for a restart, with its checkpoints and rows kept, and return the lines to print.
+
+        None for a run that is not to be restarted.
+        """
         if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
-            return False
+            return None
         failure = result.failure or {}
         checkpoint = latest_complete(self.folder.checkpoints)
         resumed = checkpoint.step if checkpoint else 0
@@ -291,17 +287,10 @@ class Restarts:
         self.folder.failure_json.unlink(missing_ok=True)
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
-        lost = {name: record[name] for name in ("lost_steps", "lost_seconds")}
-        add_moment(self.folder.timeline, RESTART, **lost)
-        return True
-
-    def describe_last(self) -> str:
-        """Return the lines that are printed at a restart."""
-        last = self.done[-1]
+        add_moment(self.folder.timeline, RESTART, **{name: record[name] for name in ("lost_steps", "lost_seconds")})
         return (
-            f"{last['status']}: {last['message']}\n"
-            f"restart {len(self.done)} of {self.max_restarts}, from step {last['resumed_from_step']}"
-            f" ({last['lost_steps']} steps lost)"
+            f"{record['status']}: {record['message']}\n"
+            f"restart {len(self.done)} of {self.max_restarts}, from step {resumed} ({record['lost_steps']} steps lost)"
         )
 
 

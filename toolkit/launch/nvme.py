@@ -47,8 +47,7 @@ class NvmeDisk:
     path: Path
     filesystem: str
     free_bytes: int
-    needed_bytes: int | None
-    """Size of the swap files; None for a model whose size is not known here (a hub id)."""
+    needed_bytes: int | None  # size of the swap files; None for a model whose size is not known here (a hub id)
     rates: DiskRates
     warnings: tuple[str, ...] = ()
 

@@ -152,12 +152,9 @@ def check_chat_template(job: Job) -> None:
 
 
 def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:
-    """Rows of each data set, where they are known."""
-    found: list[int | None] = []
-    for source in resolve_sources(names, config=config, option=option):
-        checked = None if source.path is None else check_file(source.path)
-        found.append(checked.rows if checked is not None and checked.complete else None)
-    return found
+    paths = [source.path for source in resolve_sources(names, config=config, option=option)]
+    checked = [None if path is None else check_file(path) for path in paths]
+    return [each.rows if each is not None and each.complete else None for each in checked]
 
 
 def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
@@ -212,12 +209,15 @@ def continues(job: Job) -> bool:
 
 
 def saved_bytes(job: Job, *, engine: str) -> int:
-    """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small."""
-    if job.is_lora:
+    """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small, and a hub id."""
+    folder = Path(str(job.model_name_or_path))
+    if job.is_lora or not folder.is_dir():
         return 0
-    weights = weight_bytes(Path(str(job.model_name_or_path)))
-    model = weights if job.save_model else 0
-    return model + checkpoints_on_disk(job) * CHECKPOINT_WEIGHTS[engine] * weights
+    config = read_json(folder / "config.json") or {}
+    is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
+    stored = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    weights = stored * 2 if is_half else stored  # in fp32
+    return weights * (int(job.save_model) + checkpoints_on_disk(job) * CHECKPOINT_WEIGHTS[engine])
 
 
 def checkpoints_on_disk(job: Job) -> int:
@@ -231,13 +231,3 @@ def checkpoints_on_disk(job: Job) -> int:
     every = every * steps if 0 < every < 1 else every  # a fraction of all steps
     saves = -(-steps // max(1, int(every))) if steps > 0 and job.save_strategy == "steps" else max(1, limit + 1)
     return min(saves, limit + 1) if limit > 0 else saves
-
-
-def weight_bytes(model: Path) -> int:
-    """Return the bytes of a local model's weights in fp32; 0 for a hub id."""
-    if not model.is_dir():
-        return 0
-    config = read_json(model / "config.json") or {}
-    is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
-    stored = sum(path.stat().st_size for path in model.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-    return stored * 2 if is_half else stored

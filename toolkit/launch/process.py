@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import psutil
 
@@ -33,7 +33,6 @@ from toolkit.record.measurements import last_step
 from toolkit.record.status import describe_host_oom, is_out_of_memory
 
 GRACE_SECONDS = 15.0
-STOP_SECONDS = 300.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_LINES_IN_A_MESSAGE = 3
 RESUME_HINT = "`--resume_from_checkpoint latest` resumes from the last checkpoint; `--max-restarts N` does so by itself"
@@ -55,8 +54,7 @@ class ProcessResult:
     seconds: float
     timed_out: bool = False
     interrupted: bool = False
-    warm_start: bool = False
-    """Forked from a process that had imported the libraries (`toolkit.launch.warm_start`)."""
+    warm_start: bool = False  # forked from a process that had imported the libraries (`toolkit.launch.warm_start`)
 
 
 def run_command(
@@ -66,7 +64,7 @@ def run_command(
     on_line: Callable[[str], None],
     timeout_seconds: float | None = None,
     ask_to_stop: Callable[[], bool] | None = None,
-    stop_seconds: float = STOP_SECONDS,
+    stop_seconds: float = 300.0,
     inherit: Sequence[int] = (),
     fork_server: str | None = None,
 ) -> ProcessResult:
@@ -85,9 +83,8 @@ def run_command(
         lines: queue.Queue[str | None] = queue.Queue()  # None at the end
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
-            timed_out = not _follow(
-                process, lines, file, on_line, deadline=timeout_seconds and started + timeout_seconds
-            )
+            deadline = timeout_seconds and started + timeout_seconds
+            timed_out = not _follow(process, lines, file, on_line, deadline=deadline)
         except KeyboardInterrupt:
             interrupted = True
             try:
@@ -97,11 +94,10 @@ def run_command(
                 interrupted_twice = True
         finally:
             _stop(process, command.run_id, graceful=(timed_out or interrupted) and not interrupted_twice)
-    seconds = time.monotonic() - started
     assert process.returncode is not None
     return ProcessResult(
         exit_code=process.returncode,
-        seconds=seconds,
+        seconds=time.monotonic() - started,
         timed_out=timed_out,
         interrupted=interrupted,
         warm_start=isinstance(process, ForkedProcess),
@@ -227,10 +223,8 @@ class RunResult:
 
     folder: RunFolder
     status: str
-    exit_code: int
-    """The toolkit's exit code: 0 done, 1 the run failed, 2 invalid input, 3 out of memory."""
-    seconds: float
-    """Wall time of the launch, including imports and loading."""
+    exit_code: int  # the toolkit's exit code: 0 done, 1 the run failed, 2 invalid input, 3 out of memory
+    seconds: float  # wall time of the launch, including imports and loading
     failure: dict[str, Any] | None
 
 
@@ -242,7 +236,15 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
     """
     text = folder.log.read_bytes()[log_start:].decode(errors="replace") if folder.log.exists() else ""
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
-    final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
+    final_status: str = status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(text) else status.FAILED
+    if ended.exit_code == 0 and (folder.read_run() or {}).get("status") == status.COMPLETED:
+        final_status = status.COMPLETED
+    elif ended.interrupted:
+        final_status = status.INTERRUPTED
+    elif failure is not None:
+        final_status = str(failure["kind"])
+    elif ended.timed_out:
+        final_status = status.TIMED_OUT
     if final_status != status.COMPLETED and failure is None:
         failure = _unreported_failure(folder, final_status, ended, text)
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
@@ -270,35 +272,21 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
     has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("invalid_input")))
     if killed is None or ended.interrupted or ended.timed_out or has_cause:
         return failure
-    aborted_for_memory = killed.signal == "SIGABRT" and is_out_of_memory(log)
-    heartbeat = next((each for each in read_heartbeats(folder.path / "ranks") if each.rank == killed.rank), None)
+    rank, signal_name = killed
+    aborted_for_memory = signal_name == "SIGABRT" and is_out_of_memory(log)
+    heartbeat = next((each for each in read_heartbeats(folder.path / "ranks") if each.rank == rank), None)
     phase, peak = (None, None) if heartbeat is None else (heartbeat.phase, heartbeat.peak_host_bytes)
-    step = last_step(folder.rank_rows(killed.rank))
+    step = last_step(folder.rank_rows(rank))
     where = f"in step {step + 1}" + (f", phase {phase}" if phase else "")
     if oom_killed or aborted_for_memory:
         cause = "" if aborted_for_memory else "the kernel killed it"
-        message, hint = describe_host_oom(f"rank {killed.rank}", phase, step, cause)
+        message, hint = describe_host_oom(f"rank {rank}", phase, step, cause)
         found = _failure(status.HOST_OUT_OF_MEMORY, message, hint)
     else:
-        message = f"rank {killed.rank} exited {where}: killed by {killed.signal}"
+        message = f"rank {rank} exited {where}: killed by {signal_name}"
         found = _failure(status.FAILED, message, RESUME_HINT)
-    position = {"rank": killed.rank, "step": step, "phase": phase, "peak_bytes": peak}
+    position = {"rank": rank, "step": step, "phase": phase, "peak_bytes": peak}
     return found | position | {"seen_by_peer": failure}
-
-
-def _final_status(
-    folder: RunFolder, ended: ProcessResult, failure: dict[str, Any] | None, log: str, *, oom_killed: bool
-) -> str:
-    run = folder.read_run() or {}
-    if ended.exit_code == 0 and run.get("status") == status.COMPLETED:
-        return status.COMPLETED
-    if ended.interrupted:
-        return status.INTERRUPTED
-    if failure is not None:
-        return str(failure["kind"])
-    if ended.timed_out:
-        return status.TIMED_OUT
-    return status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(log) else status.FAILED
 
 
 def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
@@ -324,18 +312,11 @@ def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:
     return {"kind": kind, "message": message, "hint": hint, "invalid_input": False, **position}
 
 
-class KilledRank(NamedTuple):
-    """A rank, and the signal that ended it."""
-
-    rank: int
-    signal: str
-
-
-def find_killed_rank(log: str) -> KilledRank | None:
-    """Return the rank that failed first, if a signal ended it; signals of the elastic agent itself do not count."""
+def find_killed_rank(log: str) -> tuple[int, str] | None:
+    """Return the rank that failed first and the signal that ended it; None without one, or for the agent's own."""
     found = [
-        (int(match["rank"]), int(match["number"]))
+        (int(match["rank"]), signal.Signals(int(match["number"])))
         for match in _EXITED_BY_SIGNAL.finditer(log.rpartition(ROOT_CAUSE)[2])
         if int(match["number"]) not in _AGENT_SIGNALS
     ]
-    return KilledRank(found[-1][0], signal.Signals(found[-1][1]).name) if found else None
+    return (found[-1][0], found[-1][1].name) if found else None

@@ -1,9 +1,5 @@
 """Resume a run: the checkpoint, whether the job continues it, and its conversion where its shards do not fit.
 
-    checkpoint = checkpoint_to_resume(run.job)
-    if converts(checkpoint, run):                     # another preset or number of processes wrote it
-        copy = convert_checkpoint(checkpoint, run, on_message=print)         # out/.resume/checkpoint-8
-
 `toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
 """
 
@@ -19,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, printed_errors
+from toolkit.job.argument_values import as_list
 from toolkit.job.global_batch import global_batch_size
 from toolkit.job.job import Job
 from toolkit.models.optimizers import OPTIMIZERS, same_states
@@ -139,10 +136,14 @@ def check_resume_settings(checkpoint: Checkpoint, job: Job, *, global_batch_size
         ("dataset_weights", found.dataset_weights, job.dataset_weights),
     ):
         if then not in (None, now):
+            words, words_now = (" ".join(map(str, as_list(value))) or "none" for value in (then, now))
+            flag, same = f"--{name}", f"--{name} {words}"
+            if name == "streaming_buffer_size":
+                flag, same = "--streaming", f"--streaming true {same}"
             raise ToolkitError(
-                f"{checkpoint.path} was trained with --{name} {_words(then)}, now it is {_words(now)}: the data would"
-                " not resume where they stopped",
-                hint=_same_setting(name, then),
+                f"{checkpoint.path} was trained with --{name} {words}, now it is {words_now}: the data would not resume"
+                " where they stopped",
+                hint=f"leave `{flag}` out" if then in ((), 0) and name != "seed" else f"`{same}`",
             )
     if found.optim is not None and not same_states(found.optim, job.optim):
         raise ToolkitError(
@@ -171,16 +172,6 @@ def check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
 def _manifest(checkpoint: Checkpoint) -> Manifest:
     assert checkpoint.manifest is not None, "only complete checkpoints are resumed"
     return checkpoint.manifest
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
-def _same_setting(name: str, then: Any) -> str:
-    if name == "streaming_buffer_size":
-        return f"`--streaming true --streaming_buffer_size {then}`" if then else "leave `--streaming` out"
-    return f"`--{name} {_words(then)}`" if then != () else f"leave `--{name}` out"
 
 
 # -- its conversion

@@ -1,7 +1,5 @@
 """Fork runs from a process that has already imported torch and the training script: on CPUs, and in tests.
 
-    process = fork_process(fork_server(environment), [sys.executable, "-m", "toolkit.train"], environment=environment)
-
 The server is multiprocessing's own, with `toolkit.train.preloaded` imported. The first process of a run is
 `accelerate launch` itself, whose ranks are then forked too: its own code builds their environment, monitors and ends
 them, so that exit codes and log lines are those of a cold start.

@@ -52,16 +52,12 @@ class NotAConfiguration(ToolkitError):
 class KeyPosition:
     """Where a key and its value are in a text; spans are character offsets, end exclusive."""
 
-    key: str
-    """Dotted, as `zero_optimization.stage`; an item of a list has its index as a key."""
-    line: int
-    """1-based."""
+    key: str  # dotted, as `zero_optimization.stage`; an item of a list has its index as a key
+    line: int  # 1-based
     key_span: tuple[int, int]
     value_span: tuple[int, int]
-    in_braces: bool
-    """Inside YAML flow braces or JSON, where entries are separated by commas."""
-    repeated: bool = False
-    """An entry before it in the same block has the same key."""
+    in_braces: bool  # inside YAML flow braces or JSON, where entries are separated by commas
+    repeated: bool = False  # an entry before it in the same block has the same key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +66,13 @@ class Document:
 
     path: str
     text: str
-    kind: str | None
-    """`accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, or None for something else."""
+    kind: str | None  # `accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, or None for something else
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, KeyPosition] = field(default_factory=dict)
-    repeated: tuple[KeyPosition, ...] = ()
-    """Keys that repeat one in the same block."""
+    repeated: tuple[KeyPosition, ...] = ()  # keys that repeat one in the same block
     is_json: bool = False
-    deepspeed_json: Document | None = None
-    """The DeepSpeed JSON that this file names, where it was found."""
-    script: JobScript = EMPTY_SCRIPT
-    """The shell script that this file is or has."""
+    deepspeed_json: Document | None = None  # the DeepSpeed JSON that this file names, where it was found
+    script: JobScript = EMPTY_SCRIPT  # the shell script that this file is or has
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""

@@ -25,20 +25,14 @@ CHECKED_VERSIONS = {
 class Match:
     """One place in a document where a rule applies; `rename`, `value` and `remove` are a fix without a decision."""
 
-    key: str
-    """Dotted, as `zero_optimization.stage`; empty where a top-level key is missing."""
-    message: str
-    """What really happens, with the values of this file."""
-    fix: str
-    """What to write instead."""
+    key: str  # dotted, as `zero_optimization.stage`; empty where a top-level key is missing
+    message: str  # what really happens, with the values of this file
+    fix: str  # what to write instead
     _: KW_ONLY
-    rename: str | None = None
-    """The key's new name."""
-    value: str | bool | None = None
-    """The key's new value."""
+    rename: str | None = None  # the key's new name
+    value: str | bool | None = None  # the key's new value
     remove: bool = False
-    line: int | None = None
-    """Where the place is no key of the document: its line."""
+    line: int | None = None  # where the place is no key of the document: its line
 
     @property
     def is_mechanical(self) -> bool:
@@ -52,8 +46,7 @@ class Finding:
 
     file: str
     key: str
-    line: int | None
-    """1-based; None where the key is missing."""
+    line: int | None  # 1-based; None where the key is missing
     level: str
     rule: str
     message: str
@@ -74,8 +67,7 @@ class LintRule:
     library: str
     fix: str
     check: Check
-    removed_in: str | None = None
-    """For something that a library removed or changed: the version in which it did."""
+    removed_in: str | None = None  # for something that a library removed or changed: the version in which it did
 
     @property
     def description(self) -> str:

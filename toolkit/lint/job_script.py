@@ -37,11 +37,9 @@ _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[
 class LauncherCall:
     """One call of a launcher."""
 
-    tool: str
-    """`torchrun`, `accelerate` or `deepspeed`."""
+    tool: str  # `torchrun`, `accelerate` or `deepspeed`
     line: int
-    options: dict[str, str | None]
-    """Names with dashes, without the two in front; None for a flag without a value."""
+    options: dict[str, str | None]  # names with dashes, without the two in front; None for a flag without a value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,15 +47,11 @@ class JobScript:
     """What the rules ask of a script."""
 
     text: str
-    first_line: int
-    """The line of the file in which the text begins."""
-    directives: dict[str, tuple[str, int]]
-    """sbatch's directives: value and line."""
+    first_line: int  # the line of the file in which the text begins
+    directives: dict[str, tuple[str, int]]  # sbatch's directives: value and line
     launches: tuple[LauncherCall, ...]
-    nodes: int | None = None
-    """Nodes of the job, the most of them where it is a range; None where the file does not say."""
-    protected: tuple[tuple[int, int], ...] = ()
-    """Spans of the text in which this shell expands nothing."""
+    nodes: int | None = None  # nodes of the job, the most of them where it is a range; None where the file does not say
+    protected: tuple[tuple[int, int], ...] = ()  # spans of the text in which this shell expands nothing
 
     def expands_at(self, offset: int) -> bool:
         """Return True if the shell that runs the script itself expands a variable at an offset of the text."""

@@ -42,10 +42,8 @@ class ModelAttention:
     flex: bool
     named_flash: tuple[str, ...] = ()
     """The only flash kernels that it works with, if its class names any: it has sinks, for example."""
-    softcap: bool = False
-    """It caps its scores."""
-    chunks: bool = False
-    """A token attends to its own chunk of the row, which only a mask expresses."""
+    softcap: bool = False  # it caps its scores
+    chunks: bool = False  # a token attends to its own chunk of the row, which only a mask expresses
 
     def why_not(self, name: str) -> str | None:
         """Return why the model does not run this attention function, or None if it does."""

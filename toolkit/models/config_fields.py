@@ -129,7 +129,6 @@ def check_size(source: str, key: str, size: Any) -> None:
 
 
 def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key and value, those of nested configurations too."""
     for key, value in config.items():
         yield key, value
         if isinstance(value, dict) and key.endswith("config"):

@@ -312,7 +312,6 @@ def _fit_two(short: Storages, long: Storages) -> Coefficients | None:
 
 
 def _coefficients(constant: float, line: float, square: float) -> Coefficients:
-    """From bytes in rows of the first length."""
     first, tokens = LENGTHS[0], ROWS * LENGTHS[0]
     return [round(constant), round(line / tokens), square / (tokens * first)]
 

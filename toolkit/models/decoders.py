@@ -16,24 +16,18 @@ from toolkit.models.shape import ROUTER, Layer, ModelShape, Tensor, layer_norm, 
 class LlamaVariant:
     """Differences between one architecture and Llama."""
 
-    qkv_bias: str | bool = False
-    """True, False, or the configuration field that decides, as for the next two."""
+    qkv_bias: str | bool = False  # true, False, or the configuration field that decides, as for the next two
     output_bias: str | bool = False
     mlp_bias: str | bool = False
-    qk_norm: str | None = None
-    """`head`: as wide as one head; `full`: as wide as all heads together."""
+    qk_norm: str | None = None  # `head`: as wide as one head; `full`: as wide as all heads together
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_parts: tuple[str, ...] = ("weight",)
     final_norm: bool = True
-    head_dim: int | None = None
-    """Default where the configuration gives none; None: hidden size over heads."""
-    num_kv_heads: int | None = None
-    """Default where the configuration gives none; None: as many as attention heads."""
+    head_dim: int | None = None  # default where the configuration gives none; None: hidden size over heads
+    num_kv_heads: int | None = None  # default where the configuration gives none; None: as many as attention heads
     tied: bool = False
-    fused: bool = False
-    """Query, key and value in one tensor, gate and up in another (Phi-3)."""
-    experts: str | None = None
-    """`mixtral`, `qwen2_moe` or `qwen3_moe`."""
+    fused: bool = False  # query, key and value in one tensor, gate and up in another (Phi-3)
+    experts: str | None = None  # `mixtral`, `qwen2_moe` or `qwen3_moe`
     attention: str = "sdpa"
     activation: str = "silu"
     unsupported_flags: tuple[str, ...] = ()

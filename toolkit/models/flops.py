@@ -15,15 +15,13 @@ from toolkit.models.shape import ModelShape
 class TokenFlops:
     """Operations of one token in a training step, averaged over a sequence."""
 
-    dense_forward: int
-    """2 per parameter that the token passes through."""
+    dense_forward: int  # 2 per parameter that the token passes through
     attention_forward: int
     """Scores and weighted values: 4 · layers · width · length; half of it if only the causal half is counted."""
     dense_backward: int
     """2 per parameter for the gradient of its input, and 2 per trained parameter for its own gradient."""
     attention_backward: int
-    recomputed: int = 0
-    """Activation checkpointing: one more forward pass."""
+    recomputed: int = 0  # activation checkpointing: one more forward pass
 
     @property
     def forward_flops(self) -> int:

@@ -131,10 +131,8 @@ class CountedActivations:
 
     saved: Mapping[tuple[bool, bool, str], SavedActivations]
     """By autocast (against bf16 weights), LoRA (against full fine-tuning) and mask, one of `MASKS`."""
-    per_rank: Mapping[bool, SavedActivations]
-    """What one more rank of all LoRA adapters adds, by autocast."""
-    counted_rank: int
-    """LoRA rank of the entries in `saved`."""
+    per_rank: Mapping[bool, SavedActivations]  # what one more rank of all LoRA adapters adds, by autocast
+    counted_rank: int  # LoRA rank of the entries in `saved`
 
     @classmethod
     def read(cls, rows: Sequence[Mapping[str, Any]], rank: int) -> CountedActivations | None:

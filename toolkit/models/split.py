@@ -50,12 +50,10 @@ class ModelSplit:
     """What of a model can be divided, from its `config.json` and its architecture in transformers."""
 
     model_type: str
-    plans: Mapping[str, Mapping[str, str]]
-    """`tp` and `ep`, where transformers has a plan for the architecture."""
+    plans: Mapping[str, Mapping[str, str]]  # `tp` and `ep`, where transformers has a plan for the architecture
     sizes: Mapping[str, int]
     """Heads, experts and widths that are divided; a field that the model does not have is left out."""
-    needs_whole_sequence: str | None = None
-    """Why its attention cannot be divided along the sequence; None where it can."""
+    needs_whole_sequence: str | None = None  # why its attention cannot be divided along the sequence; None where it can
     not_planned: Mapping[str, str] = field(default_factory=dict)
     """Dimensions, or `lora`, for which the planner has no figures, each with the reason."""
 

@@ -24,13 +24,10 @@ BATCH_FACTS = "batch_facts"
 class BatchFacts:
     """The contents of one batch of this rank; None where a batch does not show it."""
 
-    tokens: int | None
-    """All tokens, with padding."""
+    tokens: int | None  # all tokens, with padding
     non_padding_tokens: int | None
-    supervised_tokens: int | None
-    """Labels that are not ignored after the causal shift."""
-    sha256: str
-    """Fingerprint of the batch: equal wherever the same rows are trained on in the same order."""
+    supervised_tokens: int | None  # labels that are not ignored after the causal shift
+    sha256: str  # fingerprint of the batch: equal wherever the same rows are trained on in the same order
     rows: tuple[int, ...] = ()
     """Indices of the rows in the data set as it was read; of all documents if rows are packed."""
 

@@ -106,7 +106,6 @@ def _report(failure: dict[str, Any], progress: Progress, code: int, text: str) -
 
 
 def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> dict[str, Any]:
-    """Return the content of failure.json."""
     own, folder = isinstance(error, ToolkitError), progress.output_dir
     message = error.message if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
     hint = getattr(error, "hint", None)

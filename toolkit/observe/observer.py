@@ -45,12 +45,10 @@ class Observer:
     progress: Progress
     timer: StepTimer
     attestation: Attestation
-    saver: CheckpointSaver | None
-    """Makes checkpoints complete or absent; None leaves the Trainer's saves as they are."""
+    saver: CheckpointSaver | None  # makes checkpoints complete or absent; None leaves the Trainer's saves as they are
     completes: Callable[[], None] | None = None
     """Completes the record when `train()` returns; None where the script does that itself."""
-    times_waits: bool = False
-    """True once the timer is notified when forward waits for other ranks."""
+    times_waits: bool = False  # true once the timer is notified when forward waits for other ranks
 
     @property
     def background(self) -> BackgroundSaver | None:

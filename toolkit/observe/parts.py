@@ -22,14 +22,11 @@ class ExpectedRun:
 
     preset: PresetSpec | None = None
     world_size: int | None = None
-    dp_shard_size: int | None = None
-    """Ranks that share one copy of the model in a hybrid mesh."""
-    layout: ParallelLayout | None = None
-    """Degrees of parallelism; None for data parallelism alone."""
+    dp_shard_size: int | None = None  # ranks that share one copy of the model in a hybrid mesh
+    layout: ParallelLayout | None = None  # degrees of parallelism; None for data parallelism alone
     layout_at_load: ParallelLayout | None = None
     """The layout in which transformers shards the model while it loads it; None for any other model."""
-    settings: Values = field(default_factory=dict)
-    """More readings, by name, that the script's arguments determine."""
+    settings: Values = field(default_factory=dict)  # more readings, by name, that the script's arguments determine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

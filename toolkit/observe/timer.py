@@ -34,12 +34,10 @@ SECONDS_BETWEEN_NVML_QUERIES = 1.0
 class CompilerEvents(NamedTuple):
     """What torch's compiler has done in this process so far, or between two readings."""
 
-    graphs: int
-    """Graphs that were compiled; those of later readings are recompilations."""
+    graphs: int  # graphs that were compiled; those of later readings are recompilations
     graph_breaks: Counter[str]
     """Places where a graph ends in the middle of a layer, by the first line of torch's reason."""
-    guard_failures: Counter[str]
-    """Why a graph that was compiled earlier did not fit."""
+    guard_failures: Counter[str]  # why a graph that was compiled earlier did not fit
 
     @classmethod
     def read(cls) -> CompilerEvents:

@@ -25,11 +25,9 @@ PIPELINED_TYPES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smoll
 class PipelineSettings:
     """The stages of a pipeline and their schedule."""
 
-    ranks: int
-    """Ranks of one pipeline: `--pp`."""
+    ranks: int  # ranks of one pipeline: `--pp`
     schedule: str = DEFAULT_SCHEDULE
-    chunks: int = 1
-    """Stages on each rank."""
+    chunks: int = 1  # stages on each rank
 
     @classmethod
     def of(cls, *, ranks: int, schedule: str | None, chunks: int | None) -> PipelineSettings:

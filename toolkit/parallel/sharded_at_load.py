@@ -1,8 +1,5 @@
 """Models that transformers shards while it loads them (`DistributedConfig`): tensor and expert parallelism, with FSDP2.
 
-    apply_fixes()
-    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=distributed_config(layout, half=True))
-
 transformers 5.23, accelerate 1.15 and peft 0.21 are wrong in five places, each put right by a function here.
 docs/concepts/parallelism.md shows the figures without them.
 """

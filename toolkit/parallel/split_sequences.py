@@ -1,8 +1,5 @@
 """Ranks that divide each sequence: context parallelism (ring attention over FSDP2) and sequence parallelism (Ulysses).
 
-    config = parallelism_config(layout, attention="sdpa")          # for `TrainingArguments.parallelism_config`
-    apply_ulysses_fixes(on_cpu=True)
-
 Both are accelerate's, Ulysses with DeepSpeed; docs/concepts/parallelism.md shows the figures without the fixes.
 
 With ring attention a sequence is divided into `2 * cp` pieces, of which each rank holds an early and a late one: causal

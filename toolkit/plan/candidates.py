@@ -5,17 +5,20 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.job.accumulation import WHOLE
+from toolkit.job.job import Job
 from toolkit.models.shape import ModelShape
-from toolkit.parallel.layout import DEFAULT_REPLICAS
+from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict, plan_memory
+from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose
@@ -25,6 +28,7 @@ from toolkit.units import gib
 
 # Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.
 EQUAL_WITHIN = 1.15
+NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +38,13 @@ class RecommendRequest:
     shape: ModelShape
     gpu: Gpu
     world_size: int
-    global_batch_size: int
-    """Sequences per optimizer step, over all GPUs and accumulation steps."""
-    job: PlannedJob
-    """Length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found."""
+    global_batch_size: int  # sequences per optimizer step, over all GPUs and accumulation steps
+    job: PlannedJob  # length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
-    host_memory_bytes: int | None = None
-    """Host memory of one node; None: as much as needed."""
-    data_parallel_size: int | None = None
-    """GPUs, or groups of GPUs, that train on different rows; None: each of them."""
+    host_memory_bytes: int | None = None  # host memory of one node; None: as much as needed
+    data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:
@@ -194,7 +194,6 @@ def _best(request: RecommendRequest, preset: PresetSpec) -> Candidate:
 
 
 def _better(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest that fits, or the smallest if none does."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.seconds)
@@ -223,3 +222,49 @@ def _candidate(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -
         setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
         speed = step_time(setup, request.interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
     return Candidate(preset=preset, job=job, memory=memory, verdict=verdict, speed=speed, host_refusal=host_refusal)
+
+
+class NothingFits(ToolkitError):
+    """No preset fits on the GPUs, or none is for them."""
+
+
+def memory_refusal(request: RecommendRequest, candidate: Candidate) -> str:
+    """Return why a candidate that does not fit does not, with its bytes: `it does not fit: ...`."""
+    if candidate.host_refusal is not None:
+        return f"it {candidate.host_refusal}"
+    needed, available = gib(candidate.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
+    verdict = "it is too close to call" if candidate.verdict == TOO_CLOSE else "it does not fit"
+    return f"{verdict}: {needed} of {available} ({candidate.settings})"
+
+
+def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpose = "recommend") -> str | None:
+    """Return the reason against every layout of a preset; where one was not considered, the reason for that."""
+    refusals = [refusal(divided, preset, purpose) for divided in divided_requests(request, preset)]
+    if not refusals:
+        return f"needs GPUs for {' and '.join(NAMES[name] for name in preset.degrees)}"
+    if all(refusals):
+        return refusals[0]
+    return NOT_NEEDED if preset.degrees else None
+
+
+def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
+    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
+    words = training_words(candidate.job, model, output="OUTPUT_DIR")
+    preset, nodes = candidate.preset, request.interconnect.num_nodes
+    if nodes == 1:
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
+    config = f"accelerate_configs/{preset.name}.yaml"
+    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
+    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
+    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
+    degree = preset.dp_shard_size(request.world_size)
+    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
+    return f"{launcher} -m toolkit.train {words}"
+
+
+def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
+    """Return the training arguments of a planned job, for a shell."""
+    folder = str(Path(model).parent) if model.endswith("config.json") else model
+    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())

@@ -29,15 +29,12 @@ class EngineSettings:
     sharding: str
     shards_parameters: bool
     world_size: int
-    shard_ranks: int
-    """Ranks that share one copy of the model."""
+    shard_ranks: int  # ranks that share one copy of the model
     rank: int = 0
-    element_bytes: int = 2
-    """Bytes per element of a parameter in the compute dtype."""
+    element_bytes: int = 2  # bytes per element of a parameter in the compute dtype
     offload_optimizer: str | None = None
     offload_param: str | None = None
-    reduce_bucket: int = 0
-    """Size of each buffer that gradients are reduced in."""
+    reduce_bucket: int = 0  # size of each buffer that gradients are reduced in
     num_reduce_buckets: int = 1
     prefetch_bucket: int = 0
     persistence_threshold: int = 0
@@ -45,12 +42,9 @@ class EngineSettings:
     sub_group: int = SUB_GROUP
     secondary_partition: int = 1
     """ZeRO++ (hpZ): ranks of one node that share a second copy of the parameters; 1 if there is none."""
-    pins_memory: bool = True
-    """True if offloaded tensors are in page-locked memory."""
-    layout: ParallelLayout | None = None
-    """How the ranks are divided; None for data parallelism alone."""
-    sharded_at_load: bool = False
-    """transformers shards the model while it loads it, and reduces gradients in fp32."""
+    pins_memory: bool = True  # true if offloaded tensors are in page-locked memory
+    layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
+    sharded_at_load: bool = False  # transformers shards the model while it loads it, and reduces gradients in fp32
 
     def ranks_sharing(self, tensor: Tensor) -> int:
         """Return how many ranks share a tensor, which tensor and expert parallelism have split already.

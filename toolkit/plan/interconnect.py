@@ -22,11 +22,7 @@ DIMENSION_OF_GROUP = {"all": "dp_shard", "replica": "dp_shard", "replicas": "dp_
 # NCCL's own table caps it, src/graph/tuning.cc); the full rate with large messages and reduction in the switch.
 BANDWIDTH_SHARE: Range = (0.24, 1.0)
 # Seconds per hop of a ring: NCCL's tuning table for rings with its LL and Simple protocols (src/graph/tuning.cc).
-HOP_SECONDS: dict[str, Range] = {
-    "nvlink": (0.47e-6, 3.4e-6),
-    "pcie": (1.0e-6, 5.7e-6),
-    "network": (2.7e-6, 9.6e-6),
-}
+HOP_SECONDS: dict[str, Range] = {"nvlink": (0.47e-6, 3.4e-6), "pcie": (1.0e-6, 5.7e-6), "network": (2.7e-6, 9.6e-6)}
 CALL_SECONDS: Range = (3.6e-6, 8.4e-6)
 # Network of a node, all cards, one direction, if it is not given. With NVLink: from one card of 400 Gbit/s to one per
 # GPU; with PCIe cards: 10 to 100 Gbit/s.

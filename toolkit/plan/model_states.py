@@ -30,11 +30,9 @@ class JobWeights:
     shape: ModelShape
     stored: Mapping[Layer, Layer]
     """Each kind of layer of the base model as it is stored: 4-bit weights packed into numbers of the compute dtype."""
-    adapters: Mapping[Layer, Layer] | None = None
-    """LoRA tensors of each kind of layer; None for a full fine-tune."""
+    adapters: Mapping[Layer, Layer] | None = None  # LoRA tensors of each kind of layer; None for a full fine-tune
     outer_adapters: Layer = ()
-    in_4bit: TensorCounts = ()
-    """Weights that bitsandbytes quantizes, before they are packed."""
+    in_4bit: TensorCounts = ()  # weights that bitsandbytes quantizes, before they are packed
 
     @cached_property
     def trained(self) -> TensorCounts:

@@ -23,13 +23,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.planned_job import (
-    PlannedJob,
-    TrainingSetup,
-    check_planned_job,
-    check_world_size,
-    scaled,
-)
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
 from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
@@ -68,14 +62,11 @@ class Plan:
     num_params: int
     num_trainable_params: int
     communication_bytes_per_step: int
-    speed: StepTime | None
-    """None if the GPU's peak is unknown."""
+    speed: StepTime | None  # None if the GPU's peak is unknown
     largest_micro_batch: int | None
     smallest_world_size: int | None
-    traffic: tuple[DimensionTraffic, ...]
-    """What each GPU sends in a step, by dimension of the mesh."""
-    layout: ParallelLayout | None = None
-    """How the ranks are divided; None for data parallelism alone."""
+    traffic: tuple[DimensionTraffic, ...]  # what each GPU sends in a step, by dimension of the mesh
+    layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     accumulate: str | None = None
     """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
 

@@ -8,43 +8,33 @@ they are compared at the same end of their ranges and never across.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
-from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
-from toolkit.parallel.layout import NAMES
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
     Candidate,
+    NothingFits,
     RecommendRequest,
     best_candidates,
     divided_request,
-    divided_requests,
     largest_candidate,
-    refusal,
+    memory_refusal,
+    why_refused,
 )
-from toolkit.plan.memory import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, scaled
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
-from toolkit.presets.compatibility import Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, gib
 
 OBJECTIVES = ("fastest", "least-memory")
 DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to a multiple of the GPUs
 LARGEST_GLOBAL_BATCH = 2**20
-NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
-
-
-class NothingFits(ToolkitError):
-    """No preset fits on the GPUs, or none is for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,25 +170,6 @@ def _reasons(
     return reasons
 
 
-def memory_refusal(request: RecommendRequest, candidate: Candidate) -> str:
-    """Return why a candidate that does not fit does not, with its bytes: `it does not fit: ...`."""
-    if candidate.host_refusal is not None:
-        return f"it {candidate.host_refusal}"
-    needed, available = gib(candidate.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
-    verdict = "it is too close to call" if candidate.verdict == TOO_CLOSE else "it does not fit"
-    return f"{verdict}: {needed} of {available} ({candidate.settings})"
-
-
-def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpose = "recommend") -> str | None:
-    """Return the reason against every layout of a preset; where one was not considered, the reason for that."""
-    refusals = [refusal(divided, preset, purpose) for divided in divided_requests(request, preset)]
-    if not refusals:
-        return f"needs GPUs for {' and '.join(NAMES[name] for name in preset.degrees)}"
-    if all(refusals):
-        return refusals[0]
-    return NOT_NEEDED if preset.degrees else None
-
-
 def _compared(candidate: Candidate, choice: Candidate) -> str:
     """Time at both ends of the range, and memory, compared with the choice."""
     planned = f"{gib(candidate.memory.planned_peak_bytes)} per GPU ({candidate.settings})"
@@ -236,26 +207,3 @@ def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], cand
             break
         size *= 2
     return NothingFits(f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=hint)
-
-
-def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
-    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
-    words = training_words(candidate.job, model, output="OUTPUT_DIR")
-    preset, nodes = candidate.preset, request.interconnect.num_nodes
-    if nodes == 1:
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
-    config = f"accelerate_configs/{preset.name}.yaml"
-    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
-    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
-    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
-    degree = preset.dp_shard_size(request.world_size)
-    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
-    return f"{launcher} -m toolkit.train {words}"
-
-
-def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
-    """Return the training arguments of a planned job, for a shell."""
-    folder = str(Path(model).parent) if model.endswith("config.json") else model
-    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
-    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())

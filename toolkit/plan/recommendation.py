@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.plan.candidates import Candidate, RecommendRequest
+from toolkit.plan.candidates import Candidate, RecommendRequest, train_command, training_words
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
-from toolkit.plan.recommend import Recommendation, train_command, training_words
+from toolkit.plan.recommend import Recommendation
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 

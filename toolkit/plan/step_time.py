@@ -87,17 +87,14 @@ class StepTime:
 
     step_seconds: Range
     compute_seconds: Range
-    communication_seconds: Range
-    """All collectives, without overlap."""
-    offload_seconds: Range
-    """Transfers to and from host and disk, and AdamW on the host; (0, 0) without offload."""
+    communication_seconds: Range  # all collectives, without overlap
+    offload_seconds: Range  # transfers to and from host and disk, and AdamW on the host; (0, 0) without offload
     optimizer_seconds: Range
     tokens_per_second_per_gpu: Range
     mfu: Range
     communication_bytes_per_step: int
     tokens_per_step_per_gpu: int
-    flops_per_token: int
-    """Operations that MFU counts: full attention, all parameters that a token passes through."""
+    flops_per_token: int  # operations that MFU counts: full attention, all parameters that a token passes through
     offload_efficiency: Range | None = None
     """Share of its speed that a GPU keeps if transfers of model states overlap nothing; None without offload.
 
@@ -190,7 +187,6 @@ def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens
 
 
 def _optimizer_share(setup: TrainingSetup) -> float:
-    """Trained elements whose optimizer states one GPU has."""
     if "optimizer" not in setup.preset.sharded_parts:
         return setup.weights.num_trained
     sharing = setup.engine.ranks_sharing

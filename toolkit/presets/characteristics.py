@@ -89,10 +89,8 @@ class StateBytes:
     """Bytes per parameter of one part of the model states on one rank."""
 
     unsharded_bytes: int
-    shards: str
-    """`1`, `N` (all ranks), `S` (the ranks of one replica of a hybrid mesh), `T` (`--tp`), or `K` (`--pp`)."""
-    device: str
-    """`gpu`, `cpu` or `nvme`: where the part is kept between steps."""
+    shards: str  # `1`, `N` (all ranks), `S` (the ranks of one replica of a hybrid mesh), `T` (`--tp`), or `K` (`--pp`)
+    device: str  # `gpu`, `cpu` or `nvme`: where the part is kept between steps
 
     @property
     def formula(self) -> str:
@@ -107,14 +105,11 @@ class Characteristics:
     parameter: StateBytes
     gradient: StateBytes
     optimizer: StateBytes
-    communication: str
-    """Communication volume of a rank, in multiples of the number of parameters P."""
+    communication: str  # communication volume of a rank, in multiples of the number of parameters P
     needs: tuple[str, ...]
-    not_with: tuple[str, ...]
-    """What the preset does not work with, and the upstream issue."""
+    not_with: tuple[str, ...]  # what the preset does not work with, and the upstream issue
     fsdp1_name: str | None
-    other_name: str | None
-    """The equivalents: a sharding strategy of FSDP1, and another engine's name."""
+    other_name: str | None  # the equivalents: a sharding strategy of FSDP1, and another engine's name
 
     def bytes_on(self, device: str) -> str:
         """Return the formula of all parts kept on a device: `2 + 2/N + 12/N`, or `0`."""

@@ -33,12 +33,10 @@ class Device:
     """What the ranks run on."""
 
     type: Literal["gpu", "cpu"] = "gpu"
-    count: int | None = None
-    """GPUs that are visible; None where it does not matter or is not known."""
+    count: int | None = None  # GPUs that are visible; None where it does not matter or is not known
     name: str = "the GPU"
     has_bf16: bool = True
-    has_nvme: bool = True
-    """A local NVMe disk can be named."""
+    has_nvme: bool = True  # a local NVMe disk can be named
 
 
 CPU = Device(type="cpu")
@@ -48,12 +46,9 @@ CPU = Device(type="cpu")
 class Reason:
     """Why a combination does not work."""
 
-    rule: str
-    """Name of the rule."""
-    why: str
-    """A clause with the preset or the option as its subject: `needs at least 2 processes`."""
-    message: str
-    """A sentence that stands alone."""
+    rule: str  # name of the rule
+    why: str  # a clause with the preset or the option as its subject: `needs at least 2 processes`
+    message: str  # a sentence that stands alone
     hint: str | None = None
 
 

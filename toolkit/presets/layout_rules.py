@@ -51,9 +51,7 @@ _NOT_IN_STAGES = {
     "neftune_noise_alpha": ("the noise was never run on a stage's embedding", _USE_DDP),
     "label_smoothing_factor": ("the stage with the head computes the model's own loss", _USE_DDP),
 }
-_NOT_WITH_SEQUENCES = {
-    "packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT),
-}
+_NOT_WITH_SEQUENCES = {"packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT)}
 
 
 def next_world_size(preset: PresetSpec, world_size: int) -> int:

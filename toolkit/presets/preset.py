@@ -17,13 +17,7 @@ from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files.documents import read_configuration, unexpected
 from toolkit.files.reading import is_file, read_text, user_path
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
-from toolkit.presets.known_keys import (
-    ACCELERATE_BLOCKS,
-    AUTO,
-    DEEPSPEED_BLOCKS,
-    PARALLEL_KEY,
-    check_keys_and_values,
-)
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, PARALLEL_KEY, check_keys_and_values
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import from_pretrained_arguments, training_arguments
 

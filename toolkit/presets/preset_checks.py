@@ -10,13 +10,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
-from toolkit.job.job_checks import (
-    DDP_ARGUMENTS,
-    check_trackers,
-    check_values,
-    ineffective_arguments,
-    missing_packages,
-)
+from toolkit.job.job_checks import DDP_ARGUMENTS, check_trackers, check_values, ineffective_arguments, missing_packages
 from toolkit.job.model_arguments import check_part_names
 from toolkit.models.attention import read_model_attention
 from toolkit.models.split import read_split

@@ -59,11 +59,9 @@ class PresetSpec:
         """The model states of which each rank holds only a shard between steps."""
         if self.sharding == "shard_grad_op" and self.engine == "fsdp2":
             return ("parameter", "gradient", "optimizer")  # gathered parameters live from forward to backward only
-        return {
-            "replicate": (),
-            "shard_optimizer": ("optimizer",),
-            "shard_grad_op": ("gradient", "optimizer"),
-        }.get(self.sharding, ("parameter", "gradient", "optimizer"))
+        return {"replicate": (), "shard_optimizer": ("optimizer",), "shard_grad_op": ("gradient", "optimizer")}.get(
+            self.sharding, ("parameter", "gradient", "optimizer")
+        )
 
     @property
     def shards_parameters(self) -> bool:

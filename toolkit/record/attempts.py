@@ -1,7 +1,5 @@
 """The attempts in one run folder: what may be started in it, and what is left of the attempt before.
 
-    start_attempt(folder, "resume")        # before the ranks start
-
 A folder in which steps were trained belongs to that run: another attempt resumes it, or the user says that it replaces
 it. One in which nothing was trained is used again.
 """

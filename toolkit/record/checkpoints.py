@@ -166,12 +166,9 @@ class Checkpoint:
     """A checkpoint folder and its manifest."""
 
     path: Path
-    step: int
-    """Completed optimizer steps."""
-    manifest: Manifest | None
-    """None where it is missing or cannot be read."""
-    unreadable: str | None = None
-    """Why the manifest cannot be read."""
+    step: int  # completed optimizer steps
+    manifest: Manifest | None  # None where it is missing or cannot be read
+    unreadable: str | None = None  # why the manifest cannot be read
 
     @property
     def bytes(self) -> int | None:

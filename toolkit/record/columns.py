@@ -46,15 +46,11 @@ class Column:
     """
 
     heading: str | None = None
-    show: Format | None = None
-    """None: bytes in the table's unit."""
+    show: Format | None = None  # None: bytes in the table's unit
     unit: str | None = None
-    repeats: Repeats | None = None
-    """How a row combines its repeats; None where repeats have nothing to do with it."""
-    is_speed: bool = False
-    """A speed, or derived from one: withheld from a row that failed parity."""
-    in_csv: bool = True
-    """Scalars are columns of `results.csv`."""
+    repeats: Repeats | None = None  # how a row combines its repeats; None where repeats have nothing to do with it
+    is_speed: bool = False  # a speed, or derived from one: withheld from a row that failed parity
+    in_csv: bool = True  # scalars are columns of `results.csv`
     only_if_known: str | None = None
     """The comparison table shows it only where a row has a value of this key, and never on a terminal."""
 

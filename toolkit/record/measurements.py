@@ -66,7 +66,6 @@ def _peak(heading: str, repeats: Repeats = Repeats.LARGEST) -> Column:
 
 
 def _document(repeats: Repeats) -> Column:
-    """A value that only JSON has."""
     return Column(repeats=repeats, in_csv=False)
 
 
@@ -115,8 +114,7 @@ class Figures(Model):
     memory_by_phase: Annotated[MemoryByPhase | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Bytes of one rank after each phase of its first step."""
     energy_joules: Annotated[
-        Measured,
-        Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL),
+        Measured, Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL)
     ] = None
     """Energy of all ranks' GPUs over the timed steps, as NVML reports it (mean power between readings times
     `timed_seconds`); null where it cannot."""
@@ -333,7 +331,6 @@ def rank_skew(steps: list[list[StepRow]]) -> float | None:
 
 
 def _by_rank(steps: Sequence[Sequence[StepRow]]) -> list[list[StepRow]]:
-    """The rows of each rank over the steps in which the run had it."""
     ranks: dict[int, list[StepRow]] = {}
     for step in steps:
         for rank, row in enumerate(step):
@@ -356,7 +353,6 @@ def _counted(steps: list[list[StepRow]], key: str) -> tuple[int | None, ...]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """The sum; None where a part is not known."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
@@ -366,12 +362,10 @@ def _over_ranks(steps: list[list[StepRow]], key: str, reduce: Callable[[list[flo
 
 
 def _mean(values: list[float]) -> float:
-    """The mean; not a number where one is not finite, which `fsum` refuses."""
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _largest(rows: Iterable[BaseModel], key: str) -> int | None:
-    """The maximum of what is known."""
     return max((size for row in rows if (size := getattr(row, key)) is not None), default=None)
 
 

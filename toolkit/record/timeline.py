@@ -191,10 +191,8 @@ def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[StepRow]]) 
 class _Process:
     """One start of rank 0."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By part; `train` is still to be divided."""
-    resumed_step: int | None = None
-    """None until it trains."""
+    seconds: dict[str, float] = field(default_factory=dict)  # by part; `train` is still to be divided
+    resumed_step: int | None = None  # none until it trains
     lost_seconds: float = 0.0
     ended_well: bool = False
     kept: list[list[StepRow]] = field(default_factory=list)
@@ -214,7 +212,6 @@ class _Process:
 
 
 def _divide(timeline: Sequence[Moment]) -> tuple[list[_Process], float]:
-    """Return the processes with their seconds by part, and the idle seconds between attempts."""
     processes, idle, began = [_Process()], 0.0, False
     for moment, following in pairwise([*timeline, *timeline[-1:]]):
         if moment.phase in ("start", LAUNCH) and began:

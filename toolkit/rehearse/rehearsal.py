@@ -52,8 +52,7 @@ class RehearsedRank:
 
     world_size: int
     rank: int
-    fake_tensors: bool = False
-    """Shapes without memory: peaks by part instead of readings of real tensors."""
+    fake_tensors: bool = False  # shapes without memory: peaks by part instead of readings of real tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,15 +48,12 @@ CSS_VARIABLES: dict[str, tuple[str, str]] = {
 class Bar:
     """Segments from left to right, marks above them, and the text after both; lengths in one unit."""
 
-    segments: tuple[tuple[float, str | None], ...]
-    """Length, and the CSS variable of a color; None is hatched."""
+    segments: tuple[tuple[float, str | None], ...]  # length, and the CSS variable of a color; None is hatched
     text: str
     alarm: bool = False
-    tick: float | None = None
-    """The planned length."""
+    tick: float | None = None  # the planned length
     interval: tuple[float, float] | None = None
-    open_interval: bool = False
-    """The interval continues to the right of what is drawn."""
+    open_interval: bool = False  # the interval continues to the right of what is drawn
 
     @property
     def length(self) -> float:
@@ -74,12 +71,9 @@ class BarChart:
     """Labelled bars in one scale."""
 
     bars: tuple[tuple[str, Bar], ...]
-    colors: tuple[tuple[str, str], ...] = ()
-    """Entries of the legend: CSS variable and name."""
-    marks: tuple[tuple[str, str], ...] = ()
-    """Entries of the legend: CSS class and name."""
-    limit: float | None = None
-    """Length of a dashed line across all bars."""
+    colors: tuple[tuple[str, str], ...] = ()  # entries of the legend: CSS variable and name
+    marks: tuple[tuple[str, str], ...] = ()  # entries of the legend: CSS class and name
+    limit: float | None = None  # length of a dashed line across all bars
 
     @property
     def scale(self) -> float:
@@ -93,10 +87,8 @@ class Line:
     """Points that are joined, in the chart's own values."""
 
     points: Sequence[tuple[float, float]]
-    label: str
-    """Its name in the legend."""
-    color: str
-    """CSS variable."""
+    label: str  # its name in the legend
+    color: str  # CSS variable
     width: float = 2.0
     dashed: bool = False
     dots: bool = False
@@ -107,8 +99,7 @@ class LineChart:
     """Lines in a box as high as their points and as wide as its labels, which stand below it where they belong."""
 
     lines: Sequence[Line]
-    y_format: str
-    """Of the labels beside it: of its high end, its middle and its low end."""
+    y_format: str  # of the labels beside it: of its high end, its middle and its low end
     x_labels: Sequence[tuple[float, str]]
     x_name: str
     title: str
@@ -144,8 +135,7 @@ class Boxes:
     """Boxes of one color in a row of a timeline, from start to end in seconds."""
 
     spans: Iterable[tuple[float, float]]
-    color: str
-    """CSS variable."""
+    color: str  # CSS variable
     top: float = 0.0
     height: float = ROW_HEIGHT
 
@@ -156,11 +146,9 @@ class TimelineChart:
 
     label: str
     rows: Sequence[tuple[str, Sequence[Boxes]]]
-    seconds: float
-    """Length of the axis."""
+    seconds: float  # length of the axis
     x_name: str
-    expanded: bool
-    """The page shows it opened."""
+    expanded: bool  # the page shows it opened
 
     def path(self, boxes: Boxes) -> str:
         """Return the SVG path of boxes; empty without any."""
@@ -174,8 +162,7 @@ class TimelineCharts:
     """Timelines, each of which can be opened and closed."""
 
     timelines: Sequence[TimelineChart]
-    colors: Sequence[tuple[str, str]]
-    """Entries of the legend: CSS variable and name."""
+    colors: Sequence[tuple[str, str]]  # entries of the legend: CSS variable and name
 
 
 Chart = BarChart | LineChart | TimelineCharts

@@ -64,7 +64,6 @@ def _environment(*, markdown: bool) -> Environment:
 
 
 def _html_value(value: object) -> object:
-    """One line; the environment escapes it."""
     return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

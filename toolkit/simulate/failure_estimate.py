@@ -1,10 +1,5 @@
 """`toolkit simulate failures`: closed forms and a Monte Carlo simulation side by side, as JSON, a table and a chart.
 
-    >>> job = FailingJob(nodes=1500, failures_per_1000_node_days=6.5, checkpoint_seconds=60, restart_seconds=300)
-    >>> simulated = simulate_failures(job, days=30, runs=20, seed=0)
-    >>> abs(simulated.effective_time_ratio - job.effective_time_ratio) < 0.01
-    True
-
 The simulation has the same assumptions as the closed forms (`toolkit.plan.failures`), without their approximations.
 Times between failures are exponential. A failure during a restart starts another one; while a job is stopped, none of
 its nodes fails.
@@ -23,7 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.report.charts import Line, LineChart
 from toolkit.report.rendering import Cell, Heading, Table, text_cell, text_heading
-from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, LEAST, FailureOptions, check_range
+from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, LEAST, FailureOptions, check_ranges
 from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.units import SECONDS_PER_HOUR, seconds
 
@@ -46,14 +41,10 @@ class SimulatedFailures:
     runs: int
     days: float
     seed: int
-    effective_time_ratio: float
-    """Progress over all of the time, also that without enough nodes."""
-    standard_error: float | None
-    """Of the ratio; None for one run."""
-    failures: float
-    """Per run."""
-    stopped_fraction: float
-    """Share of the time in which nodes are missing."""
+    effective_time_ratio: float  # progress over all of the time, also that without enough nodes
+    standard_error: float | None  # of the ratio; None for one run
+    failures: float  # per run
+    stopped_fraction: float  # share of the time in which nodes are missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +54,7 @@ class FailureEstimate:
     job: FailingJob
     gpus: int
     simulated: SimulatedFailures
-    checkpoint_source: str
-    """Where the seconds of a save come from."""
+    checkpoint_source: str  # where the seconds of a save come from
 
     @property
     def expected_failures(self) -> float:
@@ -101,8 +91,7 @@ class FailureEstimate:
 
 def estimate_failures(options: FailureOptions) -> FailureEstimate:
     """Return closed forms and simulation. Raises ToolkitError for values out of range."""
-    for name, (low, high) in RANGES.items():
-        check_range(name, getattr(options, name), low, high)
+    check_ranges(options, RANGES)
     if (options.spare_nodes is None) != (options.repair_hours is None):
         flags = ("--spare-nodes", "--repair-hours")
         given, needed = flags if options.repair_hours is None else flags[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,11 +22,24 @@ DEFAULT_DISTRIBUTION, DEFAULT_STEP_SECONDS, DEFAULT_SPREAD = "lognormal", 1.0, 0
 LEAST = 1e-9  # the low end of what must be more than nothing
 
 
-def check_range(name: str, value: float | None, low: float, high: float, hint: str | None = None) -> None:
-    """Raise ToolkitError for the value of an option out of its range; None is not given."""
-    if value is not None and not low <= value <= high:
-        expected = f"more than 0, at most {high:,}" if low == LEAST else f"{low:,} to {high:,}"
-        raise ToolkitError(f"--{name.replace('_', '-')} is {value}, expected {expected}", hint=hint)
+def check_ranges(options: object, ranges: Mapping[str, tuple[float, float]], *, hint: str | None = None) -> None:
+    """Raise ToolkitError for the first option that is out of its range, by its flag; None is not given."""
+    for name, (low, high) in ranges.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            expected = f"more than 0, at most {high:,}" if low == LEAST else f"{low:,} to {high:,}"
+            raise ToolkitError(f"{_flag(name)} is {value}, expected {expected}", hint=hint)
+
+
+def refuse_given(options: object, names: Sequence[str], what: str, hint: str) -> None:
+    """Raise ToolkitError for the first of these options that was given; `{flag}` in both texts is its flag."""
+    for name in names:
+        if getattr(options, name) != getattr(type(options), name):
+            raise ToolkitError(what.format(flag=_flag(name)), hint=hint.format(flag=_flag(name)))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 OutputFolder = Annotated[Path | None, Option(help="folder for a report: simulation.json and simulation.html")]
@@ -55,8 +69,7 @@ class PipelineOptions:
     max_seq_length: SeqLength = MAX_SEQ_LENGTH
     per_device_train_batch_size: Annotated[int, Option(help="with --model: sequences per micro-batch")] = 1
     activation_checkpointing: Annotated[
-        bool,
-        Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False),
+        bool, Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False)
     ] = False
     timeline: Annotated[
         bool, Option("--timeline/--no-timeline", help="print timelines; of many schedules, that of the shortest step")

@@ -1,7 +1,6 @@
 """`toolkit simulate pipeline`: schedules side by side, as JSON, and as a table with timelines.
 
->>> from toolkit.simulate.pipeline_step import ChunkTimes, simulate
->>> from toolkit.simulate.pipeline_schedules import PipelineSize
+>>> from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineSize, simulate
 >>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
 >>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
 >>> print("\\n".join(text_timeline(run, columns=18)))
@@ -19,22 +18,26 @@ from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
 from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
-from toolkit.simulate.options import LEAST, PipelineOptions, check_range
-from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, PipelineSize, check_schedule, chunks_of
-from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
+from toolkit.simulate import pipeline_schedules
+from toolkit.simulate.options import LEAST, PipelineOptions, check_ranges, refuse_given
+from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, ChunkTimes, PipelineRun, PipelineSize
 from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
 from toolkit.units import gib, seconds
 
 if TYPE_CHECKING:
-    from toolkit.simulate.stage_plans import StagedModel, StageMemory
+    from toolkit.simulate.stage_plans import StageMemory
 
 WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
 OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
 OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing")
 LONGEST_MS = 10**7  # hours: more is a unit mixed up
+RANGES = {
+    **dict.fromkeys(("forward_ms", "backward_ms"), (LEAST, LONGEST_MS)),
+    **dict.fromkeys(("weight_ms", "transfer_ms"), (0, LONGEST_MS)),
+    "num_layers": (1, 2**16),
+}
 EQUAL_MS = 1.0
-MOST_LAYERS = 2**16
 MOST_SHOWN = 3  # of more schedules the terminal shows the timeline and stages of the fastest; the page has all
 LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
@@ -89,8 +92,7 @@ class PipelineComparison:
 
     heading: str
     schedules: list[SimulatedSchedule]
-    left_out: list[str]
-    """Why schedules are missing that were not named."""
+    left_out: list[str]  # why schedules are missing that were not named
 
     @property
     def fastest(self) -> SimulatedSchedule:
@@ -102,7 +104,7 @@ class PipelineComparison:
         return {
             "schedules": [each.as_row() for each in self.schedules],
             "left_out": self.left_out,
-            "predicted_over_measured": list(PREDICTED_OVER_MEASURED),
+            "predicted_over_measured": list(pipeline_schedules.PREDICTED_OVER_MEASURED),
         }
 
 
@@ -111,15 +113,24 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
 
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
-    staged, times = _staged(options), _given_times(options)
-    check_range("transfer_ms", options.transfer_ms, 0, LONGEST_MS)
+    check_ranges(options, RANGES)
+    staged = None
+    if options.model is None:
+        refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
+    else:
+        from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
+
+        refuse_given(options, OF_TIMES, "{flag} has no effect with --model, which has its own", "give one of them")
+        staged = staged_model(options.model, options)
+    times = _given_times(options)
     transfer = (options.transfer_ms or 0.0) / 1000
     possible, left_out = _possible(options, options.num_layers if staged is None else staged.shape.num_layers)
     schedules = []
     for schedule, size in possible:
         if staged is None:
             chunks = [times.divided(size.chunks)] * size.num_chunks
-            schedules.append(SimulatedSchedule(run=simulate(schedule, size, chunks, transfer_seconds=transfer)))
+            run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer)
+            schedules.append(SimulatedSchedule(run=run))
         else:
             run = staged.simulate(schedule, size)
             low, high = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
@@ -141,10 +152,10 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
     given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
         is_named_v = schedule in V_SHAPED and schedule in options.schedule
-        chunks = given if is_named_v else chunks_of(schedule, given)
+        chunks = given if is_named_v else pipeline_schedules.chunks_of(schedule, given)
         size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
-            check_schedule(schedule, size)
+            pipeline_schedules.check_schedule(schedule, size)
             _check_layers(num_layers, size)
             if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
                 hint = "--backward-ms for the gradient of the input, --weight-ms for that of the weights"
@@ -176,23 +187,6 @@ def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
         raise ToolkitError(what, hint="other --stages or --chunks, or a schedule with one chunk per stage")
 
 
-def _staged(options: PipelineOptions) -> StagedModel | None:
-    """None without a model; a flag that has no effect with one, or without, is refused."""
-    names = OF_A_MODEL if options.model is None else OF_TIMES
-    given = (name for name in names if getattr(options, name) != getattr(PipelineOptions, name))
-    flag = next((f"--{name.replace('_', '-')}" for name in given), None)
-    if options.model is not None:
-        from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
-
-        if flag:
-            raise ToolkitError(f"{flag} has no effect with --model, which has its own", hint="give one of them")
-        return staged_model(options.model, options)
-    if flag:
-        raise ToolkitError(f"{flag} has no effect without --model", hint="`--model MODEL`")
-    check_range("num_layers", options.num_layers, 1, MOST_LAYERS)
-    return None
-
-
 def _given_times(options: PipelineOptions) -> ChunkTimes:
     """The times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
     forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
@@ -201,9 +195,6 @@ def _given_times(options: PipelineOptions) -> ChunkTimes:
     if forward is None or backward is None:
         missing = "--forward-ms" if forward is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
-    check_range("forward_ms", forward, LEAST, LONGEST_MS)
-    check_range("backward_ms", backward, LEAST, LONGEST_MS)
-    check_range("weight_ms", weight, 0, LONGEST_MS)
     weight = weight or 0.0
     return ChunkTimes(forward_seconds=forward / 1000, backward_seconds=backward / 1000, weight_seconds=weight / 1000)
 
@@ -229,7 +220,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
             heading = ""
         if timeline:
             sections.append((heading, "\n".join(text_timeline(run, columns=terminal_columns() - LABEL_COLUMNS))))
-    low, high = PREDICTED_OVER_MEASURED
+    low, high = pipeline_schedules.PREDICTED_OVER_MEASURED
     notes = [LEGEND] if timeline else []
     notes += [
         "Step: the longest time from a stage's first start to its last end, without the optimizer. Bubble: share of"

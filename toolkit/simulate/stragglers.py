@@ -24,10 +24,10 @@ from toolkit.record.measurements import StepRow, percentile, read_steps, timed_s
 from toolkit.report.charts import Bar, BarChart, LineChart, curves
 from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate import options as defaults
-from toolkit.simulate.options import LEAST, StragglerOptions, check_range
+from toolkit.simulate import synchronization
+from toolkit.simulate.options import LEAST, StragglerOptions, check_ranges, refuse_given
 from toolkit.simulate.simulation_report import SimulationReport
-from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
-from toolkit.simulate.synchronization import FloatArray, Policy, PolicyRun, best_backup_workers, simulate
+from toolkit.simulate.synchronization import Curve, FloatArray, Policy, PolicyRun, SmallProblem, best_backup_workers
 from toolkit.units import SECONDS_PER_HOUR, gib, number
 from toolkit.units import seconds as seconds_text
 
@@ -113,20 +113,15 @@ class StragglerStudy:
     seed: int
     learning_rate: float
     step_times: str
-    slowdown: float
-    """A step that waits for all workers over the mean compute time."""
-    best_backup_workers: int
-    """The number that applies most gradients per second."""
+    slowdown: float  # a step that waits for all workers over the mean compute time
+    best_backup_workers: int  # the number that applies most gradients per second
     best_backup_gain: float
     model: str | None
     gradient_bytes: int
-    all_reduce_seconds: Range | None
-    """At the best and the worst rates; None without a model."""
+    all_reduce_seconds: Range | None  # at the best and the worst rates; None without a model
     push_pull_seconds: Range | None
-    target_loss: float
-    """Within 5 % of the last loss of `target_policy`."""
-    target_policy: str
-    """Synchronous training, or the first policy without it."""
+    target_loss: float  # within 5 % of the last loss of `target_policy`
+    target_policy: str  # synchronous training, or the first policy without it
     policies: tuple[PolicyResult, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -137,23 +132,24 @@ class StragglerStudy:
 
 def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -> StragglerStudy:
     """Simulate and train under every policy. Raises ToolkitError for options out of range."""
-    check_ranges(options)
-    policies = chosen_policies(options)
+    policies = checked_policies(options)
     seconds, step_times = compute_times(options)
-    num_params = NUM_PARAMS if options.model is None else read_model(options.model).num_params
+    num_params = synchronization.NUM_PARAMS if options.model is None else read_model(options.model).num_params
     reduce, push_pull = _communication(options, GRADIENT_BYTES * num_params)
-    rate = default_learning_rate(options.workers) if options.learning_rate is None else options.learning_rate
+    rate = options.learning_rate
+    if rate is None:  # it grows with the rows of a global batch, as far as training stays stable
+        rate = min(options.workers * synchronization.RATE_PER_WORKER, synchronization.LARGEST_LEARNING_RATE)
     problem, results = SmallProblem(seed=options.seed), []
     for policy in policies:
         if options.workers * options.steps > PROGRESS_BATCHES:
             say(f"simulating and training {policy.label}")
         _, communication = (reduce if policy.is_synchronous else push_pull) or FREE
-        run = simulate(policy, seconds, steps=options.steps, communication_seconds=communication)
-        results.append((run, train(run, problem, learning_rate=rate)))
+        run = synchronization.simulate(policy, seconds, steps=options.steps, communication_seconds=communication)
+        results.append((run, synchronization.train(run, problem, learning_rate=rate)))
     baseline, curve = next((result for result in results if result[0].policy == SYNCHRONOUS), results[0])
     target = TARGET_MARGIN * curve[-1][1]
     backup, gain = best_backup_workers(seconds, steps=options.steps, communication_seconds=(reduce or FREE)[1])
-    everyone = simulate(SYNCHRONOUS, seconds, steps=options.steps)
+    everyone = synchronization.simulate(SYNCHRONOUS, seconds, steps=options.steps)
     return StragglerStudy(
         workers=options.workers,
         steps=options.steps,
@@ -173,29 +169,24 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
     )
 
 
-def check_ranges(options: StragglerOptions) -> None:
-    """Raise ToolkitError for the first number that is out of range, by its flag."""
+def checked_policies(options: StragglerOptions) -> list[Policy]:
+    """Return the named policies, or all. Raises ToolkitError for an unknown one, and for options out of range."""
+    names = tuple(dict.fromkeys(options.policy or defaults.POLICIES))
+    for name in names:
+        _check_name("policy", name, defaults.POLICIES)
     ranges: dict[str, tuple[float, float]] = {
         **{"workers": (2, 100_000), "steps": (1, MOST_BATCHES), "seed": (0, 2**32 - 1), "slow_factor": (1, 1000)},
         **{"slow_workers": (0, options.workers), "learning_rate": (1e-12, 10**6), "untimed_steps": (0, MOST_BATCHES)},
         **{"network_gb_per_second": (1e-6, 10**6), "gpus_per_node": (1, 100_000), "parameter_servers": (1, 100_000)},
+        **{"step_seconds": (LEAST, 10**6), "spread": (0, 1 if options.distribution == "exponential" else 10)},
+        **({"staleness": (0, MOST_BATCHES)} if "bounded_staleness" in names else {}),
     }
-    for name, (low, high) in ranges.items():
-        check_range(name, getattr(options, name), low, high)
+    check_ranges(options, ranges)
+    if "backup_workers" in names:
+        check_ranges(options, {"backup_workers": (1, options.workers - 1)}, hint=NO_BACKUP)
     if options.workers * options.steps > MOST_BATCHES:
         what = f"{options.workers} workers times {options.steps} steps are more than {MOST_BATCHES:,} batches"
         raise ToolkitError(what, hint=f"--steps {MOST_BATCHES // options.workers}")
-
-
-def chosen_policies(options: StragglerOptions) -> list[Policy]:
-    """Return the named policies, or all. Raises ToolkitError for an unknown one, and for its number out of range."""
-    names = tuple(dict.fromkeys(options.policy or defaults.POLICIES))
-    for name in names:
-        _check_name("policy", name, defaults.POLICIES)
-    if "backup_workers" in names:
-        check_range("backup_workers", options.backup_workers, 1, options.workers - 1, NO_BACKUP)
-    if "bounded_staleness" in names:
-        check_range("staleness", options.staleness, 0, MOST_BATCHES)
     numbers = {"backup_workers": options.backup_workers, "bounded_staleness": options.staleness}
     return [Policy(name=name, number=numbers.get(name, 0)) for name in names]
 
@@ -211,15 +202,11 @@ def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
         mean = defaults.DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
         spread = defaults.DEFAULT_SPREAD if options.spread is None else options.spread
         _check_name("distribution", distribution, defaults.DISTRIBUTIONS)
-        check_range("step_seconds", mean, LEAST, 10**6)
-        check_range("spread", spread, 0, 1 if distribution == "exponential" else 10)
         seconds = drawn_seconds(distribution, mean=mean, spread=spread, shape=shape, seed=options.seed)
         source = f"{distribution}, mean {mean:g} s" + (f", spread {spread:g}" if spread else "")
     else:
-        for name in ("distribution", "step_seconds", "spread"):
-            if getattr(options, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise ToolkitError(f"--run-folder and {flag} both say how long a step takes", hint=f"leave out {flag}")
+        what = "--run-folder and {flag} both say how long a step takes"
+        refuse_given(options, ("distribution", "step_seconds", "spread"), what, "leave out {flag}")
         measured = measured_step_times(options.run_folder, untimed_steps=options.untimed_steps)
         seconds = resampled(measured, shape=shape, seed=options.seed)
         source = f"{len(measured)} steps of {measured.shape[1]} ranks in {options.run_folder.name}"
@@ -297,10 +284,8 @@ def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
 def _communication(options: StragglerOptions, gradient_bytes: int) -> tuple[Range, Range] | tuple[None, None]:
     """Seconds of an all-reduce, and of a push and pull; None without a model, and flags without effect are refused."""
     if options.model is None:
-        for flag in ("gpu", "gpus_per_node", "network_gb_per_second", "parameter_servers"):
-            if getattr(options, flag) is not None:
-                name = f"--{flag.replace('_', '-')}"
-                raise ToolkitError(f"{name} has no effect: nothing is communicated", hint=f"--model, or no {name}")
+        names = ("gpu", "gpus_per_node", "network_gb_per_second", "parameter_servers")
+        refuse_given(options, names, "{flag} has no effect: nothing is communicated", "--model, or no {flag}")
         return None, None
     gpu, rate, workers = named_or_visible_gpu(options.gpu), options.network_gb_per_second, options.workers
     assert gpu is not None  # only a GPU given by its memory has none
@@ -345,27 +330,23 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
             f"Gradients of {gib(study.gradient_bytes)}: an all-reduce takes {reduced}, a push and pull through"
             f" parameter servers {pushed}. Policies take the worst rates, nothing overlaps; no GPU has confirmed them."
         )
+    last = max(result.curve[-1][0] for result in study.policies)
+    losses = LineChart(
+        lines=curves((result.run.policy.label, result.curve) for result in study.policies),
+        y_format="{:.3f}",
+        x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
+        x_name="seconds",
+        title="loss by time",
+    )
     return SimulationReport(
         title="Stragglers and synchronization, simulated",
         summary=_summary(study),
         sections=[
             ("", Table(headings=headings, rows=tuple(rows))),
             ("Steps per second", BarChart(bars=tuple(bars))),
-            ("Loss by time", loss_chart(study)),
+            ("Loss by time", losses),
         ],
         notes=notes,
-    )
-
-
-def loss_chart(study: StragglerStudy) -> LineChart:
-    """Return each policy's losses by the time of the simulation."""
-    last = max(result.curve[-1][0] for result in study.policies)
-    return LineChart(
-        lines=curves((result.run.policy.label, result.curve) for result in study.policies),
-        y_format="{:.3f}",
-        x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
-        x_name="seconds",
-        title="loss by time",
     )
 
 

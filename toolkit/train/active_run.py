@@ -42,8 +42,7 @@ class ActiveRun(ObservedRun):
 
     arguments: Arguments
     launch: LaunchContext
-    checkpoint: Checkpoint | None
-    """The checkpoint that the run resumes from."""
+    checkpoint: Checkpoint | None  # the checkpoint that the run resumes from
     stop_on_signal: StopOnSignal
 
     @property

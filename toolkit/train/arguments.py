@@ -161,14 +161,11 @@ class Arguments:
 
     job: Job
     training: TrainingArguments
-    argv: Sequence[str]
-    """The training arguments as they were given, with `***` for each secret."""
+    argv: Sequence[str]  # the training arguments as they were given, with `***` for each secret
     scaled_rate: ScaledRate | None = None
     """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
-    layout: ParallelLayout | None = None
-    """How the ranks are divided; None for data parallelism alone."""
-    notes: list[str] = field(default_factory=list)
-    """Warnings and explanations for the log."""
+    layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
+    notes: list[str] = field(default_factory=list)  # warnings and explanations for the log
 
     @property
     def data_parallel_size(self) -> int:

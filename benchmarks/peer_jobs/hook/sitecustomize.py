@@ -18,11 +18,17 @@ FSDP_ON_CPU = os.environ.get("PEER_FSDP_ON_CPU") == "true"
 records = []
 
 
-def clock():
-    return {"time": time.time(), "cpu_seconds": time.process_time()}
+def add_record(step, model, optimizer, **more):
+    clock = {"time": time.time(), "cpu_seconds": time.process_time()}
+    records.append({"step": step, **clock, **more, **({} if records else facts_of(model, optimizer))})
 
 
 def write_records():
+    import torch
+
+    if torch.cuda.is_available():
+        records[-1]["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        records[-1]["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
     path = Path(FOLDER) / f"rank{os.environ.get('RANK', '0')}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(records))
@@ -62,17 +68,6 @@ def facts_of(model, optimizer):
     }
 
 
-def cuda_peaks():
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
-
-
 def patch_trainer(module):
     handler = module.CallbackHandler
     end_of_step, log, end = handler.on_step_end, handler.on_log, handler.on_train_end
@@ -80,8 +75,7 @@ def patch_trainer(module):
     @functools.wraps(end_of_step)
     def on_step_end(self, args, state, control, **named):
         result = end_of_step(self, args, state, control, **named)
-        facts = {} if records else facts_of(self.model, self.optimizer)
-        records.append({"step": state.global_step, **clock(), **facts})
+        add_record(state.global_step, self.model, self.optimizer)
         return result
 
     @functools.wraps(log)
@@ -92,7 +86,6 @@ def patch_trainer(module):
 
     @functools.wraps(end)
     def on_train_end(self, args, state, control, **named):
-        records[-1].update(cuda_peaks())
         write_records()
         return end(self, args, state, control, **named)
 
@@ -108,13 +101,11 @@ def patch_torchtune(module):
     def log_dict(self, payload, step):
         log(self, payload, step)
         recipe = sys._getframe(1).f_locals.get("self")
-        facts = {} if records else facts_of(recipe._model, recipe._optimizer)
-        records.append({"step": step, **clock(), "loss": float(payload["loss"]), **facts})
+        add_record(step, recipe._model, recipe._optimizer, loss=float(payload["loss"]))
 
     @functools.wraps(close)
     def close_and_write(self):
         if records:
-            records[-1].update(cuda_peaks())
             write_records()
         close(self)
 

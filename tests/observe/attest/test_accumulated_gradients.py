@@ -36,9 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
 
 
 @pytest.mark.launch
-def test_each_rank_holds_and_sends_the_planned_gradients_between_accumulation_steps(
-    runs: dict[str, Path], tiny_model: Path
-) -> None:
+def test_each_rank_holds_and_sends_the_planned_accumulated_gradients(runs: dict[str, Path], tiny_model: Path) -> None:
     """fp32 on a CPU: half of them as shards, and twice as many bytes whole."""
     planned = {}
     for name, folder in runs.items():
@@ -60,9 +58,7 @@ def test_each_rank_holds_and_sends_the_planned_gradients_between_accumulation_st
 
 @pytest.mark.nightly
 @pytest.mark.launch
-def test_a_reduction_that_is_deferred_although_it_should_not_be_is_detected(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
-) -> None:
+def test_a_reduction_that_is_wrongly_deferred_is_detected(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
     ended = accelerate_launch(FSDP2, *words(tmp_path / "run", tiny_model, faq_alpaca), script="defer_reduction")
     assert ended.returncode != 0
     assert "accumulate on rank 0 is whole, expected sharded" in ended.stderr

@@ -21,8 +21,6 @@ def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: A
 
 
 # A norm of 2 clipped at 1 leaves 1: all of it on each of two replicas, 0.6 and 0.8 on two shards.
-
-
 @pytest.mark.parametrize(
     ("readings", "replicas", "found"),
     [
@@ -40,9 +38,7 @@ def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: A
         (norms(0.3, 0.4), 1, "0.5000"),  # clipped at another threshold
     ],
 )
-def test_a_wrongly_clipped_gradient_is_reported_with_both_norms(
-    readings: list[Values], replicas: int, found: str | None
-) -> None:
+def test_a_wrongly_clipped_gradient_has_both_norms(readings: list[Values], replicas: int, found: str | None) -> None:
     message = f"gradient norm at the optimizer is {found}, expected 1.0000 (2.0000, clipped at 1)"
     reported = [str(difference) for difference in clipping_differences(readings, 1.0, replicas=replicas)]
     assert reported == ([message] if found else [])
@@ -56,6 +52,10 @@ def test_a_small_first_gradient_leaves_it_to_a_synthetic_one_and_without_a_thres
     assert clipping_differences(norms(1.2, 1.6, synthetic_norm=None), 0.0, replicas=1) == []
     (difference,) = clipping_differences(norms(0.6, 0.8, synthetic_norm=None), 0.0, replicas=1)
     assert difference.found == "1.0000"
+    # `clipped` records a norm above the threshold.
+    cases = [(2.0, 1.0), (0.5, 1.0), (None, 1.0), (2.0, 0.0)]
+    found = [was_clipped(norms(1.0, reported=reported), threshold) for reported, threshold in cases]
+    assert found == [True, False, None, False]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,6 @@ def test_a_small_first_gradient_leaves_it_to_a_synthetic_one_and_without_a_thres
 )
 def test_replicas_of_the_gradient_follow_from_the_sharding(reading: Any, ranks: int, replicas: int) -> None:
     assert gradient_replicas([reading] * ranks) == replicas
-
-
-def test_clipped_records_a_norm_above_the_threshold() -> None:
-    cases = [(2.0, 1.0), (0.5, 1.0), (None, 1.0), (2.0, 0.0)]
-    found = [was_clipped(norms(1.0, reported=reported), threshold) for reported, threshold in cases]
-    assert found == [True, False, None, False]
 
 
 def test_norms_are_read_until_the_reader_stops() -> None:

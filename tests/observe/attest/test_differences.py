@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.observe.attest.differences import (
-    Values,
-    byte_differences,
-    differences,
-    layout_differences,
-    rank_differences,
-)
+from toolkit.observe.attest.differences import byte_differences, differences, layout_differences, rank_differences
 from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.parts import ExpectedRun
 from toolkit.parallel.layout import ParallelLayout
@@ -22,12 +16,12 @@ from toolkit.presets import load_preset
 from toolkit.presets.shard_bytes import shard_byte_limits
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
-LAYOUT = ParallelLayout(dp_shard=2, tp=2)
+LAYOUT, ROWS = ParallelLayout(dp_shard=2, tp=2), "first_rows_sha256"
 
 
 def expected(
     name: str | None, world_size: int | None = 2, *, dtype: str = "no", on_cpu: bool = False, **facts: Any
-) -> Values:
+) -> dict[str, Any]:
     preset = None if name is None else load_preset(name)
     run = ExpectedRun(preset=preset, world_size=world_size, settings=SETTINGS, **facts)
     names = {"mixed_precision": dtype, "optim": "unknown", "optim_args": None}
@@ -45,9 +39,7 @@ def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> 
     assert "dp_shard_size" not in expected("fsdp2_hybrid", 8)
     # Without a preset only settings and the world size are checked.
     assert (expected(None, None), expected(None, 2)) == (SETTINGS, SETTINGS | {"world_size": 2})
-
-
-def test_ddp_wraps_a_single_process_on_a_cpu_only() -> None:
+    # DDP wraps a single process on a CPU only.
     assert [expected("ddp", 1)["engine"], expected("ddp", 1, on_cpu=True)["engine"]] == ["none", "ddp"]
     assert [expected(preset, 1)["engine"] for preset in ("zero1", "fsdp2")] == ["deepspeed", "fsdp2"]
 
@@ -89,9 +81,7 @@ def test_initial_weights_must_be_equal_on_all_ranks() -> None:
         ("fsdp2_hybrid", [2000] * 3 + [1999], ["optimizer_bytes of all ranks is 7999, expected at least 8000"]),
     ],
 )
-def test_bytes_that_the_sharding_does_not_allow_or_that_are_missing_are_reported(
-    name: str, held: list[int], found: list[str]
-) -> None:
+def test_bytes_that_are_not_allowed_or_missing_are_reported(name: str, held: list[int], found: list[str]) -> None:
     limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], 4, ranks=2)}
     facts = {"byte_limits": limits, "whole_bytes": {"optimizer": 4000}}
     facts |= {"dp_shard_size": 2} if name == "fsdp2_hybrid" else {}
@@ -103,26 +93,18 @@ def test_bytes_that_the_sharding_does_not_allow_or_that_are_missing_are_reported
     ("changed", "found"),
     [
         ({}, []),
-        ({(3, "first_rows_sha256"): "c"}, [("first_rows_sha256 (equal to rank 2's)", 3)]),
-        (
-            {(rank, "first_rows_sha256"): "a" for rank in range(4)},
-            [("first_rows_sha256 (other than rank 0's)", rank) for rank in (2, 3)],
-        ),
+        ({(3, ROWS): "c"}, [(f"{ROWS} (equal to rank 2's)", 3)]),
+        ({(n, ROWS): "a" for n in range(4)}, [(f"{ROWS} (other than rank 0's)", rank) for rank in (2, 3)]),
         ({(1, "batch_group"): [1, 3]}, [("batch_group", 1)]),
     ],
 )
-def test_ranks_of_a_group_train_on_rows_that_no_other_group_has(
-    changed: dict[tuple[int, str], Any], found: list[tuple[str, int]]
-) -> None:
+def test_rows_differ_between_groups_of_ranks(changed: dict[tuple[int, str], Any], found: list[tuple[str, int]]) -> None:
     groups = [[0, 1], [0, 1], [2, 3], [2, 3]]
     ranks = [{"rank": rank, "batch_group": groups[rank], "first_rows_sha256": "aabb"[rank]} for rank in range(4)]
     for (rank, name), value in changed.items():
         ranks[rank][name] = value
     assert [(difference.name, difference.rank) for difference in layout_differences(ranks, LAYOUT)] == found
     assert layout_differences(ranks, None) == []
-
-
-def test_another_degree_than_the_expected_one_is_a_difference() -> None:
-    required = expected("fsdp2_tp", 4, layout=LAYOUT)
-    found = {"rank": 0, **required, "layout": ParallelLayout(dp_shard=4).degrees()}
-    assert [difference.name for difference in differences(required, [found])] == ["layout"]
+    required = expected("fsdp2_tp", 4, layout=LAYOUT)  # another degree is a difference too
+    other = {"rank": 0, **required, "layout": ParallelLayout(dp_shard=4).degrees()}
+    assert [difference.name for difference in differences(required, [other])] == ["layout"]

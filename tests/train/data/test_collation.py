@@ -61,7 +61,6 @@ def test_length_groups_are_every_row_once_in_an_order_of_seed_and_epoch() -> Non
 def loader_of(
     rank: int, ranks: int, micro_batch: int, *, by_length: bool = False, drop_last: bool = False, whole: bool = True
 ) -> Any:
-    """A rank's loader as the Trainer makes it."""
     rows = list(range(NUM_ROWS))
     sampler = SeededLengthGroups(GLOBAL_BATCH, LENGTHS[:NUM_ROWS], seed=SEED) if by_length else RandomSampler(rows)
     loader = prepare_data_loader(

@@ -13,7 +13,6 @@ from toolkit.record.heartbeat import read_heartbeats
 
 
 def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
-    """Values of each step by key under DDP, rank 0 first."""
     config = ROOT / "accelerate_configs" / "ddp.yaml"
     ended = accelerate_launch(config, *words, "--save_model", "false", "--output_dir", str(output))
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
@@ -22,16 +21,10 @@ def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.launch
-def test_a_streamed_run_of_two_weighted_files_is_equal_when_resumed(
-    tmp_path: Path, tiny_model: Path, faq_sharegpt: Path, faq_alpaca: Path
-) -> None:
-    parts = {
-        "chats": (faq_sharegpt, slice(60)),
-        "rows": (faq_alpaca, slice(70, 90)),
-        "eval": (faq_alpaca, slice(60, 70)),
-    }
-    chats, rows, held_out = (tmp_path / f"{name}.jsonl" for name in parts)
-    for file, (source, lines) in zip((chats, rows, held_out), parts.values(), strict=True):
+def test_weighted_streams_resume_equal(tmp_path: Path, tiny_model: Path, faq_sharegpt: Path, faq_alpaca: Path) -> None:
+    chats, rows, held_out = (tmp_path / f"{name}.jsonl" for name in ("chats", "rows", "eval"))
+    parts = {chats: (faq_sharegpt, slice(60)), rows: (faq_alpaca, slice(70, 90)), held_out: (faq_alpaca, slice(60, 70))}
+    for file, (source, lines) in parts.items():
         file.write_text("\n".join(source.read_text().splitlines()[lines]) + "\n")
     job = ["--model_name_or_path", str(tiny_model), "--dataset", str(chats), str(rows), "--max_seq_length", "256"]
     job += ["--dataset_weights", "0.5", "0.5", "--system_prompt", "Be brief."]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -37,21 +37,21 @@ def load(tokenizer: Any, tmp_path: Path) -> Load:
     return load_arguments
 
 
-@pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    """6 conversations; each answer is its number."""
-    path = tmp_path / "chats.jsonl"
-    rows = [{"instruction": "Count.", "output": f"chat {number}"} for number in range(6)]
+def written(path: Path, rows: Iterable[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """6 conversations; each answer is its number."""
+    return written(tmp_path / "chats.jsonl", ({"instruction": "Count.", "output": f"chat {n}"} for n in range(6)))
+
+
+@pytest.fixture
 def texts(tmp_path: Path) -> Path:
     """10 texts, and one that is empty, which has no supervised token."""
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"text {number}" if number else ""}) + "\n" for number in range(11)))
-    return path
+    return written(tmp_path / "texts.jsonl", ({"text": f"text {n}" if n else ""} for n in range(11)))
 
 
 def test_packs_must_fill_a_step_of_all_groups_of_ranks(load: Load, chats: Path) -> None:
@@ -63,16 +63,11 @@ def test_packs_must_fill_a_step_of_all_groups_of_ranks(load: Load, chats: Path) 
 
 def sources_of(data: Data, tokenizer: Any) -> Counter[str]:
     """How often each text is in an epoch, by what its supervised part says."""
-    found: Counter[str] = Counter()
-    for row in data.train:
-        labels = [label for label in row["labels"] if label != -100]
-        found[tokenizer.decode(labels, skip_special_tokens=True).strip()] += 1
-    return found
+    labels = ([label for label in row["labels"] if label != -100] for row in data.train)
+    return Counter(tokenizer.decode(each, skip_special_tokens=True).strip() for each in labels)
 
 
-def test_without_weights_an_epoch_has_every_row_of_every_file(
-    load: Load, chats: Path, texts: Path, tokenizer: Any
-) -> None:
+def test_without_weights_an_epoch_has_every_row_of_all(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
     data = load(chats, texts)
     expected = [f"chat {number}" for number in range(6)] + [f"text {number}" for number in range(1, 11)]
     assert sources_of(data, tokenizer) == Counter(expected)
@@ -80,9 +75,7 @@ def test_without_weights_an_epoch_has_every_row_of_every_file(
     assert (stats.format, stats.rows, stats.dropped_rows, stats.epoch_rows) == ("alpaca, text", 17, 1, 16)
 
 
-def test_weights_decide_how_many_rows_of_an_epoch_are_from_each_file(
-    load: Load, chats: Path, texts: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_weights_divide_an_epoch_by_file(load: Load, chats: Path, texts: Path, tokenizer: Any, tmp_path: Path) -> None:
     data = load(chats, texts, dataset_weights=[3.0, 2.0])  # 10 texts are two fifths of 25 rows
     recorded = RunFolder(tmp_path / "run").read_run()
     found = sources_of(data, tokenizer)
@@ -140,13 +133,10 @@ def mixed(*paths: Path, weights: tuple[float, ...] | None) -> MixedRows:
     return MixedRows(streams=streams, weights=weights)
 
 
-def test_a_stream_without_weights_reads_one_file_after_the_other(chats: Path, texts: Path) -> None:
-    rows = list(mixed(chats, texts, weights=None).epoch(0))
-    assert [row.source for row in rows] == [0] * 6 + [1] * 11
-    assert {row.number for row in rows} == {*range(0, 12, 2), *range(1, 22, 2)}
-
-
 def test_a_weighted_stream_draws_each_row_until_every_file_was_read(chats: Path, texts: Path) -> None:
+    plain = list(mixed(chats, texts, weights=None).epoch(0))  # one file after the other
+    assert [row.source for row in plain] == [0] * 6 + [1] * 11
+    assert {row.number for row in plain} == {*range(0, 12, 2), *range(1, 22, 2)}
     rows = mixed(chats, texts, weights=(3.0, 1.0))
     epochs = [[(row.source, row.number) for row in rows.epoch(number)] for number in range(40)]
     assert epochs[0] == [(row.source, row.number) for row in mixed(chats, texts, weights=(3.0, 1.0)).epoch(0)]
@@ -159,9 +149,7 @@ def test_a_weighted_stream_draws_each_row_until_every_file_was_read(chats: Path,
     assert sorted(repeats[:6]) == sorted(repeats[6:12])
 
 
-def test_streamed_rows_are_encoded_in_the_format_of_their_file(
-    load: Load, chats: Path, texts: Path, tokenizer: Any
-) -> None:
+def test_streamed_rows_are_encoded_in_their_files_format(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
     data = load(chats, texts, dataset_weights=[1.0, 1.0], streaming=True, training={"max_steps": 5})
     shown = [tokenizer.decode(row["input_ids"]) for row in islice(data.train, 60)]
     assert {text.split()[0] for text in shown} == {"<|im_start|>system", "text"}

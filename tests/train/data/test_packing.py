@@ -20,14 +20,7 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
 from toolkit.train.data.collation import PackCollator, batch_facts
-from toolkit.train.data.packing import (
-    OpenPacks,
-    PackedRows,
-    best_fit,
-    check_model_packs,
-    joined,
-    verify_packing,
-)
+from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined, verify_packing
 from toolkit.train.model.varlen_attention import register
 from toolkit.train.trainer import expected_readings
 
@@ -35,7 +28,6 @@ register()
 
 
 def row(number: int, length: int) -> dict[str, Any]:
-    """A row with tokens of its own, supervised from its second token."""
     tokens = [100 * (number + 1) + place for place in range(length)]
     return {"input_ids": tokens, "labels": tokens, "length": length, "row": number}
 
@@ -51,9 +43,7 @@ def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
     assert max(sum(lengths[index] for index in pack) for pack in packs) <= 512
     assert len(packs) <= 1.02 * sum(lengths) / 512  # observed: 1.004
     assert best_fit([7, 7], max_tokens=7) == [[0], [1]]
-
-
-def test_a_pack_concatenates_its_rows() -> None:
+    # A pack concatenates its rows.
     packed = PackedRows(datasets.Dataset.from_list(ROWS), max_tokens=7)
     assert (packed.packs, packed.fill_fraction) == ([[1, 2], [3, 0]], 1.0)
     assert packed[0] == joined([ROWS[1], ROWS[2]])
@@ -160,9 +150,7 @@ def test_documents_that_attend_to_each_other_end_the_run(model: Any, tokenizer: 
 
 
 @pytest.mark.launch
-def test_a_packed_run_is_isolated_without_a_mask_and_counts_every_supervised_token_once(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
-) -> None:
+def test_a_packed_run_counts_each_supervised_token_once(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:42]))
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(folder)]

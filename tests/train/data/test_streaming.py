@@ -5,32 +5,55 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from token_streams import ROWS, TRUNCATED_EVERY, batch_hashes, encoder, rank_arguments, token_stream, write_rows
 
 from toolkit.errors import ToolkitError
-from toolkit.observe.batches import ObservedCollator
+from toolkit.job.argument_fields import DataArguments
+from toolkit.observe.batches import BATCH_FACTS, ObservedCollator
+from toolkit.train.data import streaming
 from toolkit.train.data.collation import Collator, PackCollator
-from toolkit.train.data.streaming import (
-    LaneStates,
-    MixedRows,
-    TokenStream,
-    open_stream,
-    read_lane_states,
-    record_lane_states,
-    stream_loader,
-    write_lane_states,
-)
-from toolkit.train.data.tokenization import RowEncoder
+from toolkit.train.data.streaming import LaneStates, MixedRows, RowStream, TokenStream, open_stream
+from toolkit.train.data.tokenization import RowEncoder, row_encoder
+
+TRUNCATED_EVERY = 3  # the answer of every third row is truncated away
+ROWS = 37
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "rows.jsonl")
+    """Distinct rows of several lengths, every third without a supervised token after truncation."""
+    made = [
+        {"prompt": f"number {n}{' long' * 60 * (n % TRUNCATED_EVERY == 0)}", "completion": " word" * (n % 7 + 1)}
+        for n in range(ROWS)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return tmp_path / "rows.jsonl"
+
+
+def encoder(tokenizer: Any, rows: RowStream) -> RowEncoder:
+    return row_encoder(tokenizer, rows.data_format, DataArguments(max_seq_length=32))
+
+
+def token_stream(path: Path, tokenizer: Any, training: Any, *, packing: bool = False) -> TokenStream:
+    rows = open_stream(str(path), "train", buffer_size=8, seed=1)
+    return TokenStream(MixedRows(streams=(rows,)), [encoder(tokenizer, rows)], training, packing=packing)
+
+
+def rank_arguments(index: int, ranks: int, *, batch: int, accumulation: int = 1, workers: int = 0) -> Any:
+    loading = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
+    rank = {"process_index": index, "world_size": ranks, "train_batch_size": batch}
+    return SimpleNamespace(**rank, gradient_accumulation_steps=accumulation, **loading)
+
+
+def batch_hashes(batches: Any, number: int, states: LaneStates) -> list[str]:
+    return [
+        batch[BATCH_FACTS].sha256 for batch in itertools.islice(streaming.record_lane_states(batches, states), number)
+    ]
 
 
 def test_an_epoch_has_every_row_once_in_its_own_order(rows: Path) -> None:
@@ -56,7 +79,6 @@ def test_hub_rows_are_streamed_without_indices(monkeypatch: pytest.MonkeyPatch, 
 
 
 def steps_of(training: Any, path: Path, tokenizer: Any, *, steps: int, packing: bool) -> list[list[tuple[Any, ...]]]:
-    """Tokens of each sequence of a rank's first steps."""
     sequences = iter(token_stream(path, tokenizer, training, packing=packing))
     a_step = training.train_batch_size * training.gradient_accumulation_steps
     return [[tuple(row["input_ids"]) for row in itertools.islice(sequences, a_step)] for _ in range(steps)]
@@ -82,21 +104,15 @@ def test_only_rows_with_a_supervised_token_are_trained_on(rows: Path, tokenizer:
 
 
 def loader(
-    path: Path,
-    tokenizer: Any,
-    *,
-    workers: int = 0,
-    packing: bool = False,
-    accumulation: int = 2,
-    resume: tuple[LaneStates, int] | None = None,
+    path: Path, tokenizer: Any, *, workers: int = 0, packing: bool = False, accumulation: int = 2, resume: Any = None
 ) -> Any:
-    """Batches of one sequence, as the Trainer iterates them after skipping those before a checkpoint."""
+    """Batches of one sequence, as the Trainer iterates them; `resume` is a checkpoint's lanes and its batches."""
     training = rank_arguments(0, 1, batch=1, accumulation=accumulation, workers=workers)
     sequences = token_stream(path, tokenizer, training, packing=packing)
     if resume is not None:
         sequences.resume(resume[0], batches=resume[1])
     collator = ObservedCollator(PackCollator(tokenizer) if packing else Collator(tokenizer))
-    batches = stream_loader(sequences, collator, training, torch.device("cpu"))
+    batches = streaming.stream_loader(sequences, collator, training, torch.device("cpu"))
     batches.skip_batches = 0 if resume is None else resume[1]
     return iter(batches)
 
@@ -110,7 +126,7 @@ def test_a_stream_that_cannot_fill_a_step_ends(tmp_path: Path, tokenizer: Any, a
     path = tmp_path / "rows.jsonl"
     path.write_text(UNSUPERVISED)
     with pytest.raises(ToolkitError, match=message):
-        list(record_lane_states(loader(path, tokenizer, accumulation=accumulation), {}))
+        list(streaming.record_lane_states(loader(path, tokenizer, accumulation=accumulation), {}))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -125,11 +141,11 @@ def test_a_stream_resumes_exactly_and_tokenises_nothing_twice(
         resume = (dict(states), done) if done else None
         batch_hashes(loader(rows, tokenizer, packing=packing, resume=resume), stop, states)
         done += stop
-    write_lane_states(tmp_path, states, rank=0, world_size=1)
+    streaming.write_lane_states(tmp_path, states, rank=0, world_size=1)
     tokenised = []
     encode = RowEncoder.encode_row
     monkeypatch.setattr(RowEncoder, "encode_row", lambda *a, **k: tokenised.append(k["number"]) or encode(*a, **k))
-    found = read_lane_states(tmp_path)
+    found = streaming.read_lane_states(tmp_path)
     assert found == states
     assert batch_hashes(loader(rows, tokenizer, packing=packing, resume=(found, done)), 20, {}) == uninterrupted[done:]
     if not packing:
@@ -141,7 +157,7 @@ def test_an_invalid_row_is_reported_from_a_worker_process_too(tmp_path: Path, to
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a b c"}\n' * 20 + "{broken\n")
     states: LaneStates = {}
-    batches = record_lane_states(loader(path, tokenizer, workers=workers), states)
+    batches = streaming.record_lane_states(loader(path, tokenizer, workers=workers), states)
     with pytest.raises(ToolkitError, match=r"rows.jsonl: row 21, line 21: malformed JSON") as caught:
         list(batches)
     assert caught.value.hint is not None

@@ -20,15 +20,12 @@ from toolkit.train.data.data_report import DataStats, preflight_lines, system_pr
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder
 
 
-def test_a_completion_and_its_end_are_supervised_and_the_prompt_is_not(tokenizer: Any) -> None:
+def test_text_or_a_completion_is_supervised_and_ended_once_and_a_prompt_is_not(tokenizer: Any) -> None:
     sample = Sample(prompt="2 + 2 =", completion=" 4")
     assert marked(sample, tokenizer) == "2 + 2 =« 4<|im_end|>»"
     assert marked(sample, tokenizer, supervise_all=True) == "«2 + 2 = 4<|im_end|>»"
-
-
-def test_text_is_supervised_and_ended_once(tokenizer: Any) -> None:
-    assert marked(Sample(text="Hello"), tokenizer) == "«Hello<|im_end|>»"
-    assert marked(Sample(text="Hello<|im_end|>"), tokenizer) == "«Hello<|im_end|>»"
+    for text in ("Hello", "Hello<|im_end|>"):
+        assert marked(Sample(text=text), tokenizer) == "«Hello<|im_end|>»"
 
 
 @pytest.mark.parametrize(
@@ -40,18 +37,14 @@ def test_text_is_supervised_and_ended_once(tokenizer: Any) -> None:
         ([{"text": "Hello"}], "text", {"loss_on": "assistant"}, "plain text"),
     ],
 )
-def test_rows_that_cannot_be_learned_from_are_refused_with_the_reason(
-    rows: list[dict[str, Any]], data_format: str, changes: dict[str, Any], message: str, tokenizer: Any
+def test_rows_without_a_target_are_refused(
+    rows: Any, data_format: str, changes: Any, message: str, tokenizer: Any
 ) -> None:
     with pytest.raises(ToolkitError, match=message) as caught:
         tokenized(rows, tokenizer, data_format, **changes)
     if "max_seq_length" in changes:
         tokens = len(encode(Sample(messages=TURNS), tokenizer)[0])
         assert caught.value.hint == f"raise it: the longest row has {tokens} tokens"
-
-
-def test_only_the_assistant_turns_and_their_ends_are_supervised(tokenizer: Any) -> None:
-    assert marked(Sample(messages=TURNS), tokenizer) == RENDERED
 
 
 def test_the_end_of_turn_is_supervised_although_it_is_the_pad_token(tokenizer: Any) -> None:
@@ -79,19 +72,15 @@ def test_the_turns_of_a_prompt_are_context_unless_the_loss_is_on_all(tokenizer: 
     assert marked(Sample(messages=TURNS), tokenizer, supervise_all=True) == f"«{every}»"
 
 
-def test_a_conversation_that_starts_with_the_assistant_is_supervised_from_its_content(tokenizer: Any) -> None:
-    turns = [{"role": "assistant", "content": "Welcome"}, {"role": "user", "content": "Hej?"}]
+def test_only_turns_of_the_assistant_are_supervised_wherever_its_markers_are(tokenizer: Any) -> None:
+    assert marked(Sample(messages=TURNS), tokenizer) == RENDERED
+    starts = [{"role": "assistant", "content": "Welcome"}, {"role": "user", "content": "Hej?"}]
     expected = "<|im_start|>assistant\n«Welcome<|im_end|>»\n<|im_start|>user\nHej?<|im_end|>\n"
-    assert marked(Sample(messages=turns), tokenizer).endswith(expected)
-
-
-def test_template_markers_in_the_data_do_not_move_the_spans(tokenizer: Any) -> None:
-    turns = [
-        {"role": "user", "content": "<|im_end|>\n<|im_start|>assistant\nHa"},
-        {"role": "assistant", "content": "Ha"},
-    ]
-    assert marked(Sample(messages=turns), tokenizer).count("«") == 1
-    assert marked(Sample(messages=turns), tokenizer).endswith("<|im_start|>assistant\n«Ha<|im_end|>»\n")
+    assert marked(Sample(messages=starts), tokenizer).endswith(expected)
+    user = {"role": "user", "content": "<|im_end|>\n<|im_start|>assistant\nHa"}
+    text = marked(Sample(messages=[user, {"role": "assistant", "content": "Ha"}]), tokenizer)
+    assert text.count("«") == 1
+    assert text.endswith("<|im_start|>assistant\n«Ha<|im_end|>»\n")
 
 
 @pytest.mark.parametrize("max_tokens", [20, 29, 30, 1000])
@@ -129,9 +118,7 @@ REWRITES_EARLIER_TURNS = (
         ("{{ raise_exception('must alternate') }}", r"row 1: .* refuses .*\(system, user, .*must alternate", "FILE"),
     ],
 )
-def test_a_template_that_hides_or_refuses_turns_is_reported_with_the_row(
-    tokenizer: Any, template: str | None, message: str, hint: str
-) -> None:
+def test_a_template_that_hides_turns_is_reported(tokenizer: Any, template: str | None, message: str, hint: str) -> None:
     with pytest.raises(ToolkitError, match=message) as caught:
         tokenized([{"messages": TURNS[:3]}, {"messages": TURNS}], with_template(tokenizer, template), "messages")
     assert hint in str(caught.value.hint)
@@ -157,9 +144,7 @@ def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> 
         ("text", [{"text": "plain"}], True),
     ],
 )
-def test_a_system_prompt_is_added_to_conversations_without_one_and_reported_if_there_are_none(
-    data_format: str, rows: list[dict[str, Any]], warns: bool, tokenizer: Any
-) -> None:
+def test_a_system_prompt_is_added_where_there_is_none(data_format: str, rows: Any, warns: bool, tokenizer: Any) -> None:
     encoder = row_encoder(tokenizer, data_format, DataArguments(max_seq_length=128, system_prompt="Be kind."))
     found = encode_rows(datasets.Dataset.from_list(rows), encoder)
     prompts = [tokenizer.decode(row["input_ids"]).split("<|im_end|>")[0].splitlines()[-1] for row in found]
@@ -170,9 +155,7 @@ def test_a_system_prompt_is_added_to_conversations_without_one_and_reported_if_t
     assert system_prompt_lines([found], None) == []
 
 
-def test_both_formats_of_the_real_data_give_the_same_tokens(
-    tokenizer: Any, faq_alpaca: Path, faq_sharegpt: Path
-) -> None:
+def test_both_formats_of_real_data_give_the_same_tokens(tokenizer: Any, faq_alpaca: Path, faq_sharegpt: Path) -> None:
     (alpaca, first), (sharegpt, second) = (load_rows(str(path), "train") for path in (faq_alpaca, faq_sharegpt))
     assert (first, second) == ("alpaca", "sharegpt")
     (one, stats), (other, _) = tokenized(alpaca, tokenizer, first), tokenized(sharegpt, tokenizer, second)
@@ -192,10 +175,8 @@ def test_an_invalid_row_of_a_file_is_reported_by_its_line(tokenizer: Any, tmp_pa
 def test_rows_may_have_different_fields(tmp_path: Path) -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "Lund"}}}
     other = {"function": {"name": "add", "arguments": {"city": 3, "b": [1, "x"]}}}
-    rows = [
-        {"messages": [{"role": "assistant", "tool_calls": [called]}], "score": score}
-        for called, score in ((call, 1), (other, "high"))
-    ]
+    turns = [[{"role": "assistant", "tool_calls": [called]}] for called in (call, other)]
+    rows = [{"messages": turns[0], "score": 1}, {"messages": turns[1], "score": "high"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     dataset, _ = load_rows(str(path), "train")

@@ -61,6 +61,8 @@ def test_each_layer_is_compiled_in_place_and_keeps_its_name_and_its_result() -> 
     assert model(x).equal(result)
     events = CompilerEvents.read().since(before)
     assert (events.graphs, events.graph_breaks.total()) == (1, 0)
+    whole = torch.nn.Linear(4, 4)  # without repeated layers
+    assert (compile_layers(whole, EAGER, lengths_vary=False), compiled_modules(whole)) == (1, 1)
 
 
 @pytest.mark.parametrize("lengths_vary", [False, True])
@@ -70,12 +72,6 @@ def test_lengths_that_vary_are_compiled_once(lengths_vary: bool) -> None:
     for length in (3, 5, 7):
         model(torch.ones(2, length, 4))
     assert (CompilerEvents.read().since(before).graphs == 1) == lengths_vary
-
-
-def test_a_model_without_repeated_layers_is_compiled_as_a_whole() -> None:
-    model = torch.nn.Linear(4, 4)
-    assert compile_layers(model, EAGER, lengths_vary=False) == 1
-    assert compiled_modules(model) == 1
 
 
 def test_a_graph_break_is_counted_and_the_warning_names_its_reason() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from small_llama import LLAMA
+from model_configs import LLAMA
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.train.engine.muon import MuonWithAdamW, make_muon

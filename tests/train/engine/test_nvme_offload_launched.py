@@ -27,8 +27,7 @@ pytestmark = [
 ON_DISK = 2 * 1000 * 768 + 2 * (4 * 768 * 768 + 3 * 768 * 1024)
 NORMS = 5 * 768
 P = ON_DISK + NORMS
-# Observed: equal in every recorded digit.
-LOSS_TOLERANCE = 1e-6
+LOSS_TOLERANCE = 1e-6  # observed: equal in every recorded digit
 STEPS = ["--max_seq_length", "48", "--max_steps", "2", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
 
 
@@ -53,12 +52,8 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    words = {"special_tokens": ["<s>", "</s>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=1000, show_progress=False, **words)
     tokenizer.train_from_iterator(rows.read_text().splitlines(), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     sizes = {"hidden_size": 768, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -106,9 +101,7 @@ def test_each_rank_holds_half_and_reads_its_bytes_back_from_the_swap_files(runs:
         assert rank["gradient_bytes"] == 4 * P // 2
     for rank in attested_ranks(runs["memory"]):
         assert (rank["parameter_disk_bytes"], rank["optimizer_disk_bytes"]) == (0, 0)
-
-
-def test_buffers_follow_the_model_and_swap_files_are_gone(runs: dict[str, Path]) -> None:
+    # Buffers follow the model, and swap files are gone.
     facts = read(runs["disk"] / "run.json")["nvme"]
     assert facts["buffer_size"] == 768 * 1024 // 2  # gate, up and down
     assert facts["buffer_count"] == 4  # q, k, v and o

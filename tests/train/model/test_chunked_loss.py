@@ -16,15 +16,8 @@ from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
 from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes
 from toolkit.train.data.collation import supervised_positions
-from toolkit.train.model.chunked_loss import (
-    ChunkedLoss,
-    LogitScale,
-    LossOptions,
-    UnknownHead,
-    chunked_cross_entropy,
-    read_logit_scale,
-    read_loss,
-)
+from toolkit.train.model import chunked_loss
+from toolkit.train.model.chunked_loss import ChunkedLoss, LogitScale, LossOptions, UnknownHead
 
 ROUTED = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 SCALES = {
@@ -64,7 +57,7 @@ def assert_equal_to_full(model: Any, inputs: dict[str, Any], **options: Any) -> 
     full = loss_and_gradients(copy.deepcopy(model), inputs)
     ChunkedLoss(without_adapters(model), chunk_tokens=4, **options)
     chunked = loss_and_gradients(model, inputs)
-    assert read_loss(model) == {"loss": "chunked", "loss_chunk_tokens": 4}
+    assert chunked_loss.read_loss(model) == {"loss": "chunked", "loss_chunk_tokens": 4}
     assert full.keys() == chunked.keys()
     for name, expected in full.items():
         torch.testing.assert_close(chunked[name], expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -75,7 +68,7 @@ def assert_equal_to_full(model: Any, inputs: dict[str, Any], **options: Any) -> 
 def test_loss_and_gradients_are_those_of_the_full_logits(name: str, items: dict[str, Any]) -> None:
     settings, scale = SCALES[name]
     model = tiny(name, **settings)
-    assert read_logit_scale(model) == scale
+    assert chunked_loss.read_logit_scale(model) == scale
     assert_equal_to_full(model, batch(**items))
 
 
@@ -86,7 +79,7 @@ def test_a_frozen_head_and_a_trained_copy_have_the_full_loss_and_one_with_adapte
         assert_equal_to_full(get_peft_model(tiny("llama"), config).eval(), batch())
     adapted = get_peft_model(tiny("llama"), LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(UnknownHead, match="is not a linear layer, or has adapters"):
-        read_logit_scale(without_adapters(adapted))
+        chunked_loss.read_logit_scale(without_adapters(adapted))
 
 
 def test_smoothed_labels_are_torchs() -> None:
@@ -97,7 +90,7 @@ def test_smoothed_labels_are_torchs() -> None:
     full = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.2)
     expected = torch.autograd.grad(full, (hidden, weight))
     options = LossOptions(chunk_tokens=4, label_smoothing=0.2)
-    chunked = chunked_cross_entropy(hidden, labels, supervised_positions(labels), weight, None, options)
+    chunked = chunked_loss.chunked_cross_entropy(hidden, labels, supervised_positions(labels), weight, None, options)
     torch.testing.assert_close(chunked, full, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(torch.autograd.grad(chunked, (hidden, weight)), expected, atol=1e-6, rtol=1e-5)
 
@@ -108,7 +101,7 @@ def test_a_bf16_heads_gradient_is_added_up_in_fp32() -> None:
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     hidden[1:] = 2.0**-8
     options = LossOptions(chunk_tokens=1)
-    chunked_cross_entropy(hidden, labels, supervised_positions(labels), weight, None, options).backward()
+    chunked_loss.chunked_cross_entropy(hidden, labels, supervised_positions(labels), weight, None, options).backward()
     assert weight.grad is not None
     assert weight.grad[1].item() == 1.0  # half of 1 + 256 · 2**-8, the probability of the other word being 0.5
 
@@ -139,13 +132,11 @@ def test_a_model_without_a_chunked_loss_is_named_with_the_reason() -> None:
     with pytest.raises(UnknownHead, match="LlamaForCausalLM has a loss function of its own"):
         ChunkedLoss(model, chunk_tokens=4)
     assert model.forward == original
-    assert read_loss(model) == {"loss": "full", "loss_chunk_tokens": None}
-
-
-def test_a_family_whose_head_is_not_its_loss_is_planned_so() -> None:
+    assert chunked_loss.read_loss(model) == {"loss": "full", "loss_chunk_tokens": None}
+    # A family whose head is not its loss is planned so.
     assert "opt" in WITHOUT_CHUNKED_LOSS
     with pytest.raises(UnknownHead, match="OPTForCausalLM cannot be asked what it does with its logits"):
-        read_logit_scale(tiny("opt", word_embed_proj_dim=32, ffn_dim=64))
+        chunked_loss.read_logit_scale(tiny("opt", word_embed_proj_dim=32, ffn_dim=64))
 
 
 def test_the_traced_peak_is_the_planned_one() -> None:
@@ -157,7 +148,7 @@ def test_the_traced_peak_is_the_planned_one() -> None:
     positions, options = supervised_positions(labels), LossOptions(chunk_tokens=1024)
     with memory:
         memory.exclude((hidden, weight, labels, positions))
-        loss = chunked_cross_entropy(hidden, labels, positions, weight, None, options)
+        loss = chunked_loss.chunked_cross_entropy(hidden, labels, positions, weight, None, options)
     planned, _ = logits_bytes(loss="chunked", tokens=tokens, vocab_size=words, hidden_size=size, head_bytes=2)
     assert memory.peaks["load"].total_bytes == pytest.approx(planned, rel=0.03)
     assert memory.live_bytes == pytest.approx(2 * (tokens + words) * size, rel=0.1)

@@ -39,10 +39,7 @@ ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 # What accelerate 1.15's `DeepSpeedSequenceParallelConfig` refuses by name.
 SP_REFUSES = ("eager", "flex_attention")
 # Keys with a value `no`, which YAML reads as false unless it is quoted.
-KEYS_WITH_NO = {
-    ACCELERATE: ("mixed_precision",),
-    TRAINER: ("eval_strategy", "save_strategy", "logging_strategy"),
-}
+KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "save_strategy", "logging_strategy")}
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: MULTI_GPU (with use_cpu: true for gloo on CPUs)")

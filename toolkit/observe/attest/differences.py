@@ -29,8 +29,7 @@ class Difference:
     """A value that is not as expected."""
 
     name: str
-    rank: int | None
-    """None for a value of all ranks together."""
+    rank: int | None  # None for a value of all ranks together
     expected: Any
     found: Any
 

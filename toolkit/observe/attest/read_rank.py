@@ -78,7 +78,6 @@ def _offloads_activations(plain: Any) -> bool:
 
 
 def _neftune(plain: Any) -> float | None:
-    """Return the noise on the embedding's output, where its hook is registered."""
     embedding = plain.get_input_embeddings() if hasattr(plain, "get_input_embeddings") else None
     hooks = getattr(embedding, "_forward_hooks", {})  # a later stage of a pipeline has no embedding
     hooked = any("neftune" in getattr(hook, "__name__", "") for hook in hooks.values())

@@ -146,7 +146,6 @@ def weights_sha256(model: Any, dtype: torch.dtype) -> str:
 
 
 def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter in name order, gathered one at a time."""
     for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
         if hasattr(parameter, "ds_id"):
             import deepspeed

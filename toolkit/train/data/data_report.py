@@ -18,43 +18,31 @@ class Counts:
     """Counts of tokenised rows; tokens are of an epoch's rows, after truncation; in a stream, all of the first rows."""
 
     format: str
-    rows: int
-    """All rows read, also those dropped."""
-    dropped_rows: int
-    """Rows without a supervised token."""
-    epoch_rows: int | None
-    """Rows of an epoch: those kept, with the repeats that weights ask for; None for a stream."""
+    rows: int  # all rows read, also those dropped
+    dropped_rows: int  # rows without a supervised token
+    epoch_rows: int | None  # rows of an epoch: those kept, with the repeats that weights ask for; None for a stream
     tokens: int
-    supervised_tokens: int
-    """Labels that are not -100, without the first position of each row, which nothing predicts."""
+    supervised_tokens: int  # labels that are not -100, without the first position of each row, which nothing predicts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceStats(Counts):
     """Counts of one data set of a run."""
 
-    name: str
-    """File or hub id."""
-    weight: float | None
-    """Its share of the weights; None without `--dataset_weights`."""
+    name: str  # file or hub id
+    weight: float | None  # its share of the weights; None without `--dataset_weights`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataStats(Counts):
     """Counts of all data sets together."""
 
-    truncated_rows: int
-    """Rows longer than `max_seq_length`, kept or dropped."""
-    longest_row_tokens: int
-    """Before truncation: the `max_seq_length` that would truncate nothing."""
-    sample: str
-    """The first row kept, decoded, with its supervised parts between « and »."""
-    packs: int | None = None
-    """Sequences that the rows were packed into; None without packing."""
-    pack_fill_fraction: float | None = None
-    """Tokens, as a fraction of the packs' capacity."""
-    streamed: bool = False
-    """True for a stream, whose counts are of its first rows only."""
+    truncated_rows: int  # rows longer than `max_seq_length`, kept or dropped
+    longest_row_tokens: int  # before truncation: the `max_seq_length` that would truncate nothing
+    sample: str  # the first row kept, decoded, with its supervised parts between « and »
+    packs: int | None = None  # sequences that the rows were packed into; None without packing
+    pack_fill_fraction: float | None = None  # tokens, as a fraction of the packs' capacity
+    streamed: bool = False  # true for a stream, whose counts are of its first rows only
     sources: list[SourceStats] = field(default_factory=list)
     """Each data set of the training data; empty for evaluation data."""
 

@@ -173,7 +173,6 @@ class _Loader:
         return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
 
     def _packed(self, dataset: datasets.Dataset, stats: data_report.DataStats) -> tuple[Any, data_report.DataStats]:
-        """Packs of the rows, or the rows themselves without `--packing`."""
         if not self.arguments.packing:
             return dataset, stats
         packed = PackedRows(dataset, max_tokens=self.arguments.tokens_per_row)

@@ -48,10 +48,8 @@ class StreamedRow(NamedTuple):
     fields: dict[str, Any]
     place: str | None = None
     """Place in the file, in words. None on the hub, where the order of shards leaves a row no place."""
-    number: int | None = None
-    """Index of the row in a file, from 0; of several data sets, as `numbered`."""
-    source: int = 0
-    """Index of its data set in `--dataset`."""
+    number: int | None = None  # index of the row in a file, from 0; of several data sets, as `numbered`
+    source: int = 0  # index of its data set in `--dataset`
 
     def place_in(self, name: str) -> str:
         """Return the place of the row in the data set `name`, for error messages."""
@@ -64,8 +62,7 @@ class RowStream:
 
     source: DataSource
     data_format: str
-    rows: datasets.IterableDataset
-    """Rows in the order of the source."""
+    rows: datasets.IterableDataset  # rows in the order of the source
     buffer_size: int
     seed: int
 
@@ -147,10 +144,8 @@ class LaneState:
     """The position of a lane."""
 
     lane: int
-    taken: int = 0
-    """Number of rows that it has taken from those dealt to it."""
-    open: tuple[tuple[int, ...], ...] = ()
-    """The rows in packs that are not full yet, by their number in the lane."""
+    taken: int = 0  # number of rows that it has taken from those dealt to it
+    open: tuple[tuple[int, ...], ...] = ()  # the rows in packs that are not full yet, by their number in the lane
 
 
 LaneStates = dict[int, LaneState]  # by the number of the lane

@@ -1,4 +1,4 @@
-"""Checks of GPUs, on a stand-in for `pynvml`: no GPU is here to ask. A test marked `gpu` asks the real one."""
+"""Checks of GPUs on a stand-in for `pynvml`, which a test marked `gpu` asks for real; of the host; of speed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from launching import ROOT
 
-from toolkit.doctor.checks import CHECKS, NodeFinding, NodeReadings, Outcome
+from toolkit.doctor import speed_checks
+from toolkit.doctor.checks import CHECKS, NodeCheck, NodeFinding, NodeReadings, Outcome
+from toolkit.doctor.environment_report import rdma_ports
 from toolkit.doctor.examination import node_facts
 from toolkit.doctor.options import DoctorOptions
+from toolkit.doctor.speed_checks import read_nccl_tests, run_program
 
 NVML_CHECKS = [name for name in CHECKS if name.startswith("gpu-") and name not in ("gpu-xid", "gpu-count")]
 NO_REAL_GPU = pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
@@ -100,7 +103,13 @@ def findings(node: NodeReadings, checks: list[str]) -> list[tuple[str, NodeFindi
     return [(check, found) for check in checks for found in CHECKS[check].run(node).findings]
 
 
-def test_sound_gpus_have_no_finding(node: Node) -> None:
+def run_here(check: str, **readings: Any) -> Outcome:
+    here = NodeReadings(DoctorOptions())
+    here.__dict__.update(readings)
+    return CHECKS[check].run(here)
+
+
+def test_sound_gpus_have_no_finding_and_old_ones_none_for_what_they_do_not_support(node: Node) -> None:
     sound = node(SOUND, SOUND, gpus_per_node=2)
     assert findings(sound, [*NVML_CHECKS, "gpu-count"] if not sound.pci_gpus else NVML_CHECKS) == []
     assert CHECKS["gpu-count"].run(sound).measured["names"] == ["NVIDIA H100 80GB HBM3"] * 2
@@ -109,6 +118,9 @@ def test_sound_gpus_have_no_finding(node: Node) -> None:
     assert CHECKS["gpu-links"].run(sound).measured["0"] == {"active_nvlinks": 18}
     facts = node_facts(sound)
     assert (facts["gpus"], facts["vbios"]) == ("2 × NVIDIA H100 80GB HBM3", "2 × 96.00.89.00.01")
+    old = node({"Name": "Tesla T4", "recovery": 0, "fabric": (0, 0)})
+    assert findings(old, NVML_CHECKS) == []
+    assert CHECKS["gpu-ecc"].run(old).measured["0"]["enabled"] is None
 
 
 def test_every_fault_of_a_gpu_is_found_with_its_level(node: Node) -> None:
@@ -129,17 +141,6 @@ def test_every_fault_of_a_gpu_is_found_with_its_level(node: Node) -> None:
     assert "nvidia-smi -i 1 -pl 700" in {finding.fix for _, finding in found}
 
 
-def test_what_a_gpu_does_not_support_is_no_finding(node: Node) -> None:
-    old = node({"Name": "Tesla T4", "recovery": 0, "fabric": (0, 0)})
-    assert findings(old, NVML_CHECKS) == []
-    assert CHECKS["gpu-ecc"].run(old).measured["0"]["enabled"] is None
-
-
-def test_a_gpu_that_is_missing_is_an_error(node: Node) -> None:
-    ((_, found),) = findings(node(SOUND, gpus_per_node=2), ["gpu-count"])
-    assert (found.level, found.value, found.expected) == ("error", "1 listed", "2, as --gpus-per-node says")
-
-
 @NO_REAL_GPU
 def test_a_driver_that_does_not_answer_and_a_missing_package_are_named(
     node: Node, program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
@@ -149,8 +150,7 @@ def test_a_driver_that_does_not_answer_and_a_missing_package_are_named(
     ((_, found),) = findings(broken, ["gpu-count"])
     assert (found.level, found.value) == ("error", "0 listed, NVML: Driver/library version mismatch")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    skipped = CHECKS["gpu-ecc"].run(NodeReadings(DoctorOptions())).skipped
-    assert skipped == "nvidia-ml-py is not installed: pip install -c constraints.txt -e '.[gpu]'"
+    assert run_here("gpu-ecc").skipped == "nvidia-ml-py is not installed: pip install -c constraints.txt -e '.[gpu]'"
 
 
 def test_xids_are_counted_by_gpu_and_code_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,15 +162,14 @@ def test_xids_are_counted_by_gpu_and_code_with_what_helps(monkeypatch: pytest.Mo
         "[99.9] NVRM: Xid (PCI:0000:c3:00): 250\n"
     )
     monkeypatch.setattr("toolkit.doctor.gpu_checks.output_of", lambda *_: log)
-    found = CHECKS["gpu-xid"].run(NodeReadings(DoctorOptions())).findings
-    assert [(finding.what, finding.value[:3], finding.level, finding.fix[:10]) for finding in found] == [
+    rows = [(row.what, row.value[:3], row.level, row.fix[:10]) for row in run_here("gpu-xid").findings]
+    assert rows == [
         ("Xid 79 of 0000:c3:00", "1 ×", "error", "reboot the"),
         ("Xid 13 of 0000:9d:00", "2 ×", "warning", "look for t"),
         ("Xid 250 of 0000:c3:00", "1 ×", "warning", "look it up"),
     ]
     monkeypatch.setattr("toolkit.doctor.gpu_checks.output_of", lambda *_: None)
-    unreadable = CHECKS["gpu-xid"].run(NodeReadings(DoctorOptions()))
-    assert unreadable.skipped == "this user may not read the kernel log: `sudo dmesg | grep Xid`"
+    assert run_here("gpu-xid").skipped == "this user may not read the kernel log: `sudo dmesg | grep Xid`"
 
 
 def test_nvidias_diagnostics_decide_where_they_are_installed(node: Node, program: Callable[[str, str], None]) -> None:
@@ -202,3 +201,108 @@ def test_gpus_of_this_node_are_examined() -> None:
     assert report["node_facts"]["vbios"]
     if rows["gpu-count"]["measured"]["listed"] > 1:
         assert rows["all-reduce"]["status"] != "error", rows["all-reduce"]
+
+
+# -- host and network
+
+
+def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason() -> None:
+    def unreadable(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/sys/secret")
+
+    broken = NodeCheck(name="broken", looks_at="", threshold="", source="", long=False, examine=unreadable)
+    outcome = broken.run(NodeReadings(DoctorOptions()))
+    assert (outcome.status, outcome.skipped) == (
+        "skipped",
+        "cannot be read: [Errno 13] Permission denied: '/sys/secret'",
+    )
+
+
+def write_port(root: Path, device: str, state: str, rate: str, link_layer: str = "InfiniBand") -> None:
+    port = root / device / "ports" / "1"
+    port.mkdir(parents=True)
+    for name, text in {"state": state, "rate": rate, "link_layer": link_layer}.items():
+        (port / name).write_text(f"{text}\n")
+
+
+def test_a_port_that_is_down_or_slower_is_a_finding(tmp_path: Path) -> None:
+    write_port(tmp_path, "mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)")
+    write_port(tmp_path, "mlx5_1", "4: ACTIVE", "200 Gb/sec (4X HDR)")
+    write_port(tmp_path, "mlx5_2", "1: DOWN", "10 Gb/sec (4X SDR)")
+    write_port(tmp_path, "mlx5_3", "4: ACTIVE", "100 Gb/sec (4X EDR)", "Ethernet")  # of a storage network
+    ports = rdma_ports(tmp_path)
+    assert [(row.what, row.level, row.value) for row in run_here("rdma", rdma_ports=ports).findings] == [
+        ("mlx5_1 port 1 is slower than the other ports", "warning", "200 Gb/sec (4X HDR)"),
+        ("mlx5_2 port 1 is not active", "warning", "DOWN"),
+    ]
+    (alone,) = run_here("rdma", rdma_ports=ports[2:3]).findings
+    assert alone.level == "error", "no port is active"
+    assert rdma_ports(tmp_path / "no such folder") == []
+
+
+def test_a_gpu_at_a_numa_node_without_a_usable_core_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, cpus in {"node0": (0, 1, 2, 3, 8), "node1": (4, 5, 6, 7)}.items():
+        for cpu in cpus:
+            (tmp_path / name / f"cpu{cpu}").mkdir(parents=True)
+    gpus = [tmp_path / "0000:17:00.0", tmp_path / "0000:9d:00.0", tmp_path / "0000:c3:00.0"]
+    for gpu, at in zip(gpus, ("0", "1", "-1"), strict=True):
+        gpu.mkdir()
+        (gpu / "numa_node").write_text(f"{at}\n")
+    monkeypatch.setattr("toolkit.doctor.host_checks.NUMA_NODES", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 8})
+    outcome = run_here("numa", pci_gpus=gpus)
+    assert outcome.measured["nodes"] == {"0": 5, "1": 4}
+    assert ("warning", "0000:9d:00.0") in [(found.level, found.value) for found in outcome.findings]
+    assert len([found for found in outcome.findings if "core" in found.what]) == 1
+
+
+# -- speed
+
+
+@pytest.mark.parametrize(
+    ("printed", "levels"),
+    [
+        ("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 235.1", []),  # the planner's range: 107 to 450
+        ("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 47.0", ["warning"]),
+        ("# Out of bounds values : 3 FAILED\n# Avg bus bandwidth    : 235.1", ["error"]),
+        ("n1: Test NCCL failure common.cu:958 'unhandled system error'", ["error"]),
+    ],
+)
+def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
+    printed: str, levels: list[str], program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("all_reduce_perf", f"[ \"$*\" = '-b {2**28} -e {2**28} -g 8' ] || exit 9\ncat <<'END'\n{printed}\nEND")
+    monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 8)
+    outcome = run_here("all-reduce", gpu_names=["NVIDIA H100 80GB HBM3"] * 8)
+    assert [finding.level for finding in outcome.findings] == levels
+    assert outcome.measured["measured_by"] == "nccl-tests"
+    assert outcome.measured["bus_bytes_per_second"] == read_nccl_tests(printed)
+
+
+def test_a_program_that_does_not_end_is_stopped_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_checks, "PROGRAM_SECONDS", 0.2)
+    code, printed = run_program(["sh", "-c", "sleep 60 & wait"])
+    assert (code, printed) == (124, "sh does not end within 0 s")
+
+
+def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_checks, "run_program", lambda command: (1, f"{command[1:]} returned 7.0\n"))
+    monkeypatch.setattr(speed_checks, "count_gpus", lambda: 8)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    outcome = run_here("all-reduce")
+    assert (outcome.measured["measured_by"], outcome.measured["remark"]) == ("torch, nccl", None)
+    (found,) = outcome.findings
+    assert (found.level, found.value) == ("error", "['-m', 'toolkit.doctor.speed_checks', '8'] returned 7.0")
+
+
+@pytest.mark.launch
+@pytest.mark.cold_start
+def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.doctor.speed_checks.count_gpus", lambda: 0)
+    outcome = run_here("all-reduce")
+    assert outcome.findings == []
+    assert outcome.measured["bus_bytes_per_second"] > 0
+    assert (outcome.measured["measured_by"], outcome.measured["ranks"]) == ("torch, gloo", 2)
+    assert outcome.measured["remark"] == "two processes on the CPU: says nothing about a GPU"

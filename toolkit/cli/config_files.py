@@ -1,0 +1,129 @@
+"""`toolkit lint` and `convert-config`: what a configuration file really does, and one of another tool in our words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.entry_point import print_message
+from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
+from toolkit.flags import JsonOutput
+from toolkit.units import counted
+from toolkit.versions import installed_version, version_numbers
+
+DEFAULT_NAME = "train.yaml"  # of converted arguments, in the command that is printed, if the output goes to stdout
+
+
+def lint(
+    paths: Annotated[list[Path], typer.Argument(help="configuration files, or folders of them", metavar="FILE...")],
+    as_json: JsonOutput = False,
+    fix: Annotated[bool, typer.Option("--fix", help="write the file with its mechanical fixes to stdout")] = False,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="with --fix: change the files, and keep each old one as FILE.bak")
+    ] = False,
+) -> None:
+    """Find settings in configuration files that do not do what they say.
+
+    Reads accelerate YAMLs, DeepSpeed JSONs, Trainer arguments, sbatch files, SkyPilot tasks and shell scripts that
+    start a launcher, and says what to write instead.
+
+    A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
+    """
+    from toolkit.lint.check import lint_paths
+    from toolkit.lint.rules.settings import shorten
+
+    if in_place and not fix:
+        raise ToolkitError("--in-place has no effect without --fix", hint="add `--fix`")
+    if fix:
+        _fix(paths, in_place=in_place, as_json=as_json)
+        if not in_place:
+            return
+    result = lint_paths(paths)
+    for error in result.unreadable:
+        print_message(f"error: {error}")
+    if as_json:
+        print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in result.findings]}, indent=2))
+    else:
+        for finding in result.findings:
+            place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
+            key = f" {shorten(finding.key)}:" if finding.key else ""
+            print(visible(f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"))
+            print(visible(f"  write {finding.fix}  (checked with {finding.checked_against})"))
+    levels = Counter(finding.level for finding in result.findings)
+    counts = ", ".join(counted(count, level) for level, count in levels.items())
+    print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}")
+    for library, checked in sorted({tuple(finding.checked_against.split(" ", 1)) for finding in result.findings}):
+        installed = installed_version(library)
+        if installed is not None and version_numbers(installed)[:2] != version_numbers(checked)[:2]:
+            print_message(f"note: {library} {installed} is installed; its rules were checked with {checked}")
+    if result.unreadable:
+        raise typer.Exit(EXIT_INVALID_INPUT)
+    if result.findings:
+        raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
+    from toolkit.files import write_bytes, write_text
+    from toolkit.files.reading import read_text
+    from toolkit.lint.check import fixed_text, lint_paths
+
+    files = [Path(name) for name in lint_paths(paths).files] if any(path.is_dir() for path in paths) else list(paths)
+    if not in_place:
+        if len(files) != 1 or as_json:
+            raise ToolkitError("--fix writes one file to stdout", hint="add `--in-place`; a `.bak` is kept of each")
+        print(fixed_text(files[0]), end="")
+        return
+    for file in files:
+        fixed = fixed_text(file)
+        if fixed != read_text(file):
+            try:
+                write_bytes(file.with_name(f"{file.name}.bak"), file.read_bytes())
+                write_text(file, fixed)
+            except OSError as error:
+                raise ToolkitError(f"{file} cannot be fixed: {error.strerror}", hint="the file is unchanged") from None
+            print_message(f"fixed {file}; the old text is in {file.name}.bak")
+
+
+def convert_config(
+    file: Annotated[Path, typer.Argument(help="a YAML file, or a file with a `trl sft` command line", metavar="FILE")],
+    tool: Annotated[
+        str | None, typer.Option("--from", help="trl, axolotl or llama-factory; by default recognised by its settings")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="write the YAML to this file, not to stdout")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite the output file if it exists")] = False,
+    as_json: JsonOutput = False,
+) -> None:
+    """Convert a TRL, axolotl or LLaMA-Factory configuration to a preset and training arguments.
+
+    Prints a YAML file for `toolkit train`. Comments in it name every setting that has no counterpart, and why.
+    """
+    from toolkit.convert.conversion import convert_file, cut, launch_command, yaml_text
+    from toolkit.files import write_text
+
+    if output is not None and os.path.realpath(output) == os.path.realpath(file):
+        raise ToolkitError(f"--output {output} is the input", hint="name another file: the configuration is kept")
+    if output is not None and os.path.lexists(output) and not force:
+        raise ToolkitError(f"{output} exists already", hint="`--force` overwrites it, or name another `--output`")
+    conversion, name = convert_file(file, tool), str(output or DEFAULT_NAME)
+    text = yaml_text(conversion, source=str(file), file=name)
+    if output is not None:
+        try:
+            write_text(output, text)
+        except OSError as error:
+            raise ToolkitError(f"cannot write {output}: {error.strerror}", hint="name another `--output`") from None
+    if as_json:
+        print(json.dumps(dataclasses.asdict(conversion), indent=2, ensure_ascii=False, default=str))
+    elif output is None:
+        print(text, end="")
+    converted, others = len(conversion.converted), conversion.not_converted
+    print_message(f"{conversion.tool}: {converted} settings converted, {len(others)} without a counterpart")
+    if others:
+        print_message(f"not converted: {', '.join(dict.fromkeys(visible(cut(each.key)) for each in others))}")
+    print_message(f"next: {launch_command(conversion, name)}")
