@@ -41,9 +41,6 @@ def changed(text: str, old: str, new: str) -> str:
 # A batch script in double quotes: the first node expands everything.
 EXPANDED = changed(changed(ACCELERATE, "bash -c 'exec", 'bash -c "exec'), "latest'", 'latest"')
 
-STANDARD = "--deepspeed_multinode_launcher standard"
-SBATCH = "#SBATCH --nodes=2\n"
-FIRST_HOST = 'scontrol show hostnames "$X" | head -n1'
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),

@@ -82,6 +82,7 @@ def trl_runs(build_once: Callable[..., Path], tiny_model: Path) -> dict[str, Pat
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_trls_own_script_trains_the_same_under_each_preset_and_is_sharded_as_it_says(trl_runs: dict[str, Path]) -> None:
     states = {preset: read(checkpoint / "trainer_state.json") for preset, checkpoint in trl_runs.items()}
     losses = {name: [row["loss"] for row in one["log_history"] if "loss" in row] for name, one in states.items()}

@@ -171,6 +171,7 @@ def test_the_reason_of_a_failure_is_the_programs_not_the_launchers() -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_bare_trainer_and_the_toolkit_train_the_same_job(tmp_path: Path) -> None:
     words = ["--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "--jobs", "single-full"]
     words += ["--repeats", "1", "--steps", "3", "--untimed-steps", "1", "--batch-size", "1", "--max-length", "32"]

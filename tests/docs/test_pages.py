@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from launching import ROOT, nightly
 from test_readme import Block, run_launching_bash
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -57,7 +57,14 @@ def test_the_tutorials_of_one_gpu_of_eight_and_of_a_comparison_are_run() -> None
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        *nightly(*(page for page in TUTORIALS if "8-gpus" in page.stem)),
+        *(p for p in TUTORIALS if "8-gpus" not in p.stem),
+    ],
+    ids=lambda page: page.stem,
+)
 def test_a_tutorials_commands_run(page: Path, tiny_model: Path, tmp_path: Path) -> None:
     commands = script(page).replace("$(python -m toolkit.demo --model)", str(tiny_model))
     ended = run_launching_bash(commands, FOLDER=str(tmp_path))

@@ -91,10 +91,14 @@ def test_the_words_of_a_command_are_shown_without_secrets(words: list[str], show
     assert hide_words(words) == shown
 
 
-def test_a_secret_of_the_environment_or_of_an_argument_is_hidden_wherever_it_occurs() -> None:
+def test_a_secret_of_the_environment_or_of_an_argument_is_hidden_wherever_it_occurs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
+    monkeypatch.setenv("API_KEY", "no")
     remember_secrets({"hub_token": PLAIN, "max_steps": "12345678", "nested": {"api_key": "another-one"}})
     facts = {"a": [f"x{PLAIN}x", 3, None], "b": "another-one", "c": WANDB_KEY, "d": "12345678"}
-    hidden = hide_secrets(facts, environment={"WANDB_API_KEY": WANDB_KEY, "API_KEY": "no"})
+    hidden = hide_secrets(facts)
     assert hidden == {"a": ["x***x", 3, None], "b": "***", "c": "***", "d": "12345678"}
 
 

@@ -92,13 +92,12 @@ def remember_secrets(arguments: Mapping[str, Any]) -> None:
     _remembered.update(_named_secrets(arguments))
 
 
-def hide_secrets(value: Any, *, known: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Any:
+def hide_secrets(value: Any, *, known: Iterable[str] = ()) -> Any:
     """Return a value with each secret in its texts replaced, also inside lists and mappings.
 
     Those are values of the environment and of this process's arguments, whatever looks like a secret, and `known`.
     """
-    variables = os.environ if environment is None else environment
-    pattern = _pattern(frozenset({*known, *_remembered, *_named_secrets(variables)}))
+    pattern = _pattern(frozenset({*known, *_remembered, *_named_secrets(os.environ)}))
 
     def hidden(_: str, item: Any) -> Any:
         return _SHAPES.sub(HIDDEN, pattern.sub(HIDDEN, item)) if isinstance(item, str) else item

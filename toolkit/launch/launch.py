@@ -81,9 +81,10 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     if checkpoint is not None:
         groups, batch = run.data_parallel_size, run.global_batch_size
         check_resume_settings(checkpoint, run.job, global_batch_size=batch, data_parallel_size=groups)
-        if converts(checkpoint, run) and options.dry_run:
+        is_converted = converts(checkpoint, run)
+        if is_converted and options.dry_run:
             on_message(f"{checkpoint.path} would be converted for {preset.name} on {run.num_processes} processes first")
-        elif converts(checkpoint, run):
+        elif is_converted:
             converted = convert_checkpoint(checkpoint, run, on_message=on_message)
     command = command_of(options, preset, nvme=nvme, resume_from=converted)
     return PreparedRun(options=options, run=run, nvme=nvme, converted=converted, command=command)

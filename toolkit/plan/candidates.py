@@ -1,4 +1,7 @@
-"""Each preset at its best for a job: the largest micro-batch that fits, with or without activation checkpointing."""
+"""Each preset at its best for a job: the largest micro-batch that fits, with or without activation checkpointing.
+
+Also here, since simulations need them too: why a preset is refused or does not fit, and the command that trains.
+"""
 
 from __future__ import annotations
 
