@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,8 @@ from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.flags import CpuFlag, JsonOutput, ModelName, OptionalModelName, PresetName, TrainingArguments
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
+from toolkit.job.argument_values import Range, check_range
+from toolkit.launch.options import check_script_options
 from toolkit.plan.options import PlanOptions, RecommendOptions
 
 
@@ -112,6 +115,18 @@ class RehearseOptions:
         bool,
         typer.Option("--fake-tensors", help="memory by part for a model that does not fit here (FSDP2 and DDP only)"),
     ] = False
+    script: Annotated[
+        str | None, typer.Option(help="rehearse a script of your own, unchanged; what follows `--` is for it")
+    ] = None
+    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
+    stop_after_steps: Annotated[int, typer.Option(help="with --script: optimizer steps to run")] = 3
+    output_dir: Annotated[
+        Path | None, typer.Option(help="with --script: keep the run folder here; without it, no files are kept")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_script_options(self.script, self.module, self.output_dir)
+        check_range("--stop-after-steps", self.stop_after_steps, Range(lowest=1))
 
     @property
     def world_size(self) -> int:
@@ -129,17 +144,36 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     without --output_dir, no files are kept.
     """
     from toolkit.presets.preset import load_preset
-    from toolkit.rehearse.rehearsal import plan_rehearsal, rehearse_once, result_facts, result_lines
+    from toolkit.rehearse.rehearsal import (
+        plan_rehearsal,
+        plan_script_rehearsal,
+        rehearse_once,
+        result_facts,
+        result_lines,
+    )
 
     on_cpu = trains_on_cpu(options.cpu)
-    planned = plan_rehearsal(
-        load_preset(options.preset),
-        world_size=options.world_size,
-        rank=options.rank,
-        training_argv=options.training_arguments,
-        cpu=on_cpu,
-        fake_tensors=options.fake_tensors,
-    )
+    preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
+    if options.script is None and options.module is None:
+        planned = plan_rehearsal(
+            preset,
+            **place,
+            training_argv=options.training_arguments,
+            cpu=on_cpu,
+            fake_tensors=options.fake_tensors,
+        )
+    else:
+        planned = plan_script_rehearsal(
+            preset,
+            **place,
+            script=options.script,
+            module=options.module,
+            arguments=options.training_arguments,
+            cpu=on_cpu,
+            fake_tensors=options.fake_tensors,
+            steps=options.stop_after_steps,
+            output_dir=options.output_dir,
+        )
     if on_cpu and options.cpu is None and not options.fake_tensors:
         print_message("no GPU is visible: rehearsing on the CPU in fp32")
     result, run = rehearse_once(planned, on_line=print_message)
