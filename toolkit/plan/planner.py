@@ -21,6 +21,8 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
+from toolkit.plan.method_advice import method_advice
+from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
@@ -69,6 +71,8 @@ class Plan:
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     accumulate: str | None = None
     """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
+    method: str = SFT
+    advice: tuple[str, ...] = ()
 
     @property
     def headroom_bytes(self) -> int:
@@ -80,6 +84,7 @@ class Plan:
         memory, peak, speed = self.memory, self.memory.peak, self.speed
         return {
             "preset": self.preset,
+            "method": self.method,
             "world_size": self.world_size,
             "gpu": self.gpu,
             "verdict": self.verdict,
@@ -100,6 +105,7 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
+            "advice": list(self.advice),
             **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
         }
 
@@ -112,13 +118,16 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
+    if options.verify and options.method != SFT:
+        raise ToolkitError(f"--verify rehearses --method {SFT} only", hint="leave it out")
     check_unquantized(model)
+    # a rehearsal's rows all have the full length
+    job = PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify)
     return PlanRequest(
         shape=read_model(model),
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or [visible_world_size()],
-        # a rehearsal's rows all have the full length
-        job=PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify),
+        job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
         gpu=gpu,
         host_memory_bytes=host_bytes,
         strict=bool(options.preset),
@@ -133,6 +142,8 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
+        completions = world_size * request.job.per_device_train_batch_size * request.job.gradient_accumulation_steps
+        check_generations(request.job.method, completions)
         Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
     supported = []
     for world_size, preset in itertools.product(request.world_sizes, request.presets):
@@ -186,7 +197,9 @@ def plan_line(plan: Plan) -> str:
 def _unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
     job = _job_of(request, preset)
     limits = job.limits_on(request.shape)
-    return unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
+    return not_planned(job.method, preset) or unsupported(
+        preset, job.as_trained, world_size=world_size, model=limits, purpose="plan"
+    )
 
 
 def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
@@ -256,4 +269,6 @@ def _plan(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: i
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
         accumulate=job.accumulate_under(preset),
+        method=job.method.method,
+        advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=memory)),
     )
