@@ -101,7 +101,7 @@ def print_plans(answer: PlanAnswer) -> None:
     advice = [f"{plan.preset}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
     legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
-    methods = (*_phase_lines(plans), *advice)
+    methods = () if answer.any_gpu else (*_phase_lines(plans), *advice)
     lines = (*_layout_lines(plans), *methods, *_finish_lines(plans, answer), *legend, exact)
     for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
