@@ -185,7 +185,11 @@ def _heading(answer: PlanAnswer) -> str:
 def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
     sizes = [peak.allocated_bytes, memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes]
-    sizes += [peak.logits_bytes, peak.buffer_bytes + memory.overhead_bytes, memory.host.peak_bytes]
+    sizes += [
+        peak.logits_bytes,
+        peak.buffer_bytes + peak.generation_bytes + memory.overhead_bytes,
+        memory.host.peak_bytes,
+    ]
     counts = (plan.largest_micro_batch, plan.smallest_world_size)
     return [
         *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
