@@ -24,7 +24,8 @@ LEGEND = (
     "GiB (2**30) of GPU memory on rank 0, which has the largest share, at its peak: model states,",
     "activations, logits and other (buffers, gathered layers, CUDA, the allocator); left: the rest of",
     "the GPU; host: memory of each node. max. batch: largest micro-batch that fits; min. GPUs: fewest",
-    f"that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: range, k for thousands. See docs/concepts/plan.md",
+    f"that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: best estimate (90 % range), k for",
+    "thousands. See docs/concepts/plan.md",
 )
 
 
@@ -52,7 +53,14 @@ def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
         exact = f"Model states are counted from config.json, and not checked for {checked}."
     disk = max(plan.memory.host.disk_bytes for plan in plans)
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
-    for line in (*_layout_lines(plans), *LEGEND, exact, "No figure has been checked against a GPU.", *on_disk):
+    for line in (
+        *_layout_lines(plans),
+        *_wider_lines(plans),
+        *LEGEND,
+        exact,
+        "No figure has been checked against a GPU.",
+        *on_disk,
+    ):
         console.print(line, markup=False)
 
 
@@ -83,7 +91,8 @@ def _cells(plan: Plan) -> list[str]:
     counts, speed = (plan.largest_micro_batch, plan.smallest_world_size), NOT_AVAILABLE
     if plan.speed is not None:
         low, high = plan.speed.tokens_per_second_per_gpu
-        speed = f"{low:.0f}-{high:.0f}" if high < 999.5 else f"{_thousands(low)}-{_thousands(high)}k"
+        shown, unit = (_thousands, "k") if high >= 999.5 else ("{:.0f}".format, "")
+        speed = f"{shown(plan.speed.tokens_per_second_per_gpu_estimate)}{unit} ({shown(low)}-{shown(high)})"
     return [
         *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
         # three digits and more, so that columns stay narrow
@@ -108,6 +117,20 @@ def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
             where = "between nodes" if traffic.crosses_nodes else "within a node"
             sent = f"{traffic.sent_bytes / GIGA:,.2f} GB {where}"
             yield f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}"
+
+
+def _wider_lines(plans: Sequence[Plan]) -> list[str]:
+    """Presets whose range of speeds is wider than that of published rows, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for plan in plans:
+        for reason in plan.speed.wider_for if plan.speed else ():
+            names = by_reason.setdefault(reason, [])
+            names += [plan.preset] if plan.preset not in names else []
+    every = {plan.preset for plan in plans}
+    return [
+        f"tokens/s: wider because of {reason} ({'all' if set(names) == every else ', '.join(names)})"
+        for reason, names in by_reason.items()
+    ]
 
 
 def are_states_checked(request: PlanRequest) -> bool:

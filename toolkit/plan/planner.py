@@ -24,7 +24,7 @@ from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
-from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
+from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, speed_row, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -100,7 +100,7 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
-            **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
+            **speed_row(speed),
         }
 
 
