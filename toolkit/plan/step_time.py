@@ -263,7 +263,7 @@ def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bo
     """What widens an interval, and by how much; the range of rates of offload and networks is added to it."""
     preset, gpu = setup.preset, interconnect.gpu
     if gpu.name not in MEASURED_GPUS:
-        yield f"no published row on {gpu.name}", 0.2
+        yield "a GPU without published rows", 0.2
     if launch_bound:
         yield "bound by kernel launches, which depend on the host", 0.35
     if setup.job.load_in_4bit:
