@@ -12,9 +12,17 @@ from rich.table import Table
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row, plan_seconds
+from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
-from toolkit.plan.planner import LARGEST_WORLD_SIZE, VERDICT_TEXT, Plan, PlanRequest, verdict_of_batch
+from toolkit.plan.planner import (
+    LARGEST_WORLD_SIZE,
+    VERDICT_TEXT,
+    Plan,
+    PlanRequest,
+    offloads,
+    simplest_fast,
+    verdict_of_batch,
+)
 from toolkit.units import GIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 TABLE_COLUMNS = 100
@@ -99,17 +107,17 @@ def print_plans(answer: PlanAnswer) -> None:
 def summary(answer: PlanAnswer) -> tuple[str, str]:
     """Return the verdict in one line, and in another what people compare with other screens.
 
-    It is about the fewest GPUs on which something fits, and the fastest preset there that does not offload, if any.
+    It is about the fewest GPUs on which something fits, and the simplest of the fastest presets there.
     """
     plans, request = answer.plans, answer.request
     fitting = [plan for plan in plans if plan.verdict == FITS]
-    offloading = {each.name for each in request.presets if each.offload_optimizer or each.offload_param}
+    offloading = {each.name for each in request.presets if offloads(each)}
     if answer.any_gpu:
         best, first = plans[0], "cheapest of those with a price" if answer.prices else "the least memory in all"
         text = f"{first}: {_where(best)}, {_of_gpu(best)}"
     elif fitting:
         fewest = [plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)]
-        best = min(fewest, key=lambda plan: (plan.preset in offloading, plan_seconds(plan)))
+        best = simplest_fast(fewest, request.presets)
         text = f"fits on {_where(best)}, {_of_gpu(best)}; {_next_batch(best, request)}"
     else:
         best = min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
