@@ -1,4 +1,4 @@
-"""Planned memory of DPO, KTO, ORPO, SimPO, reward models, GRPO and RLOO, against TRL: its defaults, traces and ranks."""
+"""Planned memory of DPO, KTO, ORPO, SimPO, reward models, GRPO and RLOO, against TRL's defaults and traces."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ ARCHITECTURES = (*FIXTURE_MODELS, "olmo2")
 LLAMA_8B = FIXTURES / "llama-8b" / "config.json"
 
 
-def planned(
-    preset: str = "single", world_size: int = 1, *, rows: int = 2, length: int = 64, **given: Any
-) -> MemoryPlan:
-    """The plan of a tiny Llama with rows of equal length."""
+def planned(preset: str = "single", world_size: int = 1, *, rows: int = 2, **given: Any) -> MemoryPlan:
+    """The plan of a tiny Llama with rows of 64 tokens."""
     settings = {name: given.pop(name) for name in list(given) if name in Method.__dataclass_fields__}
     job = PlannedJob(
         method=Method(**settings),
@@ -55,7 +53,7 @@ def tiny() -> Any:
     from toolkit.models.config_fields import ConfigFields
     from toolkit.models.decoders import llama_shape
 
-    return llama_shape(ConfigFields(LLAMA))
+    return llama_shape(ConfigFields(LLAMA, source="LLAMA"))
 
 
 def phase(plan: MemoryPlan, name: str) -> PhaseMemory:
@@ -314,11 +312,8 @@ def difference(found: dict[str, Any]) -> float:
 
 
 def cases_of(preset: str, ranks: int, folder: Path, models: tuple[str, ...], lengths: tuple[int, ...]) -> list[Any]:
-    configs = {"llama": ROOT / "tests/fixtures/llama-8b", "qwen3": ROOT / "tests/fixtures/qwen3-1.7b"}
-    paths = {
-        name: str(config_file(folder, *MODELS[name])) if name == "olmo2" else f"{configs[name]}/config.json"
-        for name in models
-    }
+    paths = {name: f"{FIXTURES}/{model}/config.json" for name, model in FIXTURE_MODELS.items()}
+    paths["olmo2"] = str(config_file(folder, "olmo2", OLMO2))
     return [
         {
             **{"method": method, "model": model, "config": paths[model], "preset": preset, "world_size": ranks},

@@ -12,15 +12,9 @@ from rich.table import Table
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-<<<<<<< HEAD
-from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row, plan_seconds
+from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.methods import SFT
-from toolkit.plan.planner import LARGEST_WORLD_SIZE, VERDICT_TEXT, Plan, PlanRequest, verdict_of_batch
-from toolkit.units import GIB, MIB, NOT_AVAILABLE, gib, number, percent, seconds
-=======
-from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.planner import (
     LARGEST_WORLD_SIZE,
     VERDICT_TEXT,
@@ -30,8 +24,7 @@ from toolkit.plan.planner import (
     simplest_fast,
     verdict_of_batch,
 )
-from toolkit.units import GIB, NOT_AVAILABLE, gib, number, percent, seconds
->>>>>>> main
+from toolkit.units import GIB, MIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 TABLE_COLUMNS = 100
 # Two lines of heading for each column.
@@ -109,12 +102,8 @@ def print_plans(answer: PlanAnswer) -> None:
     advice = [f"{plan.preset}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
     legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
-<<<<<<< HEAD
-    methods = (*_phase_lines(plans), *advice)
-    lines = (*_layout_lines(plans), *methods, *_finish_lines(plans, answer), *legend, exact)
-=======
-    lines = (*_layout_lines(plans), *_wider_lines(plans), *_finish_lines(plans, answer), *legend, exact)
->>>>>>> main
+    more = (*_wider_lines(plans), *_phase_lines(plans), *advice, *_finish_lines(plans, answer))
+    lines = (*_layout_lines(plans), *more, *legend, exact)
     for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
 

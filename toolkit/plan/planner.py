@@ -118,12 +118,8 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
-<<<<<<< HEAD
             "advice": list(self.advice),
-            **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
-=======
             **speed_row(speed),
->>>>>>> main
         }
 
 
