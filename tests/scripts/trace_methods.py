@@ -4,8 +4,8 @@
 
 All cases of one call have one preset and one world size. Prints a line of JSON for each: peaks by phase and part, and
 the bytes of the model states. Values that only logging reads are made up: a scalar that is read is 1, and a mask is
-true everywhere, so that all tokens count as completion. TRL's Triton kernels, which no CPU has, are replaced by functions
-that allocate what those allocate.
+true everywhere, so that all tokens count as completion. TRL's Triton kernels, which no CPU has, are replaced by
+functions that allocate what those allocate.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def batch_of(case: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def patches(stack: contextlib.ExitStack) -> None:
+def patches(stack: contextlib.ExitStack, case: dict[str, Any]) -> None:
     """Make values up that only logging reads, and leave out what Triton's kernels do not allocate."""
     import torch
     from torch._subclasses import fake_impls
@@ -82,7 +82,7 @@ def patches(stack: contextlib.ExitStack) -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    from toolkit.models.fake_tensors import _replaced
+    from toolkit.models.fake_tensors import replaced
 
     def made_up(fake_mode: Any, func: Any, tensor: Any) -> Any:
         del fake_mode, func
@@ -90,17 +90,19 @@ def patches(stack: contextlib.ExitStack) -> None:
 
     def everywhere(fake_mode: Any, func: Any, mask: Any) -> Any:
         del fake_mode, func
-        return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+        is_label = mask.shape == (case["rows"], case["length"] - 1) and "completion" in case
+        number = case["rows"] * case["completion"] if is_label else mask.numel()  # of tokens that are scored
+        return mask.new_empty((number, mask.dim()), dtype=torch.int64)
 
     operations = fake_impls.op_implementations_dict
     operations[torch.ops.aten._local_scalar_dense.default] = made_up
     operations[torch.ops.aten.nonzero.default] = everywhere
     for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-        stack.enter_context(_replaced(chunked_logprob, name, lambda *_, **__: None))
-    stack.enter_context(_replaced(utils, "_use_triton", lambda _: True))  # only completions are scored
-    stack.enter_context(_replaced(utils, "selective_log_softmax", log_softmax_of_kernel))
+        stack.enter_context(replaced(chunked_logprob, name, lambda *_, **__: None))
+    stack.enter_context(replaced(utils, "_use_triton", lambda _: True))  # only completions are scored
+    stack.enter_context(replaced(utils, "selective_log_softmax", log_softmax_of_kernel))
     # rows of full length need no mask, which a run reads from the values of the padding
-    stack.enter_context(_replaced(masking_utils, "is_tracing", lambda *_: False))
+    stack.enter_context(replaced(masking_utils, "is_tracing", lambda *_: False))
 
 
 def log_softmax_of_kernel(logits: Any, index: Any, *_: Any, **__: Any) -> Any:
@@ -133,7 +135,7 @@ def made_trainer(case: dict[str, Any], tokenizer: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from transformers.initialization import no_init_weights
 
-    from toolkit.models.fake_tensors import _replaced
+    from toolkit.models.fake_tensors import replaced
 
     method, lora_r = case["method"], case.get("lora_r")
     name, path = KINDS[method]
@@ -167,7 +169,7 @@ def made_trainer(case: dict[str, Any], tokenizer: str) -> Any:
 
         for made in ("get_peft_model", "prepare_fsdp", "create_model_from_path"):
             if hasattr(module, made):
-                stack.enter_context(_replaced(module, made, functools.partial(inside, getattr(module, made))))
+                stack.enter_context(replaced(module, made, functools.partial(inside, getattr(module, made))))
         if reference is None and hasattr(module, "create_model_from_path"):
 
             def reference_like(*_: Any, **given: Any) -> Any:
@@ -176,7 +178,7 @@ def made_trainer(case: dict[str, Any], tokenizer: str) -> Any:
                     built.tie_weights()
                 return built
 
-            stack.enter_context(_replaced(module, "create_model_from_path", reference_like))
+            stack.enter_context(replaced(module, "create_model_from_path", reference_like))
         arguments = config_class(
             output_dir="/tmp/nothing",
             per_device_train_batch_size=case["rows"],
@@ -211,13 +213,27 @@ def prepared(trainer: Any) -> Any:
     return wrapped
 
 
+def score(trainer: Any, case: dict[str, Any]) -> None:
+    """Take the reference's log-probabilities, as `_generate_and_score_completions` does."""
+    import torch
+    from trl.trainer.utils import use_adapter
+
+    rows = torch.zeros(case["rows"], case["length"], dtype=torch.int64)
+    given = {"input_ids": rows, "attention_mask": rows + 1, "logits_to_keep": case["completion"]}
+    if trainer.ref_model is not None:
+        trainer._get_per_token_logps_and_entropies(trainer.ref_model, **given, batch_size=case["rows"])
+        return
+    with use_adapter(trainer.accelerator.unwrap_model(trainer.model), adapter_name=None):
+        trainer._get_per_token_logps_and_entropies(trainer.model, **given, batch_size=case["rows"])
+
+
 def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
     """Return the peaks of one optimizer step, and the bytes of the model states that stay between steps."""
     import torch
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoConfig
 
-    from toolkit.models.fake_tensors import LiveMemory, _replaced, on_fake_tensors
+    from toolkit.models.fake_tensors import LiveMemory, on_fake_tensors, replaced
     from toolkit.observe.attest.tensors import local, optimizer_state_tensors
     from toolkit.rehearse.trace import TracedModelStates
 
@@ -228,7 +244,7 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
     engine = load_preset(case["preset"]).engine
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_fake_tensors(memory, engine=engine))
-        patches(stack)
+        patches(stack, case)
         trainer = made_trainer(case, tokenizer)
         wrapped = prepared(trainer)
         original = trainer.compute_loss
@@ -237,7 +253,7 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
             with memory.phase("forward"):
                 return original(*given, **named)
 
-        stack.enter_context(_replaced(trainer, "compute_loss", compute_loss))
+        stack.enter_context(replaced(trainer, "compute_loss", compute_loss))
         trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         states = TracedModelStates(memory)
         states.serials["reference"] = set()
@@ -246,6 +262,9 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
         with memory.phase("step"):
             trainer.optimizer.step()
         wrapped.zero_grad()
+        if case["method"] in ("grpo", "rloo") and trainer.beta:
+            with memory.phase("score"), torch.no_grad():
+                score(trainer, case)
         with memory.phase("backward"):
             trainer.training_step(wrapped, batch_of(case), None)
         states.record("gradient", [local(p.grad) for p in trained if p.grad is not None])
@@ -256,7 +275,7 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
         reference = getattr(trainer, "ref_model", None)
         states.record("reference", [] if reference is None else [local(p) for p in reference.parameters()])
         found = {}
-        for phase in ("forward", "backward", "step"):
+        for phase in sorted(memory.peaks.keys() & {"score", "forward", "backward", "step"}):
             parts: Counter[str] = Counter()
             for serial, (tag, size) in memory.peaks[phase].storages.items():
                 parts[next((part for part, serials in states.serials.items() if serial in serials), tag)] += size
@@ -275,13 +294,7 @@ def main() -> None:
     join_fake_world(world, load_preset(cases[0]["preset"]))
     enable_fsdp_on_cpu()
     for case in cases:
-        try:
-            print(json.dumps({"case": case} | trace(case, tokenizer)), flush=True)
-        except Exception:
-            import traceback
-
-            print(case)
-            traceback.print_exc()
+        print(json.dumps({"case": case} | trace(case, tokenizer)), flush=True)
 
 
 if __name__ == "__main__":

@@ -135,10 +135,11 @@ def plan_engine_memory(
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
+    allocated = max(phase.allocated_bytes - phase.generation_bytes for phase in phases)  # vLLM's share has its own
     return MemoryPlan(
         states=states,
         phases=phases,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=max(phase.allocated_bytes for phase in phases)),
+        overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
         host=host_memory(engine, weights, states, job),
         activations_known=shape.activations_from != "llama",
     )
@@ -301,7 +302,7 @@ class _Phases:
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
         self.outer = self.tokens * saved.outer.per_token
-        dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
+        dequantized = 2 * self.weights.decoded_at_once if job.load_in_4bit else 0
         self.layer_copies = saved.largest_layer.fixed + dequantized
         all_copies = saved.layers.fixed + dequantized
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
@@ -356,6 +357,8 @@ class _Phases:
             copies = self.tokens * adapter_input_bytes(shape)
             self.one_layer += copies // shape.num_layers
             self.saved += 0 if job.activation_checkpointing else copies
+            # Their gradients are fp32 too: of the last projection's input, and of its output.
+            self.layer_backward += self.tokens * FP32_BYTES * (width + shape.hidden_size)
         reference, buffers = 0, 0
         if method.scores_reference and not frozen:
             reference = reference_bytes(engine, shape, method) if engine.offload_param is None else 0
