@@ -161,7 +161,7 @@ def test_options_that_do_not_go_with_a_script_are_refused(given: dict[str, Any],
         ({"preset": ("ddp", "tp")}, "preset 'tp' divides the model inside our training script"),
         (
             {"preset": ("zero3_nvme_offload",)},
-            "preset 'zero3_nvme_offload' prepares the disk inside our training script",
+            "preset 'zero3_nvme_offload' prepares its disk inside our training script",
         ),
     ],
 )

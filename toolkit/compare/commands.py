@@ -24,10 +24,10 @@ from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
-from toolkit.launch.launch import check_script_preset
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
+from toolkit.observe.words import check_script_preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
@@ -36,7 +35,7 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.observe.words import check_script, script_name
+from toolkit.observe.words import check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -103,17 +102,6 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
     command = command_of(replace(options, output_dir=folder.path), preset)
     run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
     return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
-
-
-def check_script_preset(preset: PresetSpec) -> None:
-    """Raise ToolkitError for a preset that somebody's script cannot have: our own script does a part of it."""
-    divides = preset.degrees or preset.engine == "pipeline"
-    if divides or preset.uses_nvme:
-        does = "divides the model" if divides else "prepares the disk"
-        raise ToolkitError(
-            f"preset {preset.name!r} {does} inside our training script, which --script does not run",
-            hint="`--preset zero3` or `--preset fsdp2`" if divides else "`--preset zero3_cpu_offload`",
-        )
 
 
 def command_of(

@@ -200,6 +200,17 @@ def check_script(script: str | None, module: str | None) -> Path | None:
     return path
 
 
+def check_script_preset(preset: PresetSpec) -> None:
+    """Raise ToolkitError for a preset that another script than ours cannot run."""
+    divides = preset.degrees or preset.engine == "pipeline"
+    if divides or preset.uses_nvme:
+        raise ToolkitError(
+            f"preset {preset.name!r} {'divides the model' if divides else 'prepares its disk'} inside our training"
+            " script, which --script does not run",
+            hint="`--preset zero3` or `--preset fsdp2`" if divides else "`--preset zero3_cpu_offload`",
+        )
+
+
 def _module_file(name: str) -> Path | None:
     try:
         sys.path.insert(0, "")
