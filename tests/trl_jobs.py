@@ -23,6 +23,6 @@ def trl_words(script: str, model: Path, folder: Path) -> list[str]:
         rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
     (folder / "rows").mkdir()
     (folder / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--model_name_or_path", str(model), "--dataset_name", str(folder / "rows"), "--use_cpu", "true"]
+    words = ["--model_name_or_path", str(model), "--dataset_name", str(folder / "rows")]
     words += ["--output_dir", str(folder / "out"), "--report_to", "none", "--per_device_train_batch_size", "2"]
     return [*words, "--save_strategy", "no", *(GENERATES if script in ("grpo", "rloo") else [])]

@@ -55,8 +55,14 @@ def test_a_number_of_gpus_and_a_preset_restrict_the_answer(capsys: Capsys) -> No
 def test_what_no_gpu_can_train_is_refused_with_what_saves_memory(capsys: Capsys) -> None:
     code, out, err = run_command([*WORDS, "--max-seq-length", "10000000"], capsys)
     assert (code, out) == (2, "")
-    assert "nothing fits on up to 1,024 GPUs of any kind" in err
+    assert "nothing fits on up to 1,024 of any GPU" in err
     assert "--activation-checkpointing" in err
+
+
+def test_a_gpu_without_bf16_is_no_answer(capsys: Capsys) -> None:
+    code, out, err = run_command([*WORDS, "--price", "t4=0.2"], capsys)
+    assert (code, out) == (2, "")
+    assert "nothing fits on up to 1,024 of t4" in err
 
 
 def test_the_job_is_checked_first(capsys: Capsys) -> None:

@@ -47,16 +47,18 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         values["dataset"] = data[0]
-    source = f"{file}: our training arguments"
+    described = f"{file}: our training arguments"
     if conversion is not None:
         values["preset"] = (conversion.preset,)
         values["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
         note = f" ({conversion.notes[PRESET]})" if PRESET in conversion.notes else ""
-        source = f"{file}: {conversion.tool}, preset {conversion.preset}{note}, {values['loss']} loss"
+        described = f"{file}: {conversion.tool}, preset {conversion.preset}{note}, {values['loss']} loss"
+    if job.global_batch_size is not None and "gradient_accumulation_steps" not in given:
+        described += "; its global_batch_size is not read: `--gradient-accumulation-steps`"
     values = {name: value for name, value in values.items() if name not in given}
     if model is None and job.model_name_or_path is None:
         raise ToolkitError(f"{file} names no model", hint="`toolkit plan MODEL --config FILE`")
-    return ConfiguredPlan(model or str(job.model_name_or_path), replace(options, **values), source)
+    return ConfiguredPlan(model or str(job.model_name_or_path), replace(options, **values), described)
 
 
 def _conversion(file: Path) -> Conversion | None:

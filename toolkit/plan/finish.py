@@ -23,20 +23,9 @@ from toolkit.plan.interconnect import Range
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
-from toolkit.plan.step_time import StepTime
 from toolkit.units import SECONDS_PER_HOUR
 
 ANY_GPU = ""
-
-
-def best_step_seconds(speed: StepTime) -> float:
-    """Return the best estimate of a step's seconds: the geometric mean of the range."""
-    return math.sqrt(speed.step_seconds[0] * speed.step_seconds[1])
-
-
-def plan_seconds(plan: Plan) -> float:
-    """Return the best estimate of a plan's step; 0 if the GPU's peak is unknown, so that all plans are equal."""
-    return 0.0 if plan.speed is None else best_step_seconds(plan.speed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +74,9 @@ def work_of(options: PlanOptions, job: PlannedJob, model: str) -> Work | None:
 
     Raises ToolkitError for a data file that cannot be read, and for packed rows without a tokenizer.
     """
-    max_steps = options.max_steps if options.max_steps is not None and options.max_steps > 0 else None
+    max_steps = None if options.max_steps == -1 else options.max_steps  # -1: the Trainer's default, no limit
+    if max_steps is not None and max_steps < 1:
+        raise ToolkitError(f"--max-steps is {max_steps}, expected 1 or more")
     if options.dataset_tokens is not None and options.dataset_tokens < 1:
         raise ToolkitError(f"--dataset-tokens is {options.dataset_tokens}, expected 1 or more")
     if max_steps is not None or options.dataset_tokens is not None:
@@ -139,20 +130,20 @@ def price_of(plan: Plan, prices: Mapping[str, float]) -> float | None:
 
 def dollars_per_million_tokens(plan: Plan, prices: Mapping[str, float]) -> float | None:
     """Return the price of a million tokens at the best estimate; None without a price or a speed."""
-    price, speed = price_of(plan, prices), plan.speed
-    if price is None or speed is None:
+    price, step_seconds = price_of(plan, prices), plan.estimate_seconds
+    if price is None or plan.speed is None or step_seconds is None:
         return None
-    return price * best_step_seconds(speed) / SECONDS_PER_HOUR / speed.tokens_per_step_per_gpu * 1e6
+    return price * step_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
 
 
 def finish_of(plan: Plan, job: PlannedJob, work: Work, prices: Mapping[str, float]) -> Finish:
     """Return the time and the cost of a plan."""
     groups = plan.world_size // (1 if plan.layout is None else plan.layout.ranks_per_batch)
     steps = work.steps(job, groups=groups)
-    if plan.speed is None:
+    if plan.speed is None or plan.estimate_seconds is None:
         return Finish(steps=steps)
     low, high = (steps * seconds / SECONDS_PER_HOUR for seconds in plan.speed.step_seconds)
-    hours, price = steps * best_step_seconds(plan.speed) / SECONDS_PER_HOUR, price_of(plan, prices)
+    hours, price = steps * plan.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
     hourly = None if price is None else price * plan.world_size
     return Finish(
         steps=steps,

@@ -18,13 +18,14 @@ from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
-from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
+from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, speed_row, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -76,6 +77,11 @@ class Plan:
         return self.gpu_memory_bytes - self.memory.planned_peak_bytes
 
     @property
+    def estimate_seconds(self) -> float | None:
+        """Best estimate of a step; None if the GPU's peak is unknown."""
+        return None if self.speed is None else self.speed.estimate_seconds
+
+    @property
     def logits_fraction(self) -> float:
         """Share of the logits in what torch allocates at the peak."""
         return self.memory.peak.logits_bytes / max(self.memory.peak.allocated_bytes, 1)
@@ -107,13 +113,13 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
-            **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
+            **speed_row(speed),
         }
 
 
 def asks_which_gpus(options: PlanOptions) -> bool:
     """Return True if no GPU is named, and none is visible."""
-    named = options.gpu is not None or options.gpu_memory_gib is not None
+    named = any(each is not None for each in (options.gpu, options.gpu_memory_gib, options.gpu_tflops))
     return not named and not options.verify and count_gpus() == 0
 
 
@@ -228,6 +234,28 @@ def _fits(request: PlanRequest, preset: PresetSpec, world_size: int, micro_batch
 
 def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
     return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
+
+
+def simplest_fast(plans: Sequence[Plan], presets: Sequence[PresetSpec]) -> Plan:
+    """Return the plan that shards and offloads least of those that are as fast as the fastest, as far as plans tell.
+
+    One that offloads to the host is returned only where all do.
+    """
+    by_name = {preset.name: preset for preset in presets}
+    resident = [each for each in plans if not offloads(by_name[each.preset])] or plans
+    fastest = min(each.estimate_seconds or 0.0 for each in resident)
+    equal = [each for each in resident if (each.estimate_seconds or 0.0) <= EQUAL_WITHIN * fastest]
+
+    def sharding(plan: Plan) -> tuple[int, int, bool, float]:
+        preset = by_name[plan.preset]
+        return len(preset.degrees), len(preset.sharded_parts), preset.name != "single", plan.estimate_seconds or 0.0
+
+    return min(equal, key=sharding)
+
+
+def offloads(preset: PresetSpec) -> bool:
+    """Return True for a preset that keeps something in host memory or on a disk."""
+    return bool(preset.offload_optimizer or preset.offload_param)
 
 
 def verdict_of_batch(request: PlanRequest, plan: Plan, micro_batch: int) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
-from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, plan_seconds
+from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens
 from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict
 from toolkit.plan.planner import (
     LARGEST_WORLD_SIZE,
@@ -16,7 +16,9 @@ from toolkit.plan.planner import (
     PlanRequest,
     check_request,
     memory_of,
+    offloads,
     plan_of,
+    simplest_fast,
     why_unsupported,
 )
 from toolkit.presets.spec import PresetSpec
@@ -25,12 +27,13 @@ from toolkit.presets.spec import PresetSpec
 def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
     """Return a plan for each GPU of the table that the job fits on, with the fewest of them, the cheapest first.
 
-    Each has the fastest of the presets that fit; those that offload to the host count only where presets are named.
+    Each has the simplest of the fastest presets that fit; those that offload to the host count
+    only where presets are named.
     With prices, only GPUs that have one are compared; without, those with the least memory in all come first.
     Raises ToolkitError as `make_plans` does, and where no number of any of them is enough.
     """
     check_request(request)
-    presets = [each for each in request.presets if request.strict or not (each.offload_optimizer or each.offload_param)]
+    presets = [each for each in request.presets if request.strict or not offloads(each)]
     sizes = request.world_sizes or [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
     gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in prices or not set(prices) - {ANY_GPU})]
 
@@ -43,12 +46,12 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
         for size in sizes:
             planned = [(preset, memory(preset, size)) for preset in presets]
             plans = [
-                (len(preset.sharded_parts), preset.name != "single", plan_of(on_gpu, preset, size, size))
+                plan_of(on_gpu, preset, size, size)
                 for preset, each in planned
                 if each and memory_verdict(each, memory_bytes=gpu.memory_bytes, host_bytes=host) == FITS
             ]
             if plans:
-                return min(plans, key=lambda each: (plan_seconds(each[2]), *each[:2]))[2]
+                return simplest_fast(plans, presets)
         return None
 
     def cost(plan: Plan) -> tuple[float, int]:
@@ -56,9 +59,9 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
 
     found = sorted(filter(None, map(fewest, gpus)), key=cost)
     if not found:
-        largest = max(gpus, key=lambda gpu: gpu.memory_bytes)
+        kinds = ", ".join(sorted(set(prices) - {ANY_GPU})) or "any GPU"
         raise ToolkitError(
-            f"nothing fits on up to {max(sizes):,} GPUs of any kind, the largest {largest.name}",
+            f"nothing fits on up to {max(sizes):,} of {kinds}",
             hint="`--activation-checkpointing`, `--lora-r 16`, or a smaller `--per-device-train-batch-size`",
         )
     return found
