@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
@@ -36,7 +35,7 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.observe.words import check_script, script_name
+from toolkit.observe.words import check_divides_ranks_only, check_script, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -94,11 +93,7 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
     """Check what can be known of somebody's script, and build its launch command."""
     processes, named = options.world_size(preset), options.script or str(options.module)
     check_process_count(processes, gpus=None if options.on_cpu else count_gpus(), preset=preset)
-    if preset.degrees or preset.engine == "pipeline":
-        raise ToolkitError(
-            f"preset {preset.name!r} divides the model inside our training script, which --script does not run",
-            hint="`--preset zero3` or `--preset fsdp2`",
-        )
+    check_divides_ranks_only(preset)
     check_script(options.script, options.module)
     folder = RunFolder(options.output_dir or Path("runs") / script_name(options.script, options.module))
     folder.check_free()

@@ -45,12 +45,12 @@ class ScriptRun:
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.trainers = self.trainings = 0
+        self.writes = self.rank == 0
 
     def run(self) -> int:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
         self._open_folder()
-        find_deepspeed_json()
-        make_cpu_group(self.ranks)
+        self._form_group()
         self._watch_trainers()
         code, told = EXIT_DONE, None
         try:
@@ -62,9 +62,13 @@ class ScriptRun:
             told = f"the script called sys.exit({leaving.code})" if code else None
         except BaseException as error:
             return self._failed(error)
-        if self.rank == 0:
+        if self.writes:
             code = self._close_folder(code, told)
         return code
+
+    def _form_group(self) -> None:
+        find_deepspeed_json()
+        make_cpu_group(self.ranks)
 
     def _open_folder(self) -> None:
         """Let rank 0 write run.json before there is a process group. Raises ToolkitError for a folder in use."""
@@ -130,17 +134,20 @@ class ScriptRun:
 
             def train(self: Any, *args: Any, **kwargs: Any) -> Any:
                 self.__class__ = own
-                stops = script._observe(self)
-                if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(self.args.output_dir)):
-                    kwargs["resume_from_checkpoint"] = latest
-                output = self.train(*args, **kwargs)
-                if stops is not None:
-                    stops.raise_if_stopped()
-                return output
+                return script._train(self, *args, **kwargs)
 
             trainer.__class__ = type(own.__name__, (own,), {"train": train})
 
         Trainer.__init__ = init
+
+    def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        stops = self._observe(trainer)
+        if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(trainer.args.output_dir)):
+            kwargs["resume_from_checkpoint"] = latest
+        output = trainer.train(*args, **kwargs)
+        if stops is not None:
+            stops.raise_if_stopped()
+        return output
 
     def _observe(self, trainer: Any) -> StopOnSignal | None:
         """Observe a training: the first in the run folder, each later one in a folder of its own below it."""

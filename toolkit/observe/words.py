@@ -168,6 +168,15 @@ def check_script(script: str | None, module: str | None) -> None:
         raise ToolkitError(f"script {path} is not Python{line}: {error}", hint=f"`{USAGE}`") from None
 
 
+def check_divides_ranks_only(preset: PresetSpec) -> None:
+    """Raise ToolkitError for a preset that another script than ours cannot run."""
+    if preset.degrees or preset.engine == "pipeline":
+        raise ToolkitError(
+            f"preset {preset.name!r} divides the model inside our training script, which --script does not run",
+            hint="`--preset zero3` or `--preset fsdp2`",
+        )
+
+
 def _check_module(name: str) -> None:
     try:
         sys.path.insert(0, "")
