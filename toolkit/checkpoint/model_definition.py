@@ -185,7 +185,7 @@ class MetaModel:
     @cached_property
     def known_names(self) -> set[str]:
         """Names of the live model, a tied weight's each, and of the buffers that older files have."""
-        model = self.training_model
+        model = self.base_model
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         return {*self.shapes, *(name for name, _ in named)}
 
