@@ -33,14 +33,7 @@ COLUMNS = (
     *("other\n", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
 )
 GPU_COLUMNS = (
-    "GPU\n",
-    "GPUs\n",
-    "preset\n",
-    "torch\nGiB",
-    "smi\nGiB",
-    "of\nGiB",
-    "tokens/s\nper GPU",
-    "$ per M\ntokens",
+    *("GPU\n", "GPUs\n", "preset\n", "torch\nGiB", "smi\nGiB", "of\nGiB", "tokens/s\nper GPU", "$ per M\ntokens"),
 )
 TEXT_COLUMNS = {"GPU\n", "preset\n", "verdict\n"}
 MAX_GPUS_SHOWN = 12
