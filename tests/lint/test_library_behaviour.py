@@ -20,6 +20,7 @@ from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
+from toolkit.lint.rules.trainer import DPO_KEYS
 from toolkit.versions import installed_version, version_numbers
 
 pytestmark = pytest.mark.nightly
@@ -56,6 +57,7 @@ EXPECTED: dict[str, Any] = {
     "deepspeed-file-relative": "Expected a string path to an existing deepspeed config",
     "duplicate-key": [2, 2],
     "unknown-deepspeed-key": ACCEPTED,
+    "dotted-key": [500_000_000, 1000],  # of `zero_optimization.reduce_bucket_size: 1000`, and of the key in its block
     "fp16-and-bf16-json": "cannot be simultaneously enabled",
     "batch-arithmetic": "train_batch_size is not equal to",
     "batch-arithmetic-of-pair": "16 != 4 * 2 * 1",
@@ -86,6 +88,17 @@ FOUND_IN_SOURCE = {
     # what becomes of the weights is run by tests/train/model/test_four_bit.py
     "4bit-not-sharded": ("accelerate", "utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP"),
     "whole-gradients-between-steps": ("transformers", "trainer.py", 'plugin_kwargs.get("sync_each_batch", False)'),
+    "padding-free-ignored": ("trl", "trainer/dpo_trainer.py", "            self.padding_free = False\n"),
+    "padding-free-refused": (
+        "trl",
+        "trainer/sft_trainer.py",
+        "if self.padding_free and not args.packing and args.max_length is not None and not self._is_vision_dataset:",
+    ),
+    "precompute-with-adapters": (
+        "trl",
+        "trainer/dpo_trainer.py",
+        "if is_peft_model(self.model) or (args.precompute_ref_log_probs and not self.is_fsdp_enabled):",
+    ),
     "nvme-below-stage-3": (
         "deepspeed",
         "runtime/zero/stage_1_and_2.py",
@@ -146,6 +159,22 @@ def test_deepspeed_refuses_unknown_and_removed_keys_and_accepts_deprecated_ones(
     assert set(seen()["deprecated-zero-key"].values()) == {ACCEPTED}
 
 
+def test_the_libraries_raise_for_values_of_a_wrong_type() -> None:
+    assert [each.partition(":")[0] for each in seen()["wrong-type"]] == [
+        *("AttributeError", "AttributeError", "ValueError", "ValueError", "ValidationError", "ValidationError"),
+        "TypeError",
+    ]
+
+
+def test_trl_turns_padding_free_on_for_packed_rows_and_writes_dotted_keys() -> None:
+    packed = 'self.padding_free = args.padding_free or (args.packing and args.packing_strategy in {"bfd", "bfd_split"})'
+    assert packed in source_of("trl", "trainer/sft_trainer.py")
+    assert '"zero_optimization.reduce_bucket_size": hidden_size' in source_of("trl", "models/utils.py")
+    own = [key for key in DPO_KEYS if f"    {key}: " in source_of("trl", "trainer/dpo_config.py")]
+    assert own == list(DPO_KEYS)
+    assert [key for key in DPO_KEYS if f"    {key}: " in source_of("trl", "trainer/sft_config.py")] == []
+
+
 def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -> None:
     assert all("Some keys are not used" in each for each in seen()["removed-training-argument"].values())
     assert any("`activation_checkpointing` instead" in message for message in seen()["deprecated-training-argument"])
@@ -173,6 +202,7 @@ def test_words_in_fsdp_mean_version_2_hybrid_ones_are_refused_and_the_keys_are_t
 def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests = {"refused-nested-key", "removed-deepspeed-key", "deprecated-zero-key"}
     own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
+    own_tests |= {"wrong-type", "wrong-deepspeed-type", "wrong-argument-type"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
     own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}
     shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests

@@ -21,6 +21,7 @@ FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
 FSDP1 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
 PAIR = f"{DEEPSPEED}  deepspeed_config_file: ds.json\n"
+TRL = "model_name_or_path: Qwen/Qwen3-8B\nlearning_rate: 0.1\n"
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
 
 
@@ -51,6 +52,24 @@ CASES = [
     Case("unknown-deepspeed-key", '{\n"zero_optimization": {"stage": 1},\n"gradient_cliping": "auto"}',
          '{"_why": "a comment", "zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}', 3, "ds.json",
          fixed='{\n"zero_optimization": {"stage": 1},\n"gradient_clipping": "auto"}'),
+    Case("dotted-key", '{"zero_optimization": {"stage": 3,\n"reduce_bucket_size": 5},\n'
+         '"zero_optimization.reduce_bucket_size": 5}', zero(3, reduce_bucket_size=5), 3, "ds.json"),
+    Case("wrong-type", f"{DEEPSPEED}  deepspeed_config_file: 5\n", PAIR, 3),
+    Case("wrong-type", f"{DEEPSPEED}  zero_stage: two\n", f'{DEEPSPEED}  zero_stage: "2"\n', 3),
+    Case("wrong-type", "distributed_type: MULTI_GPU\ngpu_ids: [0, 1]\n",
+         'distributed_type: MULTI_GPU\ngpu_ids: "0,1"\n', 2),
+    Case("wrong-deepspeed-type", '{"zero_optimization": {"stage": 3,\n"reduce_bucket_size": "large"}}',
+         zero(3, reduce_bucket_size="auto", stage3_prefetch_bucket_size=5e8), 2, "ds.json"),
+    Case("wrong-deepspeed-type", '{"zero_optimization":\ntrue}', '{"zero_optimization":\n{"stage": 0}}', 1, "ds.json"),
+    Case("wrong-argument-type", "learning_rate: 1e-5\nlogging_steps: often\n",
+         'learning_rate: 1e-5\nlogging_steps: "5"\n', 2),
+    Case("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", f"{TRL}packing: true\npadding_free: true\n",
+         4, fixed=f"{TRL}beta: 0.1\n"),
+    Case("padding-free-ignored", f"{TRL}packing: true\npadding_free: false\n",
+         f"{TRL}packing: true\npacking_strategy: wrapped\npadding_free: false\n", 4, fixed=f"{TRL}packing: true\n"),
+    Case("padding-free-refused", f"{TRL}padding_free: true\n", f"{TRL}padding_free: true\nmax_length: null\n", 3),
+    Case("precompute-with-adapters", f"{TRL}use_peft: true\nprecompute_ref_log_probs: true\n",
+         f"{TRL}use_peft: false\nprecompute_ref_log_probs: true\n", 4, fixed=f"{TRL}use_peft: true\n"),
     Case("refused-nested-key", '{"zero_optimization": {"stage": 1,\n"reduce_bucket": 5}}',
          '{"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}', 2, "ds.json"),
     Case("refused-nested-key", '{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}',

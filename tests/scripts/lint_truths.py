@@ -133,6 +133,12 @@ def pair_truths() -> None:
     SEEN["pair-alone"] = raised(lambda: in_rank(pair + "  zero3_init_flag: false\n", DeepSpeedPlugin))
     SEEN["key-owned-by-json"] = raised(lambda: in_rank(pair + "  zero_stage: 1\n", DeepSpeedPlugin))
     SEEN["precision-owned-by-json"] = raised(lambda: in_rank(pair + "mixed_precision: bf16\n", DeepSpeedPlugin))
+    SEEN["wrong-type"] = [
+        raised(lambda: in_rank(DEEPSPEED + "  deepspeed_config_file: 5\n", DeepSpeedPlugin)),
+        raised(lambda: ranks_environment("distributed_type: MULTI_GPU\ngpu_ids: [0, 1]\n")),
+        raised(lambda: in_rank(DEEPSPEED + "  zero_stage: two\n", DeepSpeedPlugin)),
+        raised(lambda: in_rank(fsdp("fsdp_offload_params: cpu"), FullyShardedDataParallelPlugin)),
+    ]
     SEEN["no-zero-block"] = raised(lambda: DeepSpeedPlugin(hf_ds_config={"train_batch_size": "auto"}))
     SEEN["deepspeed-file-missing"] = raised(lambda: DeepSpeedPlugin(hf_ds_config="gone.json"))
     Path("elsewhere").mkdir()
@@ -148,6 +154,12 @@ def deepspeed_truths(removed: list[str], removed_zero: list[str], deprecated: di
         return raised(lambda: DeepSpeedConfig(given))
 
     SEEN["unknown-deepspeed-key"] = config(gradient_cliping=1.0)
+    dotted, nested = "zero_optimization.reduce_bucket_size", {"stage": 3, "reduce_bucket_size": 1000}
+    both = ({"zero_optimization": {"stage": 3}, dotted: 1000}, {"zero_optimization": nested})
+    SEEN["dotted-key"] = [
+        DeepSpeedConfig({"train_batch_size": 1} | each).zero_config.reduce_bucket_size for each in both
+    ]
+    SEEN["wrong-type"] += [config({"stage": "two"}), config({"reduce_bucket_size": "big"})]
     SEEN["refused-nested-key"] = [config({"reduce_bucket": 5}), config({"offload_optimizer": {"devise": "cpu"}})]
     SEEN["refused-nested-key"].append(config(bf16={"enabled": True, "loss_scale": 0}))
     SEEN["field-names-are-taken"] = config({"stage": 3, "prefetch_bucket_size": 5})
@@ -179,6 +191,7 @@ def transformers_truths(removed: list[str]) -> None:
         arguments(gradient_checkpointing=True)
     SEEN["deprecated-training-argument"] = [str(each.message) for each in said if each.category is FutureWarning]
     SEEN["misspelt-training-argument"] = raised(lambda: parser.parse_dict({"output_dir": "out", "learning_rte": 1}))
+    SEEN["wrong-type"].append(raised(lambda: arguments(logging_steps="often")))
     SEEN["fp16-and-bf16"] = raised(lambda: arguments(fp16=True, bf16=True))
     SEEN["unquoted-no-strategy"] = [raised(lambda k=k: arguments(**{k: False})) for k in ("save_strategy",)]
     dropped = arguments(fsdp=True, fsdp_config={"reshard_after_forwrd": False})

@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_failure, print_message
-from toolkit.errors import EXIT_RUN_FAILED
-from toolkit.flags import CpuFlag, JsonOutput, ModelName, PresetName, TrainingArguments
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.flags import CpuFlag, JsonOutput, ModelName, OptionalModelName, PresetName, TrainingArguments
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
+from toolkit.job.argument_values import Range, check_range
+from toolkit.launch.options import check_script_options
 from toolkit.plan.options import PlanOptions, RecommendOptions
 
 
 @expand_options
 def plan(
-    model: ModelName,
+    context: typer.Context,
+    model: OptionalModelName = None,
+    *,
     options: PlanOptions,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help="device that --verify rehearses on")] = None,
     as_json: JsonOutput = False,
 ) -> None:
-    """Plan memory, communication and speed of a job, before it runs.
+    """Plan memory, communication, speed and cost of a job, before it runs.
 
-    Shows for each preset what fits, and with how much headroom. Runs nothing.
+    Shows for each preset what fits. Without a GPU here and without --gpu: which GPUs, and how many, the job needs.
     """
-    from toolkit.plan.plan_table import print_json, print_plans
-    from toolkit.plan.planner import make_plans, plan_request
+    from toolkit.plan.finish import read_prices, work_of
+    from toolkit.plan.plan_table import PlanAnswer, print_json, print_plans
+    from toolkit.plan.planner import asks_which_gpus, make_plans, plan_request
+    from toolkit.plan.which_gpus import gpus_for
 
-    request = plan_request(model, options)
-    plans = make_plans(request)
+    if options.config is not None:
+        from toolkit.plan.config_file import configured_plan
+
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        model, options, described = configured_plan(options.config, model, options, given=given)
+        print_message(described)
+    if model is None:
+        raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
+    request, prices = plan_request(model, options), read_prices(options.price)
+    any_gpu = asks_which_gpus(options)
+    plans = gpus_for(request, prices) if any_gpu else make_plans(request)
+    work = work_of(options, request.job, model)
+    answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
     if not as_json:
-        print_plans(plans, request)
+        print_plans(answer)
     verified = []
     if options.verify:
         from toolkit.plan.plan_vs_rehearsal import verify_plans
@@ -44,7 +63,7 @@ def plan(
                 print("\n" + "\n".join(verification.lines()))
     if as_json:
         more = {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
-        print_json(model, plans, request, **more)
+        print_json(model, answer, **more)
     if any(verification.failed for verification in verified):
         raise typer.Exit(EXIT_RUN_FAILED)
 
@@ -96,6 +115,18 @@ class RehearseOptions:
         bool,
         typer.Option("--fake-tensors", help="memory by part for a model that does not fit here (FSDP2 and DDP only)"),
     ] = False
+    script: Annotated[
+        str | None, typer.Option(help="rehearse a script of your own, unchanged; what follows `--` is for it")
+    ] = None
+    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
+    stop_after_steps: Annotated[int, typer.Option(help="with --script: optimizer steps to run")] = 3
+    output_dir: Annotated[
+        Path | None, typer.Option(help="with --script: keep the run folder here; without it, no files are kept")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_script_options(self.script, self.module, self.output_dir)
+        check_range("--stop-after-steps", self.stop_after_steps, Range(lowest=1))
 
     @property
     def world_size(self) -> int:
@@ -113,17 +144,36 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     without --output_dir, no files are kept.
     """
     from toolkit.presets.preset import load_preset
-    from toolkit.rehearse.rehearsal import plan_rehearsal, rehearse_once, result_facts, result_lines
+    from toolkit.rehearse.rehearsal import (
+        plan_rehearsal,
+        plan_script_rehearsal,
+        rehearse_once,
+        result_facts,
+        result_lines,
+    )
 
     on_cpu = trains_on_cpu(options.cpu)
-    planned = plan_rehearsal(
-        load_preset(options.preset),
-        world_size=options.world_size,
-        rank=options.rank,
-        training_argv=options.training_arguments,
-        cpu=on_cpu,
-        fake_tensors=options.fake_tensors,
-    )
+    preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
+    if options.script is None and options.module is None:
+        planned = plan_rehearsal(
+            preset,
+            **place,
+            training_argv=options.training_arguments,
+            cpu=on_cpu,
+            fake_tensors=options.fake_tensors,
+        )
+    else:
+        planned = plan_script_rehearsal(
+            preset,
+            **place,
+            script=options.script,
+            module=options.module,
+            arguments=options.training_arguments,
+            cpu=on_cpu,
+            fake_tensors=options.fake_tensors,
+            steps=options.stop_after_steps,
+            output_dir=options.output_dir,
+        )
     if on_cpu and options.cpu is None and not options.fake_tensors:
         print_message("no GPU is visible: rehearsing on the CPU in fp32")
     result, run = rehearse_once(planned, on_line=print_message)

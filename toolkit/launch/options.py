@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 1000  # more faults than this in one run need a person
 
 
+def check_script_options(script: str | None, module: str | None, output_dir: Path | None) -> None:
+    """Raise ToolkitError for two scripts, or for the run folder of none."""
+    if script is not None and module is not None:
+        raise ToolkitError("both --script and --module are given", hint="leave one of them out")
+    if output_dir is not None and script is None and module is None:
+        raise ToolkitError(
+            "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
     """The options of `toolkit train`; a comparison makes one for each trial."""
@@ -69,12 +79,7 @@ class TrainOptions:
         }
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
-        if self.script is not None and self.module is not None:
-            raise ToolkitError("both --script and --module are given", hint="leave one of them out")
-        if self.output_dir is not None and not self.runs_script:
-            raise ToolkitError(
-                "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
-            )
+        check_script_options(self.script, self.module, self.output_dir)
         if self.runs_script and (self.gpu is not None or self.nvme_path is not None):
             option = "--gpu" if self.gpu is not None else "--nvme-path"
             raise ToolkitError(f"{option} with a script of your own has no effect", hint=f"leave `{option}` out")

@@ -58,6 +58,7 @@ class KeyPosition:
     value_span: tuple[int, int]
     in_braces: bool  # inside YAML flow braces or JSON, where entries are separated by commas
     repeated: bool = False  # an entry before it in the same block has the same key
+    dotted: bool = False  # a key at the top level whose own name has a dot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Document:
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, KeyPosition] = field(default_factory=dict)
     repeated: tuple[KeyPosition, ...] = ()  # keys that repeat one in the same block
+    dotted_lines: dict[str, int] = field(default_factory=dict)  # of keys at the top level with a dot in their names
     is_json: bool = False
     deepspeed_json: Document | None = None  # the DeepSpeed JSON that this file names, where it was found
     script: JobScript = EMPTY_SCRIPT  # the shell script that this file is or has
@@ -132,13 +134,14 @@ def read_text(text: str, path: str) -> Document:
     data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
-    kind, positions = detect_kind(data), {position.key: position for position in found}
+    kind, positions = detect_kind(data), {position.key: position for position in found if not position.dotted}
     return Document(
         path=path,
         text=text,
         data=data,
         positions=positions,
         repeated=tuple(position for position in found if position.repeated),
+        dotted_lines={position.key: position.line for position in found if position.dotted},
         is_json=is_json,
         kind=kind,
         script=_task_script(text, data, positions) if kind == SKYPILOT else EMPTY_SCRIPT,
@@ -206,6 +209,7 @@ def _yaml_positions(node: yaml.Node, key: str, path: str) -> Iterator[KeyPositio
                 value_span=(value_node.start_mark.index, _yaml_end(value_node)),
                 in_braces=bool(node.flow_style),
                 repeated=key_node.value in names,
+                dotted=not key and "." in key_node.value,
             )
             names.add(key_node.value)
             yield from _yaml_positions(value_node, prefix + key_node.value, path)
@@ -226,7 +230,6 @@ _DECODER = json.JSONDecoder()
 def _json_positions(text: str) -> Iterator[KeyPosition]:
     """Yield the position of each key of a text that the decoder has accepted, so that every brace has its partner."""
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
-    seen: set[str] = set()
 
     def after_space(at: int) -> int:
         found = _SPACE.match(text, at)
@@ -237,6 +240,7 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
         if text[start] not in "{[":
             return _DECODER.raw_decode(text, start)[1]
         prefix, index, at = f"{key}." if key else "", 0, after_space(start + 1)
+        names: set[str] = set()
         while text[at] not in "}]":
             if text[start] == "[":
                 end = yield from value(at, f"{prefix}{index}")
@@ -251,9 +255,10 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
                     key_span=(at, key_end),
                     value_span=(value_start, end),
                     in_braces=True,
-                    repeated=prefix + name in seen,
+                    repeated=name in names,
+                    dotted=not key and "." in name,
                 )
-                seen.add(prefix + name)
+                names.add(name)
             index, at = index + 1, after_space(end)
             at = after_space(at + 1) if text[at] == "," else at
         return at + 1

@@ -17,6 +17,7 @@ CHECKED_VERSIONS = {
     "transformers": "5.23.0",
     "pyyaml": "6.0.3",
     "torch": "2.13.0",
+    "trl": "1.16.0",
     "slurm": "22.05",
 }
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -52,10 +52,10 @@ class MemoryPeak:
 class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
     """Dispatch mode that sees every allocation below autograd; `peaks` has the highest point of each phase."""
 
-    def __init__(self, *, vocab_size: int) -> None:
+    def __init__(self, *, vocab_size: int = 0) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
-        """A tensor whose last dimension this is holds logits or their gradient."""
+        self.logits_widths = {vocab_size}
+        """Tensors whose last dimension is one of these hold logits or their gradient."""
         self.live: dict[int, LiveStorage] = {}
         self.live_bytes = 0
         self.resizable: dict[int, LiveStorage] = {}
@@ -79,11 +79,11 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Attribute allocations inside to this phase."""
-        return _replaced(self, "phase_name", name)
+        return replaced(self, "phase_name", name)
 
     def tagged(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """Attribute allocations inside to a purpose instead of to the phase."""
-        return _replaced(self, "tag", tag)
+        return replaced(self, "tag", tag)
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of these tensors as zero bytes: they existed before."""
@@ -105,7 +105,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         key = storage._cdata
         if key in self.live:
             return False
-        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] in self.logits_widths
         tag = self.tag or ("logits" if is_logits else self.phase_name)
         self.num_tracked += 1
         forget = weakref.ref(storage, lambda _: self._forget(key))
@@ -136,12 +136,17 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
 @contextlib.contextmanager
 def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     """Give tensors made inside shapes but no memory, and track them in `memory`."""
+    with patched_for(memory, engine=engine), FakeTensorMode(allow_non_fake_inputs=True), memory:
+        yield
+
+
+@contextlib.contextmanager
+def patched_for(memory: LiveMemory, *, engine: str) -> Iterator[None]:
+    """Patch what reads values of tensors, or saves on a CPU what a GPU does not, and tag what FSDP2 gathers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_on_gpu())
         for owner, name, context in _fsdp_contexts(memory) if engine == "fsdp2" else ():
-            stack.enter_context(_replaced(owner, name, context()(getattr(owner, name))))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(memory)
+            stack.enter_context(replaced(owner, name, context()(getattr(owner, name))))
         yield
 
 
@@ -154,11 +159,11 @@ def as_on_gpu() -> Iterator[None]:
     """
     attention = functools.partial(_attention_on_gpu, torch.nn.functional.scaled_dot_product_attention)
     with (
-        _replaced(torch.nn.Module, "_apply", _apply_without_swapping),
-        _replaced(masking_utils, "find_packed_sequence_indices", lambda _: None),
-        _replaced(torch.nn.functional, "scaled_dot_product_attention", attention),
-        _replaced(torch.nn.functional, "dropout", _dropout_on_gpu),
-        _replaced(moe, "_can_use_grouped_mm", lambda _, weight, *__: weight.dtype == torch.bfloat16),
+        replaced(torch.nn.Module, "_apply", functools.partialmethod(_apply_without_swapping, torch.nn.Module._apply)),
+        replaced(masking_utils, "find_packed_sequence_indices", lambda _: None),
+        replaced(torch.nn.functional, "scaled_dot_product_attention", attention),
+        replaced(torch.nn.functional, "dropout", _dropout_on_gpu),
+        replaced(moe, "_can_use_grouped_mm", lambda _, weight, *__: weight.dtype == torch.bfloat16),
     ):
         yield
 
@@ -173,7 +178,7 @@ def _fsdp_contexts(memory: LiveMemory) -> list[tuple[Any, str, Callable[[], Any]
         (FSDPParamGroup, "unshard", lambda: memory.tagged("gathered")),
         (FSDPParamGroup, "wait_for_unshard", lambda: memory.tagged("gathered")),
         (FSDPParamGroup, "post_backward", lambda: memory.tagged("reduction")),
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda: _replaced(memory, "is_paused", True)),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda: replaced(memory, "is_paused", True)),
         (_fully_shard, "_init_default_mesh", unset_fake_temporarily),
         (DeviceMesh, "__getitem__", unset_fake_temporarily),
         (DeviceMesh, "_flatten", unset_fake_temporarily),
@@ -181,8 +186,9 @@ def _fsdp_contexts(memory: LiveMemory) -> list[tuple[Any, str, Callable[[], Any]
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object, a class or a module another attribute for a while."""
+    original = vars(owner).get(name, getattr(owner, name, None))  # a class's method as it is, unbound
     setattr(owner, name, value)
     try:
         yield
@@ -227,14 +233,19 @@ def _dropout_on_gpu(tensor: Any, p: float = 0.5, training: bool = True, inplace:
     return torch.native_dropout(tensor, p, True)[0] if training and p else tensor
 
 
-def _apply_without_swapping(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+def _apply_without_swapping(module: Any, apply: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
     """`Module._apply` would swap each fake parameter with its copy, and fails where moving it changed nothing."""
+    if not any(isinstance(parameter, FakeTensor) for parameter in module.parameters(recurse)):
+        return apply(module, fn, recurse)
+    made: dict[int, Any] = {}  # tied parameters stay one
     for part in module.modules() if recurse else [module]:
         present = {key: parameter for key, parameter in part._parameters.items() if parameter is not None}
         for key, parameter in present.items():
-            with torch.no_grad():
-                applied = fn(parameter)
-            if applied is not parameter:
-                part._parameters[key] = torch.nn.Parameter(applied, parameter.requires_grad)
+            if id(parameter) not in made:
+                with torch.no_grad():
+                    applied = fn(parameter)
+                changed = applied is not parameter
+                made[id(parameter)] = torch.nn.Parameter(applied, parameter.requires_grad) if changed else parameter
+            part._parameters[key] = made[id(parameter)]
         part._buffers.update({key: fn(buffer) for key, buffer in part._buffers.items() if buffer is not None})
     return module

@@ -25,12 +25,14 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
 from toolkit.observe.accelerate_loop import LoopedTraining, ObservedLoop
+from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
+from toolkit.observe.trial import StepsAlone, change, change_training_arguments
 from toolkit.observe.words import Words
 from toolkit.presets.preset import presets_root
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
@@ -49,12 +51,14 @@ class ScriptRun:
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.trainers = self.trainings = 0
+        self.writes = self.rank == 0
 
     def run(self) -> int:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
         self._open_folder()
-        find_deepspeed_json()
-        make_cpu_group(self.ranks)
+        self._form_group()
+        if self.words.trial:
+            change_training_arguments(self.folder.path)
         self._watch_trainers()
         code, told = EXIT_DONE, None
         try:
@@ -66,9 +70,13 @@ class ScriptRun:
             told = f"the script called sys.exit({leaving.code})" if code else None
         except BaseException as error:
             return self._failed(error)
-        if self.rank == 0:
+        if self.writes:
             code = self._close_folder(code, told)
         return code
+
+    def _form_group(self) -> None:
+        find_deepspeed_json()
+        make_cpu_group(self.ranks)
 
     def _open_folder(self) -> None:
         """Let rank 0 write run.json before there is a process group. Raises ToolkitError for a folder in use."""
@@ -129,24 +137,32 @@ class ScriptRun:
 
         @functools.wraps(make)
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get("args", args[1] if len(args) > 1 else None)
+            if script.words.trial and given is not None:  # the script may have changed them since
+                change(given, script.folder.path)
             make(trainer, *args, **kwargs)
             script.trainers += 1
             own = type(trainer)
 
             def train(self: Any, *args: Any, **kwargs: Any) -> Any:
                 self.__class__ = own
-                stops = script._observe(self)
-                if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(self.args.output_dir)):
-                    kwargs["resume_from_checkpoint"] = latest
-                output = self.train(*args, **kwargs)
-                if stops is not None:
-                    stops.raise_if_stopped()
-                return output
+                return script._train(self, *args, **kwargs)
 
             trainer.__class__ = type(own.__name__, (own,), {"train": train})
 
         Trainer.__init__ = init
         ObservedLoop.launched = self._join_loop
+
+    def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        stops = self._observe(trainer)
+        if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(trainer.args.output_dir)):
+            kwargs["resume_from_checkpoint"] = latest
+        output = trainer.train(*args, **kwargs)
+        if stops is not None:
+            stops.raise_if_stopped()
+        if self.words.trial:  # what follows would save, evaluate, or train something else
+            raise SystemExit(EXIT_DONE)
+        return output
 
     def _observe(self, trainer: Any) -> StopOnSignal | None:
         path, first = self._next_folder()
@@ -164,6 +180,12 @@ class ScriptRun:
             RunFolder(path).update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
+        within, minutes = words.stop_when_steps_within, words.stop_after_minutes
+        if within is not None or minutes is not None:
+            timer = observer.timer
+            trainer.add_callback(EarlyStopping(timer.run, timer, within=within, minutes=minutes, evaluates=False))
+        if words.trial:
+            trainer.add_callback(StepsAlone())
         if not words.stop_on_signal:
             return None
         stops = StopOnSignal(observer.progress, rank=args.process_index, world_size=args.world_size)
@@ -210,13 +232,24 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]
 
 
 def make_cpu_group(ranks: int) -> None:
-    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself."""
+    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself.
+
+    `TrainingArguments` drops a group that was made earlier, and makes one on a CPU only where it is given `use_cpu`.
+    """
     if torch.cuda.is_available() or ranks < 2:
         return
     from accelerate import PartialState
 
     enable_fsdp_on_cpu()
-    PartialState(cpu=True)
+    make = PartialState.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, cpu: bool = True, **kwargs: Any) -> None:
+        del cpu
+        make(self, cpu=True, **kwargs)
+
+    PartialState.__init__ = init
+    PartialState()
 
 
 def find_deepspeed_json() -> None:

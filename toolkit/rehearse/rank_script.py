@@ -14,6 +14,8 @@ from typing import Any
 from transformers import set_seed
 
 from toolkit.observe.attest.tensors import compute_dtype
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.observer import Observer
 from toolkit.observe.progress import Progress
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import read_rows
@@ -62,9 +64,19 @@ def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], prog
 
 def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> dict[str, Any]:
     """Return run.json's `rehearsal`: the bytes that this rank held, read back after its first step, and its peaks."""
-    own, rows = dict(trainer.observer.attestation.reading), read_rows(run.folder.rank_rows(rehearsed.rank))
-    layout = run.arguments.layout
-    timed = [row.seconds for row in rows[run.arguments.job.untimed_steps :]]
+    job, layout = run.arguments.job, run.arguments.layout
+    facts = measured_facts(run, rehearsed, trainer.observer, untimed_steps=job.untimed_steps)
+    more = [*([WITH_EXPERTS] if layout is not None and layout.ep > 1 else []), *([WITH_PACKING] if job.packing else [])]
+    facts["not_measured"] += more
+    return facts | {"random_weights": not has_local_weights(str(job.model_name_or_path))}
+
+
+def measured_facts(
+    run: ObservedRun, rehearsed: RehearsedRank, observer: Observer, *, untimed_steps: int
+) -> dict[str, Any]:
+    """Return what was read back from this rank's live objects after its first step, and its peaks."""
+    own, rows = dict(observer.attestation.reading or {}), read_rows(run.folder.rank_rows(rehearsed.rank))
+    timed = [row.seconds for row in rows[untimed_steps:]]
     return {
         **asdict(rehearsed),
         "steps": len(rows),
@@ -72,11 +84,6 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         **{name: max((size for row in rows if (size := getattr(row, name))), default=None) for name in PEAKS},
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
-        "not_measured": [
-            *NOT_MEASURED,
-            *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else []),
-            *([WITH_PACKING] if run.arguments.job.packing else []),
-        ],
-        "phase_peaks": trainer.observer.timer.read_peaks(),
-        "random_weights": not has_local_weights(str(run.arguments.job.model_name_or_path)),
+        "not_measured": list(NOT_MEASURED),
+        "phase_peaks": observer.timer.read_peaks(),
     }

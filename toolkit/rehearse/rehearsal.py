@@ -29,6 +29,7 @@ from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_requi
 from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
+from toolkit.observe.words import check_script, check_script_preset
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
@@ -63,12 +64,23 @@ class Rehearsal:
     rehearsed: RehearsedRank
     training_argv: list[str]
     cpu: bool
+    script: str | None = None
+    """Somebody's script, or the name of a module; None for our own script. `training_argv` is for it."""
+    is_module: bool = False
+    steps: int = DEFAULT_STEPS
+    output_dir: Path | None = None
+    """The run folder that is kept."""
+
+    def with_folder(self, folder: Path) -> Rehearsal:
+        """Return the rehearsal with a run folder, which our own script has among its arguments."""
+        words = self.training_argv if self.script else [*self.training_argv, "--output_dir", str(folder)]
+        return replace(self, output_dir=folder, training_argv=words)
 
 
-def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int) -> None:
+def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int, purpose: Purpose = "rehearse") -> None:
     """Raise ToolkitError for a world size that the preset does not support, a rank outside it, or no rehearsal."""
     check_range("--num-processes", world_size, Range(lowest=1, highest=LARGEST_WORLD_SIZE))
-    check_supported(preset, world_size=world_size, purpose="rehearse")
+    check_supported(preset, world_size=world_size, purpose=purpose)
     if not 0 <= rank < world_size:
         raise ToolkitError(
             f"--rank is {rank}, and a world of {world_size} has ranks 0 to {world_size - 1}", hint="`--rank 0`"
@@ -100,6 +112,36 @@ def plan_rehearsal(
         rehearsed=RehearsedRank(world_size=world_size, rank=rank, fake_tensors=fake_tensors),
         training_argv=[*training_argv, *(word for name, value in added.items() for word in (f"--{name}", value))],
         cpu=cpu or fake_tensors,
+        output_dir=None if job.output_dir is None else Path(job.output_dir),
+    )
+
+
+def plan_script_rehearsal(
+    preset: PresetSpec,
+    *,
+    world_size: int,
+    rank: int = 0,
+    script: str | None = None,
+    module: str | None = None,
+    arguments: Sequence[str] = (),
+    cpu: bool,
+    fake_tensors: bool = False,
+    steps: int = DEFAULT_STEPS,
+    output_dir: Path | None = None,
+) -> Rehearsal:
+    """Check what can be known of somebody's script. Raises ToolkitError for the first thing that is invalid."""
+    check_script_preset(preset)
+    check_rehearsal(preset, world_size=world_size, rank=rank, purpose="trace" if fake_tensors else "rehearse")
+    check_script(script, module)
+    return Rehearsal(
+        preset=preset,
+        rehearsed=RehearsedRank(world_size=world_size, rank=rank, fake_tensors=fake_tensors),
+        training_argv=list(arguments),
+        cpu=cpu or fake_tensors,
+        script=script or module,
+        is_module=script is None,
+        steps=steps,
+        output_dir=output_dir,
     )
 
 
@@ -140,6 +182,9 @@ def _command(rehearsal: Rehearsal) -> ProcessCommand:
     rehearsed = rehearsal.rehearsed
     world = ["--world-size", str(rehearsed.world_size), "--rank", str(rehearsed.rank)]
     world += ["--fake-tensors"] if rehearsed.fake_tensors else []
+    if rehearsal.script is not None:
+        world += ["--module" if rehearsal.is_module else "--script", rehearsal.script]
+        world += ["--output-dir", str(rehearsal.output_dir), "--steps", str(rehearsal.steps)]
     process = [sys.executable, "-m", "toolkit.rehearse", "--preset", str(rehearsal.preset.accelerate_config_path)]
     shown = ["toolkit", "rehearse", "--preset", rehearsal.preset.name]
     return ProcessCommand(
@@ -176,12 +221,11 @@ def _run(rehearsal: Rehearsal, folder: RunFolder, on_line: Callable[[str], None]
 
 def rehearse_once(rehearsal: Rehearsal, *, on_line: Callable[[str], None]) -> tuple[RunResult, dict[str, Any]]:
     """Rehearse, and return run.json too; in a temporary folder unless `--output_dir` names one."""
-    output_dir = Job.from_argv(rehearsal.training_argv).output_dir
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
-        folder = Path(temporary if output_dir is None else output_dir)
-        if output_dir is None:
-            rehearsal = replace(rehearsal, training_argv=[*rehearsal.training_argv, "--output_dir", temporary])
-        result = _run(rehearsal, RunFolder(folder), on_line)
+        if rehearsal.output_dir is None:
+            rehearsal = rehearsal.with_folder(Path(temporary))
+        assert rehearsal.output_dir is not None
+        result = _run(rehearsal, RunFolder(rehearsal.output_dir), on_line)
         return result, result.folder.read_run() or {}
 
 
@@ -200,14 +244,16 @@ def refuse_rehearsals(folders: Sequence[Path]) -> None:
 def result_facts(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `toolkit rehearse --json` prints, from a finished rehearsal's run.json."""
     names = ("preset", "training_arguments", "versions", "hardware", "git_commit", "measurement_version")
-    return {**run["rehearsal"], "device": run["spec"]["device"], **{name: run[name] for name in names}}
+    return {"device": _device(run), **run["rehearsal"], **{name: run[name] for name in names}}
 
 
 def result_lines(run: Mapping[str, Any]) -> list[str]:
     """Return what `toolkit rehearse` prints, from a finished rehearsal's run.json."""
-    facts, spec, device = run["rehearsal"], run["spec"], run["spec"]["device"]
+    facts, spec, device = run["rehearsal"], run.get("spec"), _device(run)
     weights = "random weights" if facts["random_weights"] else "the model's weights"
-    batch = f"{spec['per_device_train_batch_size']} rows of up to {spec['data']['max_seq_length']:,} tokens"
+    batch = facts.get("batch")
+    if spec is not None:
+        batch = f"{spec['per_device_train_batch_size']} rows of up to {spec['data']['max_seq_length']:,} tokens"
     sizes = {part: int(facts[f"{part}_bytes"]) for part in ("parameter", "gradient", "optimizer")}
     sizes["total"] = sum(sizes.values())
     return [
@@ -215,9 +261,14 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
         f" {facts['num_trainable_params']:,} of {facts['num_params']:,} parameters trained, {weights}, {batch}",
         "model states of this rank, read back from the live objects in the first step:",
         *(f"  {part:<10} {size:>18,} bytes  {gib(size):>10}" for part, size in sizes.items()),
+        *(f"  and {name}: {size:,} bytes, {gib(size)}" for name, size in facts.get("other_model_bytes", {}).items()),
         *(_traced_lines(facts) if facts["fake_tensors"] else _measured_lines(facts, device)),
         f"not measured by a rehearsal: {'; '.join(facts['not_measured'])}",
     ]
+
+
+def _device(run: Mapping[str, Any]) -> str:
+    return str((run.get("spec") or run["rehearsal"])["device"])
 
 
 def _traced_lines(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -225,12 +276,15 @@ def _traced_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for phase, peak in facts["peaks"].items():
         parts = ", ".join(f"{part} {gib(size)}" for part, size in peak["parts"].items() if size >= MIB)
         yield f"  {phase:<10} {gib(peak['total_bytes']):>10}: {parts}"
+    if facts.get("made_up"):
+        yield "made up, where the script or a library reads a value that follows from weights:"
+        yield from (f"  {what}" + (f", {times} times" if times > 1 else "") for what, times in facts["made_up"].items())
 
 
 def _measured_lines(facts: Mapping[str, Any], device: str) -> Iterator[str]:
     if device != "cuda":
         host = gib(facts["peak_host_bytes"])
-        yield f"peak host memory of this process: {host} (fp32 on a CPU, libraries included)"
+        yield f"peak host memory of this process: {host} (on a CPU, libraries included)"
         return
     yield f"peak of {facts['steps']} steps by the allocator:"
     for phase, peaks in facts["phase_peaks"].items():

@@ -8,8 +8,11 @@ no fake tensors: its gradient buckets are counted as one tensor next to the mode
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +46,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def trace(args: Arguments, launch: LaunchContext) -> Facts:
-    """Return the peaks of an optimizer step by phase and part, and the bytes that this rank holds between steps.
-
-    `peaks` is {"forward": {"total_bytes": ..., "parts": {...}}, ...}. Raises AttestationFailed where what wraps the
-    model is not what the preset specifies.
-    """
+    """Trace an optimizer step of our own training script, on rows without padding."""
     assert launch.preset is not None
     vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
     memory = LiveMemory(vocab_size=vocabulary)
@@ -55,35 +54,21 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
         with no_init_weights():
             model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
         model.tie_weights()
-        trainer = prepared_trainer(model, args, memory)
-        trained = [parameter for parameter in trainer.model_wrapped.parameters() if parameter.requires_grad]
-        with memory.tagged("buckets"):  # DDP's are a second copy of all gradients
-            has_buckets = launch.preset.engine == "ddp" and launch.world_size != 1
-            buckets = torch.empty(sum(parameter.numel() for parameter in trained)) if has_buckets else None
+        with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
+            trainer = Trainer(model=model, args=args.training)
+            apply_loss(trainer, args.job)
+        expected = ExpectedRun(preset=launch.preset, world_size=launch.world_size, dp_shard_size=launch.dp_shard_size)
+        prepare(trainer, memory)
         rows, length = args.training.per_device_train_batch_size, args.job.tokens_per_row
-        tokens = torch.zeros(rows, length, dtype=torch.int64)  # without padding
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens}
         # Without positions a model reads the values of the mask.
         batch["position_ids"] = torch.arange(length).expand(rows, length)
-        states = TracedModelStates(memory)
-        for parameter in trained:  # as a first step would, without its forward and backward
-            parameter.grad = torch.zeros_like(parameter)
-        with memory.phase("step"):
-            trainer.optimizer.step()
-        trainer.model_wrapped.zero_grad()
-        run_step(trainer, batch, states)
-        own = verified_facts(trainer, launch) | {f"{part}_bytes": size for part, size in states.bytes.items()}
-        del buckets
-    return own | {
-        "steps": STEPS,
-        "peaks": {phase: peak_facts(memory.peaks[phase], states) for phase in PHASES if phase in memory.peaks},
-        "peak_host_bytes": peak_resident_bytes(),
-        "not_measured": list(NOT_TRACED),
-    }
+        return trace_step(trainer, memory, [batch] * args.training.gradient_accumulation_steps, expected)
 
 
 class TracedTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer, which reports forward and backward as separate phases."""
+    """Stands before a Trainer's own class, and reports forward and backward as separate phases."""
 
     memory: LiveMemory
 
@@ -92,22 +77,21 @@ class TracedTrainer(Trainer):  # type: ignore[misc]
             return super().compute_loss(*args, **kwargs)
 
 
-def prepared_trainer(model: Any, args: Arguments, memory: LiveMemory) -> TracedTrainer:
+def prepare(trainer: Any, memory: LiveMemory) -> None:
     """Wrap the model by the Trainer's own preparation, with an optimizer made afterwards.
 
     accelerate finds the parameters that FSDP2 replaced by their addresses, and fake tensors have none. Loading from
     rank 0 is left out: its full model would be the peak.
     """
-    training = args.training
-    with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
-        trainer = TracedTrainer(model=model, args=training)
-        apply_loss(trainer, args.job)
+    training = trainer.args
+    trainer.__class__ = type(type(trainer).__name__, (TracedTrainer, type(trainer)), {})
     trainer.memory = memory
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         plugin.cpu_ram_efficient_loading = False
     if training.activation_checkpointing:
-        trainer.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        given = {"use_reentrant": False} | (training.activation_checkpointing_kwargs or {})
+        trainer.model.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         wrapped, _ = trainer._prepare_for_training(STEPS, None, None)
@@ -115,7 +99,48 @@ def prepared_trainer(model: Any, args: Arguments, memory: LiveMemory) -> TracedT
     trainer.create_optimizer(wrapped)
     trainer.current_gradient_accumulation_steps = training.gradient_accumulation_steps
     wrapped.train()
-    return trainer
+
+
+def trace_step(
+    trainer: Any,
+    memory: LiveMemory,
+    batches: list[Any],
+    expected: ExpectedRun,
+    *,
+    num_items: Any = None,
+    other_models: Mapping[str, Any] | None = None,
+) -> Facts:
+    """Return the peaks of an optimizer step by phase and part, and the bytes that this rank holds between steps.
+
+    `batches` has one for each accumulation step; `num_items` is what the Trainer counted in them; `other_models` are
+    held beside the trained one, by name. `peaks` is
+    {"forward": {"total_bytes": ..., "parts": {...}}, ...}. Raises AttestationFailed where what wraps the model is not
+    what the preset specifies.
+    """
+    trained = [parameter for parameter in trainer.model_wrapped.parameters() if parameter.requires_grad]
+    with memory.tagged("buckets"):  # DDP's are a second copy of all gradients
+        has_buckets = expected.preset is not None and expected.preset.engine == "ddp" and expected.world_size != 1
+        buckets = torch.empty(sum(parameter.numel() for parameter in trained)) if has_buckets else None
+    states = TracedModelStates(memory)
+    for parameter in trained:  # as a first step would, without its forward and backward
+        parameter.grad = torch.zeros_like(parameter)
+    with memory.phase("step"):
+        trainer.optimizer.step()
+    trainer.model_wrapped.zero_grad()
+    run_step(trainer, batches, num_items, states)
+    own = verified_facts(trainer, expected) | {f"{part}_bytes": size for part, size in states.bytes.items()}
+    others = {}
+    for name, model in (other_models or {}).items():
+        states.record("other_models", [local(tensor) for tensor in model.parameters()])
+        others[name] = states.bytes.pop("other_models")
+    del buckets
+    return own | {
+        "other_model_bytes": others,
+        "steps": STEPS,
+        "peaks": {phase: peak_facts(memory.peaks[phase], states) for phase in PHASES if phase in memory.peaks},
+        "peak_host_bytes": peak_resident_bytes(),
+        "not_measured": list(NOT_TRACED),
+    }
 
 
 class TracedModelStates:
@@ -123,7 +148,7 @@ class TracedModelStates:
 
     def __init__(self, memory: LiveMemory) -> None:
         self.memory = memory
-        self.serials: dict[str, set[int]] = {"parameter": set(), "optimizer": set(), "gradient": set()}
+        self.serials: defaultdict[str, set[int]] = defaultdict(set)
         self.bytes: dict[str, int] = {}
 
     def record(self, part: str, tensors: list[Any]) -> None:
@@ -133,16 +158,15 @@ class TracedModelStates:
         self.bytes[part] = sum(sizes.values())  # each storage region counted once
 
 
-def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: TracedModelStates) -> None:
+def run_step(trainer: Any, batches: list[Any], num_items: Any, states: TracedModelStates) -> None:
     """Run one optimizer step as the Trainer's loop does, and record the model states."""
-    memory = states.memory
-    model, accumulation_steps = trainer.model_wrapped, trainer.args.gradient_accumulation_steps
+    memory, model = states.memory, trainer.model_wrapped
     always = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    for accumulation_step in range(accumulation_steps):
-        reduces = always or accumulation_step == accumulation_steps - 1
+    for accumulation_step, batch in enumerate(batches):
+        reduces = always or accumulation_step == len(batches) - 1
         sync = contextlib.nullcontext() if reduces else trainer.accelerator.no_sync(model=model)
         with sync, memory.phase("backward"):
-            trainer.training_step(model, dict(batch))
+            trainer.training_step(model, copy.copy(batch), num_items)
     trained = [p for p in model.parameters() if p.requires_grad]
     states.record("gradient", [local(p.grad) for p in trained if p.grad is not None])
     with memory.phase("step"):
@@ -153,7 +177,7 @@ def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: Tra
     model.zero_grad()
 
 
-def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
+def verified_facts(trainer: Any, expected: ExpectedRun) -> Facts:
     """Verify what wraps the model against the preset, and return its sizes.
 
     Its bytes are counted by `TracedModelStates`: fake tensors have no addresses.
@@ -162,10 +186,10 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
-    expected = expected_values(ExpectedRun(preset=launch.preset, dp_shard_size=launch.dp_shard_size), trainer)
-    if launch.preset is not None and launch.preset.engine == "ddp":
-        del expected["engine"]  # its buckets are counted, and nothing wraps the model
-    found = differences(expected, [own])
+    values = expected_values(replace(expected, world_size=None), trainer)
+    if expected.preset is not None and expected.preset.engine == "ddp":
+        del values["engine"]  # its buckets are counted, and nothing wraps the model
+    found = differences(values, [own])
     if found:
         raise AttestationFailed(f"the rehearsal does not match its preset: {found[0]}")
     return {

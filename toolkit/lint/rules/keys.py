@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.errors import nearest
-from toolkit.job.trainer_schema import trainer_argument_names
+from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.rules.settings import shorten
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, shorten
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, Types, ValueType
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -29,6 +29,13 @@ TRAINER_FSDP_KEYS = {
 TRAINER_SIMILARITY = 0.88
 SIMILARITY = 0.75
 COMMENT_PREFIXES = ("_", "//", "#", "$")
+# How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
+READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
+FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "int": (as_int, "a whole number"),
+    "float": (as_float, "a number"),
+    "bool": (as_bool, "true or false"),
+}
 
 
 def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Match:
@@ -70,8 +77,63 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
     known = DEEPSPEED_BLOCKS[""].keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
     for name in doc.data:
-        if name not in known and not name.startswith(COMMENT_PREFIXES):
+        is_dotted = name.partition(".")[0] in DEEPSPEED_BLOCKS and "." in name
+        if name not in known and not is_dotted and not name.startswith(COMMENT_PREFIXES):
             yield _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
+
+
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the key inside its block")
+def dotted_key(doc: Document) -> Iterator[Match]:
+    """DeepSpeed reads nested blocks only: a key like `zero_optimization.reduce_bucket_size` at the top level has no
+    effect, and the block's default applies (500,000,000 here). TRL 1.16 writes three of them for its reference model
+    (`prepare_deepspeed` in trl/models/utils.py)."""
+    for name in doc.data:
+        block, _, key = name.partition(".")
+        if key and block in DEEPSPEED_BLOCKS and block:
+            message = f"`{shorten(name)}` at the top level has no effect: DeepSpeed reads {block}'s own keys"
+            yield Match(name, message, f'`"{block}": {{"{shorten(key)}": ...}}`', line=doc.dotted_lines.get(name))
+
+
+@rule(ERROR, ACCELERATE, library="accelerate", fix="a value of the type that the message names")
+def wrong_type(doc: Document) -> Iterator[Match]:
+    """The value is none that the key takes: accelerate raises, at the latest in the ranks."""
+    return _wrong_types(doc, ACCELERATE_BLOCKS)
+
+
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="a value of the type that the message names")
+def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
+    """The value is none that the key takes: DeepSpeed raises in every rank, or where the value is first used."""
+    return _wrong_types(doc, DEEPSPEED_BLOCKS)
+
+
+@rule(ERROR, TRAINER, library="transformers", fix="a value of the type that the message names")
+def wrong_argument_type(doc: Document) -> Iterator[Match]:
+    """`TrainingArguments` does not check most types: it keeps the value, and what first computes with it raises."""
+    for name, field in trainer_schema().fields.items():
+        reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
+        if doc.get(name) is not None and reads(doc.get(name)) is None:
+            yield Match(name, f"{shorten(doc.get(name))}, expected {expected}", expected)
+
+
+def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
+    for block, types in blocks.items():
+        for name, value in doc.block(block).items() if block else doc.data.items():
+            is_fsdp = block == "fsdp_config"
+            kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
+            if kind is not None and _has_wrong_type(kind, value, fsdp=is_fsdp):
+                key = f"{block}.{name}" if block else name
+                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected)
+
+
+def _has_wrong_type(kind: ValueType, value: Any, *, fsdp: bool) -> bool:
+    """The libraries read `"8"` as 8 and `yes` as true; other rules are about words that mean something else."""
+    readings = (value, as_bool(value), as_int(value), as_float(value))
+    if value is None or kind is RESHARD or any(kind.accepts(each) for each in readings if each is not None):
+        return False
+    if isinstance(value, list | dict) or kind.expected.startswith(READABLE_TYPES):
+        return kind.expected != NOTHING.expected
+    # FSDP1 numbers its strategies, and an unquoted `no` is false.
+    return kind.expected.startswith("text") and type(value) in (int, float) and not fsdp
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")

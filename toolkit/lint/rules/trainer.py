@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 from toolkit.lint.document import SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.removed_keys import SCRIPT_ARGUMENTS
 from toolkit.lint.rules.settings import as_bool, as_enum, as_int, fsdp_setting, shorten
 from toolkit.presets.method_rules import rejects_save_only_model
+
+# Keys of TRL's DPOConfig that its SFTConfig does not have.
+DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
 
 def uses_fsdp(doc: Document) -> bool:
@@ -104,3 +108,44 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:
         if key.replace("_", "-") in call.options and as_bool(call.options[key.replace("_", "-")]) is not False:
             yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
+
+
+# -- TRL's trainers
+
+
+def is_trl(doc: Document) -> bool:
+    """Return True for arguments that TRL may read: LLaMA-Factory and ms-swift have some of the same names."""
+    return doc.has("model_name_or_path") and not any(doc.has(key) for key in ("stage", *SCRIPT_ARGUMENTS))
+
+
+@rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")
+def padding_free_ignored(doc: Document) -> Iterator[Match]:
+    """TRL's DPOTrainer warns in the log, and turns `padding_free` off: rows are padded. Its SFTTrainer turns it on
+    for rows that are packed with the default strategy, whatever the file says."""
+    chosen = as_bool(doc.get("padding_free")) if is_trl(doc) else None
+    strategy = doc.get("packing_strategy", "bfd")
+    if chosen and any(doc.has(key) for key in DPO_KEYS):
+        yield Match("padding_free", "DPOTrainer turns it off: rows are padded", "remove it", remove=True)
+    elif chosen is False and as_bool(doc.get("packing")) and strategy != "wrapped":
+        message = f"packing with {shorten(strategy)} turns it on all the same"
+        yield Match("padding_free", message, "remove it, or `packing: false`", remove=True)
+
+
+@rule(ERROR, TRAINER, library="trl", fix="packing: true, or max_length: null")
+def padding_free_refused(doc: Document) -> Iterator[Match]:
+    """TRL's SFTTrainer refuses `padding_free` with a `max_length` (1,024 by default) unless rows are packed."""
+    chosen = is_trl(doc) and as_bool(doc.get("padding_free")) and not any(doc.has(key) for key in DPO_KEYS)
+    length = doc.get("max_length", 1024)
+    if chosen and not as_bool(doc.get("packing")) and length is not None:
+        message = f"refused with max_length {shorten(length)} and without packing"
+        yield Match("padding_free", message, "`packing: true`, or `max_length: null` for rows that are short enough")
+
+
+@rule(NOTE, TRAINER, library="trl", fix="precompute_ref_log_probs: false")
+def precompute_with_adapters(doc: Document) -> Iterator[Match]:
+    """With adapters, TRL's DPO and KTO have no reference model: they turn the adapters off for its log-probabilities.
+    Computing these first frees no memory; from the second epoch on it saves a forward pass per step."""
+    key = "precompute_ref_log_probs"
+    if is_trl(doc) and as_bool(doc.get(key)) and as_bool(doc.get("use_peft")):
+        message = "frees no memory: with use_peft there is no reference model"
+        yield Match(key, message, f"`{key}: false`, unless rows are trained on more than once", remove=True)

@@ -40,6 +40,9 @@ WHOLE_MODEL_HINT = (
     "model's class, or `fsdp_transformer_layer_cls_to_wrap` in the accelerate file"
 )
 
+# transformers 5.19 has the second alone; 5.23 has both.
+CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
+
 
 class Attestation(TrainerCallback):  # type: ignore[misc]
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
@@ -149,8 +152,10 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         preset, at_load = expected.preset, expected.layout_at_load
         # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
         fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
-        checkpointing = fsdp.get("fsdp_activation_checkpointing") or args.activation_checkpointing
-        # a loop on accelerate may not show either
+        given = [fsdp.get("fsdp_activation_checkpointing")]
+        given += [getattr(args, name, None) for name in CHECKPOINTING_ARGUMENTS]
+        # a loop on accelerate may show neither clipping nor checkpointing
+        checkpointing = any(given) if set(given) != {None} else None
         known = {"gradient_clipping": args.max_grad_norm, "activation_checkpointing": checkpointing}
         settings = {name: value for name, value in known.items() if value is not None} | expected.settings
         if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
