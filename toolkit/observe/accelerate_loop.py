@@ -54,6 +54,8 @@ class LoopArguments:
     optim: str
     optim_args: str | None
     seed: int
+    learning_rate: float
+    gradient_accumulation_steps: int
     max_grad_norm: float | None = None
     """None until the loop has clipped the gradients of the model."""
     activation_checkpointing: None = None  # the model's own business
@@ -68,7 +70,7 @@ class LoopArguments:
         inner = getattr(optimizer, "optimizer", optimizer)
         inner = getattr(inner, "optimizer", inner)  # DeepSpeed's has the loop's own inside
         name = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
-        momentum = inner.param_groups[0].get("momentum") if inner.param_groups else None
+        momentum = inner.param_groups[0].get("momentum")
         return cls(
             process_index=accelerator.process_index,
             world_size=accelerator.num_processes,
@@ -77,6 +79,8 @@ class LoopArguments:
             optim=_OPTIM_OF_CLASS.get(name, name),
             optim_args=f"momentum={momentum}" if momentum else None,
             seed=torch.initial_seed(),
+            learning_rate=inner.param_groups[0]["lr"],
+            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
         )
 
 
