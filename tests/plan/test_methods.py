@@ -53,7 +53,7 @@ def tiny() -> Any:
     from toolkit.models.config_fields import ConfigFields
     from toolkit.models.decoders import llama_shape
 
-    return llama_shape(ConfigFields(LLAMA, source="LLAMA"))
+    return llama_shape("llama", ConfigFields(LLAMA, "config.json"))
 
 
 def phase(plan: MemoryPlan, name: str) -> PhaseMemory:
@@ -167,8 +167,9 @@ def test_fsdp2_gathers_a_reference_as_one_unit() -> None:
 
 
 def test_a_preference_pair_is_two_rows() -> None:
-    dpo, sft = planned(method="reward", rows=2), planned(rows=4)
-    assert phase(dpo, "backward").activation_bytes == phase(sft, "backward").activation_bytes
+    rows = {name: PlannedJob(method=Method(method=name), per_device_train_batch_size=2).rows for name in METHODS}
+    pairs = dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 4)
+    assert rows == dict.fromkeys(("sft", "kto", "grpo", "rloo"), 2) | pairs
 
 
 @pytest.mark.parametrize(

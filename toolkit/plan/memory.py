@@ -363,8 +363,10 @@ class _Phases:
         if method.scores_reference and not frozen:
             reference = reference_bytes(engine, shape, method) if engine.offload_param is None else 0
             buffers = reference_buffer_bytes(engine, activations, method, self.buffers.forward_bytes)
-        elif method.scores_reference and engine.kind == "fsdp2":  # the head is a sharded tensor, and gathered by hand
-            buffers = self.prefetched + 2 * engine.element_bytes * self.head
+        elif method.scores_reference and engine.kind == "fsdp2":  # an untied head is gathered apart from its unit
+            buffers = self.prefetched + (
+                self.prefetched if shape.tied_embeddings else 2 * engine.element_bytes * self.head
+            )
         self.scoring_reference, self.scoring_buffers = reference, buffers
         self.reference = reference if method.has_reference(lora=frozen) else 0
         # Keys are in the dtype of the cosines, values in bf16; the cache of a layer is copied when it grows.
