@@ -14,6 +14,7 @@ Afterwards, `toolkit checkpoint export runs/with_dpo OUT` writes the adapter of 
 
 import argparse
 
+import torch
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
@@ -29,6 +30,7 @@ def main() -> None:
         max_length=1024,
         beta=0.1,
         learning_rate=1e-5,
+        use_cpu=not torch.cuda.is_available(),  # bf16, TRL's default, asks for it
         logging_steps=1,
         save_strategy="epoch",
         report_to="none",
