@@ -20,7 +20,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed, RunFailed
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
 from toolkit.observe.observer import observe
@@ -113,7 +113,7 @@ class ScriptRun:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
             hint = "scripts that train with a `transformers.Trainer` are observed, or with accelerate alone: `observe`"
-            print(f"error: {told}\n  hint: {hint}", file=sys.stderr, flush=True)
+            report_failure(RunFailed(told, hint=hint), self.progress)
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
             print(f"error: {message}", file=sys.stderr, flush=True) if told and self.trainings else None

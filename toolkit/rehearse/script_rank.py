@@ -20,15 +20,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedModel, TrainingArguments, modeling_utils
+from transformers import GenerationMixin, PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.initialization import no_init_weights
 
+from toolkit.errors import EXIT_DONE, ToolkitError
 from toolkit.models.fake_tensors import LiveMemory, patched_for, replaced
-from toolkit.models.fake_values import ValueAnswers, unanswered
+from toolkit.models.fake_values import WITHOUT_TRACE, ValueAnswers, unanswered
+from toolkit.observe.attest.read_deepspeed import zero3_parameters
+from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.foreign_script import ScriptRun, StopAfter
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import observe
@@ -54,10 +57,8 @@ FORCED = {
     **{"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False, "report_to": "none"},
     **{"push_to_hub": False, "auto_find_batch_size": False},
 }
-
-
-class RehearsalOver(BaseException):
-    """Leaves the script when its first training has been rehearsed."""
+AFTERWARDS = "what the script gathers from other ranks, and what it does after its first training"
+GENERATION = "the memory of generation: its key-value cache, and its forwards"
 
 
 class RehearsedScript(ScriptRun):
@@ -81,10 +82,6 @@ class RehearsedScript(ScriptRun):
     def _form_group(self) -> None:
         enable_fsdp_on_cpu()
 
-    def _start(self) -> None:
-        with contextlib.suppress(RehearsalOver):
-            super()._start()
-
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # to resume or not
         self.trainings += 1
@@ -101,7 +98,7 @@ class RehearsedScript(ScriptRun):
         facts = self._measure(trainer, run, expected) if self.fake is None else self.fake.trace(trainer, expected)
         facts |= asdict(self.rehearsed) | {"script": self.words.target, "device": trainer.args.device.type}
         run.write_completion(rehearsal=facts)
-        raise RehearsalOver
+        raise SystemExit(EXIT_DONE)  # what follows would save, evaluate, or train something else
 
     def _measure(self, trainer: Any, run: ObservedRun, expected: ExpectedRun) -> Facts:
         observer = observe(
@@ -118,7 +115,10 @@ class RehearsedScript(ScriptRun):
         fill_shards(trainer.model)
         trainer.train()
         rows = trainer.args.per_device_train_batch_size
-        return measured_facts(run, self.rehearsed, observer, untimed_steps=self.words.untimed_steps) | {
+        facts = measured_facts(run, self.rehearsed, observer, untimed_steps=self.words.untimed_steps)
+        facts["not_measured"] += [AFTERWARDS]
+        return facts | {
+            "other_model_bytes": {name: _held_bytes(model) for name, model in other_models(trainer).items()},
             "batch": f"batches of {rows} rows as its collator makes them",
             "random_weights": False,
         }
@@ -157,7 +157,7 @@ class FakeModels:
 
     def __init__(self, engine: str) -> None:
         self.engine, self.memory, self.answers = engine, LiveMemory(), ValueAnswers()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode, self.generates = FakeTensorMode(allow_non_fake_inputs=True), False
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -202,6 +202,9 @@ class FakeModels:
             replaced(modeling_utils, "_get_resolved_checkpoint_files", files),
             replaced(modeling_utils, "log_state_dict_report", lambda *_, **__: None),
             replaced(fsdp, "fully_shard", self._entered_in(fsdp.fully_shard)),
+            replaced(
+                GenerationMixin, "generate", lambda model, *args, **kwargs: self._generated(model, *args, **kwargs)
+            ),
         ):
             yield
 
@@ -212,15 +215,32 @@ class FakeModels:
 
         return inside
 
+    def _generated(self, model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Return completions of the greatest length, without an end-of-text token: true lengths follow from weights."""
+        config = generation_config or model.generation_config
+        prompts = self.answers.values(kwargs.get("input_ids") if inputs is None else inputs)
+        length = kwargs.get("max_new_tokens") or config.max_new_tokens
+        if prompts is None or not length:
+            raise ToolkitError("generate() is traced with known prompts and max_new_tokens only", hint=WITHOUT_TRACE)
+        ends = set(tree_leaves((config.eos_token_id, config.pad_token_id)))
+        token = next(number for number in range(len(ends) + 1) if number not in ends)
+        self.answers.made_up[f"{length} tokens for each completion that generate() makes"] += 1
+        self.generates = True
+        with unset_fake_temporarily():
+            rows = prompts.repeat_interleave(config.num_return_sequences or 1, dim=0)
+            return torch.cat([rows, rows.new_full((len(rows), length), token)], dim=1)
+
     def trace(self, trainer: Any, expected: ExpectedRun) -> Facts:
         """Trace an optimizer step on the largest of the script's first batches. Raises ToolkitError for what cannot."""
         batches, num_items, described = largest_batches(trainer)
         try:
-            return self._trace(trainer, batches, num_items, expected) | {
+            facts = self._trace(trainer, batches, num_items, expected) | {
                 "batch": described,
                 "made_up": dict(self.answers.made_up.most_common()),
                 "random_weights": True,
             }
+            facts["not_measured"] += [GENERATION] if self.generates else []
+            return facts
         except Exception as error:
             refused = unanswered(error)
             if refused is None:
@@ -295,6 +315,11 @@ def other_models(trainer: Any) -> dict[str, Any]:
             if isinstance(model, torch.nn.Module) and id(model) not in own:
                 found[name if model is value else f"{name}[{number}]"] = model
     return found
+
+
+def _held_bytes(model: Any) -> int:
+    parameters = list(model.parameters())
+    return local_bytes(zero3_parameters(parameters) if hasattr(parameters[0], "ds_tensor") else parameters)
 
 
 def largest_batches(trainer: Any) -> tuple[list[Any], Any, str]:
