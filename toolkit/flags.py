@@ -35,7 +35,9 @@ PricePerGpuHour = Annotated[
         max=1_000_000,
     ),
 ]
-ModelName = Annotated[
-    str, typer.Argument(help="a model's id on the Hugging Face hub, its folder, or a config.json", metavar="MODEL")
+MODEL_HELP = "a model's id on the Hugging Face hub, its folder, or a config.json"
+ModelName = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
+OptionalModelName = Annotated[
+    str | None, typer.Argument(help=f"{MODEL_HELP}; by default that of --config", metavar="MODEL")
 ]
 JsonOutput = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]

@@ -202,7 +202,7 @@ def test_words_in_fsdp_mean_version_2_hybrid_ones_are_refused_and_the_keys_are_t
 def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests = {"refused-nested-key", "removed-deepspeed-key", "deprecated-zero-key"}
     own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
-    own_tests |= {"wrong-type"}
+    own_tests |= {"wrong-type", "wrong-deepspeed-type", "wrong-argument-type"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
     own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}
     shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests

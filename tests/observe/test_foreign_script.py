@@ -203,7 +203,7 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(tmp_path / "rows"), "--max_steps", "2"]
-    words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--use_cpu", "true", "--bf16", "false"]
+    words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--bf16", "false"]
     words += ["--per_device_train_batch_size", "2", "--save_strategy", "no"]
     words += GENERATES if script in ("grpo", "rloo") else []
     own = ["--output-dir", str(tmp_path / "run"), "--require", preset, "-m", f"trl.scripts.{script}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.job.job import Job
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.plan_table import are_states_checked, print_plans
+from toolkit.plan.plan_table import PlanAnswer, are_states_checked, print_plans, summary
 from toolkit.plan.planned_job import PlannedJob, check_planned_job
 from toolkit.plan.planner import PlanRequest, make_plans, plan_line, plan_request, plan_run, plan_run_here
 from toolkit.presets import list_presets, load_preset
@@ -85,6 +86,39 @@ def test_the_json_has_the_promised_keys_and_each_is_in_the_docs() -> None:
         assert len(row["step_seconds"]) == len(row["mfu"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("world_size", "batch", "said"),
+    [
+        (2, 1, r"fits on 2 x h100-sxm with `fsdp2`, 66\.\d GiB of 79\.1; the next larger batch is too close to call"),
+        (8, 1, r"fits on 8 x h100-sxm with `\w+`, \d+\.\d GiB of 79\.1; up to \d+ sequences per GPU do"),
+        (1, 1, r"does not fit on 1 x h100-sxm with `ddp`, 12\d\.\d GiB of 79\.1"),
+    ],
+)
+def test_the_verdict_is_one_line_with_the_fewest_gpus_and_the_next_larger_batch(
+    world_size: int, batch: int, said: str
+) -> None:
+    named = [] if world_size > 1 else ["ddp"]
+    how = request(*named, world_sizes=(world_size,), per_device_train_batch_size=batch)
+    verdict, screens = summary(PlanAnswer(request=how, plans=make_plans(how)))
+    assert re.match(said, verdict), verdict
+    assert re.match(r"torch allocates .* GiB, \d+ % of it logits; nvidia-smi shows .* GiB \(\w+\)", screens)
+
+
+def test_a_verdict_of_fits_prefers_presets_that_keep_everything_on_the_gpu() -> None:
+    how = request(per_device_train_batch_size=2)
+    plans = make_plans(how)
+    assert any(plan.verdict == "fits" and "offload" in plan.preset for plan in plans)
+    assert "offload" not in summary(PlanAnswer(request=how, plans=plans))[0]
+
+
+def test_the_logits_are_a_share_of_what_torch_allocates() -> None:
+    rows = [make_plans(request("zero3", loss=loss, lora_r=8))[0].as_row() for loss in ("chunked", "full")]
+    assert rows[0]["logits_fraction"] < 0.1 < 0.15 < rows[1]["logits_fraction"]
+    for row in rows:
+        assert row["logits_fraction"] == pytest.approx(row["logits_bytes"] / row["allocated_peak_bytes"])
+        assert row["allocated_peak_bytes"] + row["overhead_bytes"] == row["planned_peak_bytes"]
+
+
 def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
     words = ["--num-processes", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp"]
     done = toolkit("plan", LLAMA_8B, *words, "--per-device-train-batch-size", "2")
@@ -104,7 +138,9 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
     ("words", "message"),
     [
         (["--gpu", "h1000"], "unknown GPU 'h1000'"),
-        ([], "--gpu is missing, and no GPU is visible on this node"),
+        (["--verify"], "--gpu is missing, and no GPU is visible on this node"),
+        (["--gpu", "h100", "--price", "cheap"], "--price is 'cheap', expected a number below a million"),
+        (["--gpu", "h100", "--dataset-tokens", "0"], "--dataset-tokens is 0, expected 1 or more"),
         (["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0.0"),
         (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),
         (["--gpu", "h100", "--preset", "tp"], "preset 'tp' needs --tp: the number of GPUs for tensor parallelism"),
@@ -136,7 +172,7 @@ def test_only_what_a_test_has_compared_is_called_exact(capsys: Capsys) -> None:
         assert are_states_checked(request("zero2", **how))
     unknown = replace(llama_8b(), model_type="qwen3_moe")  # its QLoRA has not been measured
     qlora = replace(request("zero2", lora_r=8, load_in_4bit=True), shape=unknown)
-    print_plans(make_plans(qlora), qlora)
+    print_plans(PlanAnswer(request=qlora, plans=make_plans(qlora)))
     text = capsys.readouterr().out
     assert "Model states are counted from config.json, and not checked for qwen3_moe, QLoRA r=8." in text
     assert "exact" not in text

@@ -10,8 +10,8 @@ import contextlib
 import os
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -128,12 +128,18 @@ def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> t
     if files.adapter:
         from peft import PeftModel
 
-        how: dict[str, Any] = {"dtype": torch.float32}
+        load = partial(AutoModelForCausalLM.from_pretrained, files.base_folder)
         if recorded.load_in_4bit:  # quantized as it was: from weights in the compute dtype
+            from toolkit.models.nf4_experts import decode_experts_when_used, load_with_experts_in_4_bits
+
             dtype = getattr(torch, str(recorded.compute_dtype))
-            how = {"dtype": dtype, "quantization_config": quantization_config(dtype)}
-        base = AutoModelForCausalLM.from_pretrained(files.base_folder, **how)
+            packed = partial(load, dtype=dtype, quantization_config=quantization_config(dtype))
+            base = load_with_experts_in_4_bits(packed)
+        else:
+            base = load(dtype=torch.float32)
         loaded = PeftModel.from_pretrained(base, model, adapter_name=ADAPTER_NAME)
+        if recorded.load_in_4bit:
+            decode_experts_when_used(loaded)
     else:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.eval()

@@ -11,8 +11,8 @@ import typer
 
 from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_failure, print_message
-from toolkit.errors import EXIT_RUN_FAILED
-from toolkit.flags import CpuFlag, JsonOutput, ModelName, PresetName, TrainingArguments
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.flags import CpuFlag, JsonOutput, ModelName, OptionalModelName, PresetName, TrainingArguments
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 from toolkit.job.argument_values import Range, check_range
 from toolkit.launch.options import check_script_options
@@ -21,22 +21,38 @@ from toolkit.plan.options import PlanOptions, RecommendOptions
 
 @expand_options
 def plan(
-    model: ModelName,
+    context: typer.Context,
+    model: OptionalModelName = None,
+    *,
     options: PlanOptions,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help="device that --verify rehearses on")] = None,
     as_json: JsonOutput = False,
 ) -> None:
-    """Plan memory, communication and speed of a job, before it runs.
+    """Plan memory, communication, speed and cost of a job, before it runs.
 
-    Shows for each preset what fits, and with how much headroom. Runs nothing.
+    Shows for each preset what fits. Without a GPU here and without --gpu: which GPUs, and how many, the job needs.
     """
-    from toolkit.plan.plan_table import print_json, print_plans
-    from toolkit.plan.planner import make_plans, plan_request
+    from toolkit.plan.finish import read_prices, work_of
+    from toolkit.plan.plan_table import PlanAnswer, print_json, print_plans
+    from toolkit.plan.planner import asks_which_gpus, make_plans, plan_request
+    from toolkit.plan.which_gpus import gpus_for
 
-    request = plan_request(model, options)
-    plans = make_plans(request)
+    if options.config is not None:
+        from toolkit.plan.config_file import configured_plan
+
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        model, options, described = configured_plan(options.config, model, options, given=given)
+        print_message(described)
+    if model is None:
+        raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
+    request, prices = plan_request(model, options), read_prices(options.price)
+    any_gpu = asks_which_gpus(options)
+    plans = gpus_for(request, prices) if any_gpu else make_plans(request)
+    work = work_of(options, request.job, model)
+    answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
     if not as_json:
-        print_plans(plans, request)
+        print_plans(answer)
     verified = []
     if options.verify:
         from toolkit.plan.plan_vs_rehearsal import verify_plans
@@ -47,7 +63,7 @@ def plan(
                 print("\n" + "\n".join(verification.lines()))
     if as_json:
         more = {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
-        print_json(model, plans, request, **more)
+        print_json(model, answer, **more)
     if any(verification.failed for verification in verified):
         raise typer.Exit(EXIT_RUN_FAILED)
 

@@ -202,13 +202,24 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]
 
 
 def make_cpu_group(ranks: int) -> None:
-    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself."""
+    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself.
+
+    `TrainingArguments` drops a group that was made earlier, and makes one on a CPU only where it is given `use_cpu`.
+    """
     if torch.cuda.is_available() or ranks < 2:
         return
     from accelerate import PartialState
 
     enable_fsdp_on_cpu()
-    PartialState(cpu=True)
+    make = PartialState.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, cpu: bool = True, **kwargs: Any) -> None:
+        del cpu
+        make(self, cpu=True, **kwargs)
+
+    PartialState.__init__ = init
+    PartialState()
 
 
 def find_deepspeed_json() -> None:

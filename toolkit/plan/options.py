@@ -7,6 +7,7 @@ planner: `toolkit --help` loads it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -94,6 +95,25 @@ class PlanOptions(JobAndGpuOptions):
     sp: Annotated[int | None, Option(help="sequence parallelism (Ulysses): GPUs that share a sequence")] = None
     ep: Annotated[int | None, Option(help="expert parallelism: GPUs that share the experts")] = None
     dp_replicate: Annotated[int | None, Option(help="replicas of the sharded model in a hybrid mesh")] = None
+    config: Annotated[
+        Path | None,
+        Option(
+            help="plan the job of this file: axolotl's, TRL's or LLaMA-Factory's, or training arguments of ours; flags"
+            " on the command line win"
+        ),
+    ] = None
+    dataset: Annotated[
+        Path | None, Option(help="a data file whose rows are counted, for the time and the cost to finish")
+    ] = None
+    dataset_tokens: Annotated[int | None, Option(help="tokens of an epoch, instead of --dataset")] = None
+    num_train_epochs: Annotated[float, Option(help="epochs of the data", min=0)] = 1.0
+    max_steps: Annotated[int | None, Option(help="optimizer steps, instead of epochs")] = None
+    price: Annotated[
+        tuple[str, ...],
+        Option(
+            help="dollars per GPU and hour: 2.50 for the planned GPU, or NAME=2.50; repeatable", metavar="[GPU=]PRICE"
+        ),
+    ] = ()
     verify: Annotated[
         bool, Option("--verify", help="rehearse rank 0 of each plan, and compare the two part by part")
     ] = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -11,40 +12,86 @@ from rich.table import Table
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.planner import LARGEST_WORLD_SIZE, Plan, PlanRequest
-from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
+from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
+from toolkit.plan.planner import (
+    LARGEST_WORLD_SIZE,
+    VERDICT_TEXT,
+    Plan,
+    PlanRequest,
+    offloads,
+    simplest_fast,
+    verdict_of_batch,
+)
+from toolkit.units import GIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 TABLE_COLUMNS = 100
 # Two lines of heading for each column.
 COLUMNS = (
-    *("preset\n", "GPUs\n", "verdict\n", "peak\nGiB", "model\nstates", "activ-\nations", "logits\n", "other\n"),
-    *("left\nGiB", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
+    *("preset\n", "GPUs\n", "verdict\n", "torch\nGiB", "smi\nGiB", "model\nstates", "activ-\nations", "logits\n"),
+    *("other\n", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
+)
+GPU_COLUMNS = (
+    "GPU\n",
+    "GPUs\n",
+    "preset\n",
+    "torch\nGiB",
+    "smi\nGiB",
+    "of\nGiB",
+    "tokens/s\nper GPU",
+    "$ per M\ntokens",
+)
+TEXT_COLUMNS = {"GPU\n", "preset\n", "verdict\n"}
+MAX_GPUS_SHOWN = 12
+NUMBERS = (
+    "torch: GiB (2**30) allocated on rank 0, which has the largest share, at its peak, as",
+    "torch.cuda.max_memory_allocated() says; smi: what nvidia-smi shows, with the allocator's reserve,",
 )
 LEGEND = (
-    "GiB (2**30) of GPU memory on rank 0, which has the largest share, at its peak: model states,",
-    "activations, logits and other (buffers, gathered layers, CUDA, the allocator); left: the rest of",
-    "the GPU; host: memory of each node. max. batch: largest micro-batch that fits; min. GPUs: fewest",
-    f"that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: range, k for thousands. See docs/concepts/plan.md",
+    "CUDA and NCCL; of it model states, activations, logits and other (buffers, gathered layers, and what",
+    "only nvidia-smi shows); host: memory of each node. max. batch: largest micro-batch that fits; min.",
+    f"GPUs: fewest that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: ±25% is a 90 % range from 0.8",
+    "to 1.25 times the estimate. See docs/concepts/plan.md",
+)
+GPU_LEGEND = (
+    "CUDA and NCCL; tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate. Presets that",
+    "offload are planned only if `--preset` names them; `--gpu NAME --num-processes N` shows the parts.",
+    "See docs/concepts/plan.md",
 )
 
 
-def print_json(model: str, plans: Sequence[Plan], request: PlanRequest, **more: Any) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanAnswer:
+    """The plans of a request, and what they are shown with."""
+
+    request: PlanRequest
+    plans: Sequence[Plan]
+    any_gpu: bool = False  # each plan has the fewest of one kind of GPU
+    work: Work | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+
+def print_json(model: str, answer: PlanAnswer, **more: Any) -> None:
     """Print the plans as JSON; `more` are further keys at the top level."""
-    shape = request.shape
+    request, shape = answer.request, answer.request.shape
     head: dict[str, Any] = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
     head |= {"activations_from": shape.activations_from, "model_states_checked": are_states_checked(request)}
-    print(json.dumps(head | {"plans": [plan.as_row() for plan in plans]} | more, indent=2))
+    head["summary"] = summary(answer)[0]
+    rows = [plan.as_row() | finish_row(plan, request.job, answer.work, answer.prices) for plan in answer.plans]
+    print(json.dumps(head | {"plans": rows} | more, indent=2))
 
 
-def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
-    """Print one row per plan, below a line that describes the job and above one that says how exact the numbers are."""
+def print_plans(answer: PlanAnswer) -> None:
+    """Print the verdict, one row per plan, time and cost if they are asked for, and how exact the numbers are."""
+    plans, request = answer.plans[: MAX_GPUS_SHOWN if answer.any_gpu else None], answer.request
     console = Console(width=max(Console().width, TABLE_COLUMNS), highlight=False, soft_wrap=True)
-    console.print(_heading(request), markup=False)
+    for line in (_heading(answer), *summary(answer), ""):
+        console.print(line, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in COLUMNS:
-        table.add_column(heading, justify="left" if heading in ("preset\n", "verdict\n") else "right", no_wrap=True)
+    for heading in GPU_COLUMNS[: None if answer.prices else -1] if answer.any_gpu else COLUMNS:
+        table.add_column(heading, justify="left" if heading in TEXT_COLUMNS else "right", no_wrap=True)
     for plan in plans:
-        table.add_row(*_cells(plan))
+        table.add_row(*(_gpu_cells(plan, answer.prices) if answer.any_gpu else _cells(plan)))
     console.print(table, soft_wrap=False)
     checked = f"{request.shape.model_type}, {request.job.method_text}"
     exact = f"Model states are exact (tests compare {checked}, with the libraries)."
@@ -52,11 +99,76 @@ def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
         exact = f"Model states are counted from config.json, and not checked for {checked}."
     disk = max(plan.memory.host.disk_bytes for plan in plans)
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
-    for line in (*_layout_lines(plans), *LEGEND, exact, "No figure has been checked against a GPU.", *on_disk):
+    legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
+    lines = (*_layout_lines(plans), *_wider_lines(plans), *_finish_lines(plans, answer), *legend, exact)
+    for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
 
 
-def _heading(request: PlanRequest) -> str:
+def summary(answer: PlanAnswer) -> tuple[str, str]:
+    """Return the verdict in one line, and in another what people compare with other screens.
+
+    It is about the fewest GPUs on which something fits, and the simplest of the fastest presets there.
+    """
+    plans, request = answer.plans, answer.request
+    fitting = [plan for plan in plans if plan.verdict == FITS]
+    offloading = {each.name for each in request.presets if offloads(each)}
+    if answer.any_gpu:
+        best, first = plans[0], "cheapest of those with a price" if answer.prices else "the least memory in all"
+        text = f"{first}: {_where(best)}, {_of_gpu(best)}"
+    elif fitting:
+        fewest = [plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)]
+        best = simplest_fast(fewest, request.presets)
+        text = f"fits on {_where(best)}, {_of_gpu(best)}; {_next_batch(best, request)}"
+    else:
+        best = min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
+        enough = [plan for plan in plans if plan.smallest_world_size is not None]
+        more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset in offloading), default=None)
+        text = f"{VERDICT_TEXT[best.verdict]} on {_where(best)}, {_of_gpu(best)}"
+        text += "" if more is None else f"; `{more.preset}` fits on {more.smallest_world_size} GPUs"
+    peak, share = best.memory.peak, percent(best.logits_fraction)
+    shown = f"torch allocates {gib(peak.allocated_bytes)}, {share} of it logits; nvidia-smi shows "
+    return text, f"{shown}{gib(best.memory.planned_peak_bytes)} ({peak.phase})"
+
+
+def _where(plan: Plan) -> str:
+    return f"{plan.world_size} x {plan.gpu} with `{plan.preset}`"
+
+
+def _of_gpu(plan: Plan) -> str:
+    return f"{plan.memory.planned_peak_bytes / GIB:.1f} GiB of {plan.gpu_memory_bytes / GIB:.1f}"
+
+
+def _next_batch(plan: Plan, request: PlanRequest) -> str:
+    size = request.job.per_device_train_batch_size
+    if plan.largest_micro_batch is not None and plan.largest_micro_batch > size:
+        return f"up to {plan.largest_micro_batch} sequences per GPU do"
+    is_close = verdict_of_batch(request, plan, size + 1) == TOO_CLOSE
+    return f"the next larger batch {'is too close to call' if is_close else 'does not'}"
+
+
+def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
+    """Steps, hours and dollars of each plan that may fit: the best estimate, and the range."""
+    if answer.work is None:
+        return
+    yield f"To finish {answer.work.text}, without loading, evaluation and saving; best estimate (range):"
+    for plan in plans:
+        if plan.verdict == DOES_NOT_FIT:
+            continue
+        finish = finish_of(plan, answer.request.job, answer.work, answer.prices)
+        text = f"  {plan.world_size} x {plan.gpu}, {plan.preset}: {finish.steps:,} steps"
+        if finish.hours is not None and finish.hours_range is not None:
+            unit, scale = ("h", 1) if finish.hours >= 2 else ("min", 60)
+            low, high = (f"{scale * hours:,.1f}" for hours in finish.hours_range)
+            text += f", {scale * finish.hours:,.1f} {unit} ({low} to {high})"
+        if finish.dollars_range is not None:
+            low, high = map(number, finish.dollars_range)
+            text += f", {number(finish.dollars)} dollars ({low} to {high})"
+        yield text
+
+
+def _heading(answer: PlanAnswer) -> str:
+    request = answer.request
     shape, job, steps = request.shape, request.job, request.job.gradient_accumulation_steps
     batch_group = "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
     parts = [
@@ -68,7 +180,7 @@ def _heading(request: PlanRequest) -> str:
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
         ", ".join(f"{name} {degree}" for name, degree in job.degrees.items()),
         "activation checkpointing" if job.activation_checkpointing else "",
-        f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",
+        "" if answer.any_gpu else f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",
         f"counted on the {shape.counted_on}" if shape.counted_on != "arithmetic" else "",
     ]
     if shape.activations_from == "llama":
@@ -78,19 +190,46 @@ def _heading(request: PlanRequest) -> str:
 
 def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
-    sizes = [memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes, peak.logits_bytes]
-    sizes += [peak.buffer_bytes + memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes]
-    counts, speed = (plan.largest_micro_batch, plan.smallest_world_size), NOT_AVAILABLE
-    if plan.speed is not None:
-        low, high = plan.speed.tokens_per_second_per_gpu
-        speed = f"{low:.0f}-{high:.0f}" if high < 999.5 else f"{_thousands(low)}-{_thousands(high)}k"
+    sizes = [peak.allocated_bytes, memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes]
+    sizes += [peak.logits_bytes, peak.buffer_bytes + memory.overhead_bytes, memory.host.peak_bytes]
+    counts = (plan.largest_micro_batch, plan.smallest_world_size)
     return [
         *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
-        # three digits and more, so that columns stay narrow
-        *(f"{size / GIB:.1f}" if abs(size) < 99.95 * GIB else f"{size / GIB:.0f}" for size in sizes),
+        *map(_short_gib, sizes),
         *("none" if count is None else str(count) for count in counts),
-        speed,
+        _speed(plan),
     ]
+
+
+def _gpu_cells(plan: Plan, prices: Mapping[str, float]) -> list[str]:
+    sizes = (plan.memory.peak.allocated_bytes, plan.memory.planned_peak_bytes, plan.gpu_memory_bytes)
+    words = [plan.gpu, str(plan.world_size), plan.preset, *map(_short_gib, sizes), _speed(plan)]
+    return [*words, number(dollars_per_million_tokens(plan, prices))] if prices else words
+
+
+def _short_gib(size: int) -> str:
+    """Three digits and more, so that columns stay narrow."""
+    return f"{size / GIB:.1f}" if abs(size) < 99.95 * GIB else f"{size / GIB:.0f}"
+
+
+def _speed(plan: Plan) -> str:
+    if plan.speed is None:
+        return NOT_AVAILABLE
+    estimate, (low, _) = plan.speed.tokens_per_second_per_gpu_estimate, plan.speed.tokens_per_second_per_gpu
+    shown = f"{estimate:.0f}" if estimate < 999.5 else f"{_thousands(estimate)}k"
+    return f"{shown}±{estimate / low - 1:.0%}"
+
+
+def _wider_lines(plans: Sequence[Plan]) -> Iterator[str]:
+    """Presets whose range of speeds is wider than that of published rows, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for plan in plans:
+        for reason in plan.speed.wider_for if plan.speed else ():
+            names = by_reason.setdefault(reason, [])
+            names += [plan.preset] if plan.preset not in names else []
+    every = {plan.preset for plan in plans}
+    for reason, names in by_reason.items():
+        yield f"tokens/s: wider because of {reason} ({'all' if set(names) == every else ', '.join(names)})"
 
 
 def _thousands(speed: float) -> str:

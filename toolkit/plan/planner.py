@@ -12,19 +12,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu, custom_gpu, find_gpu, named_or_visible_gpu
-from toolkit.hardware.gpus import gpu_names, visible_world_size
+from toolkit.hardware.gpu_table import GPUS, Gpu, custom_gpu, find_gpu, named_or_visible_gpu
+from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
-from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
+from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, speed_row, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -75,6 +76,16 @@ class Plan:
         """Memory of the GPU that is left at the peak; negative if the plan does not fit."""
         return self.gpu_memory_bytes - self.memory.planned_peak_bytes
 
+    @property
+    def estimate_seconds(self) -> float | None:
+        """Best estimate of a step; None if the GPU's peak is unknown."""
+        return None if self.speed is None else self.speed.estimate_seconds
+
+    @property
+    def logits_fraction(self) -> float:
+        """Share of the logits in what torch allocates at the peak."""
+        return self.memory.peak.logits_bytes / max(self.memory.peak.allocated_bytes, 1)
+
     def as_row(self) -> dict[str, Any]:
         """Return the plan as `toolkit plan --json` prints it."""
         memory, peak, speed = self.memory, self.memory.peak, self.speed
@@ -85,6 +96,8 @@ class Plan:
             "verdict": self.verdict,
             "planned_peak_bytes": memory.planned_peak_bytes,
             "headroom_bytes": self.headroom_bytes,
+            "allocated_peak_bytes": peak.allocated_bytes,
+            "logits_fraction": self.logits_fraction,
             "num_params": self.num_params,
             "num_trainable_params": self.num_trainable_params,
             **{f"{part}_bytes": getattr(memory.states, f"{part}_bytes") for part in PARTS[:3]},
@@ -100,13 +113,23 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
-            **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
+            **speed_row(speed),
         }
 
 
+def asks_which_gpus(options: PlanOptions) -> bool:
+    """Return True if no GPU is named, and none is visible."""
+    named = any(each is not None for each in (options.gpu, options.gpu_memory_gib, options.gpu_tflops))
+    return not named and not options.verify and count_gpus() == 0
+
+
 def plan_request(model: str, options: PlanOptions) -> PlanRequest:
-    """Return the request with model, presets and GPU read. Raises ToolkitError for what cannot be read."""
-    gpu = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
+    """Return the request with model, presets and GPU read. Raises ToolkitError for what cannot be read.
+
+    Where no GPU is named or visible, the GPU is the first of the table, and the world sizes are those of the options.
+    """
+    gpu = GPUS[0] if (any_gpu := asks_which_gpus(options)) else None
+    gpu = gpu or named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
     gpu = custom_gpu(gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     host_bytes = scaled("--host-memory-gib", options.host_memory_gib, GIB)
     if options.packing and options.equal_lengths:
@@ -116,7 +139,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     return PlanRequest(
         shape=read_model(model),
         presets=presets,
-        world_sizes=sorted(set(options.num_processes)) or [visible_world_size()],
+        world_sizes=sorted(set(options.num_processes)) or ([] if any_gpu else [visible_world_size()]),
         # a rehearsal's rows all have the full length
         job=PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify),
         gpu=gpu,
@@ -130,13 +153,10 @@ def make_plans(request: PlanRequest) -> list[Plan]:
 
     Raises ToolkitError for what cannot be trained: see `check_planned_job`, and the limits of each preset.
     """
-    check_planned_job(request.job, request.shape)
-    for world_size in request.world_sizes:
-        check_world_size(world_size)
-        Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
+    check_request(request)
     supported = []
     for world_size, preset in itertools.product(request.world_sizes, request.presets):
-        reason = _unsupported(request, preset, world_size)
+        reason = why_unsupported(request, preset, world_size)
         if reason is None:
             supported.append((preset, world_size))
         elif request.strict:
@@ -146,7 +166,15 @@ def make_plans(request: PlanRequest) -> list[Plan]:
         raise ToolkitError(f"no preset trains this in {sizes} processes", hint="see `toolkit presets`")
     by_name = {preset.name: preset for preset, _ in supported}
     smallest = {name: _smallest_world_size(request, preset) for name, preset in by_name.items()}
-    return [_plan(request, preset, size, smallest[preset.name]) for preset, size in supported]
+    return [plan_of(request, preset, size, smallest[preset.name]) for preset, size in supported]
+
+
+def check_request(request: PlanRequest) -> None:
+    """Raise ToolkitError for a job that cannot be trained, and for world sizes out of range."""
+    check_planned_job(request.job, request.shape)
+    for world_size in request.world_sizes:
+        check_world_size(world_size)
+        Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
 
 
 def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu) -> Plan:
@@ -183,7 +211,8 @@ def plan_line(plan: Plan) -> str:
     return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {VERDICT_TEXT[plan.verdict]}"
 
 
-def _unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
+def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
+    """Return why a preset does not train the job on that many GPUs; None if it does."""
     job = _job_of(request, preset)
     limits = job.limits_on(request.shape)
     return unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
@@ -207,11 +236,40 @@ def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
     return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
 
 
+def simplest_fast(plans: Sequence[Plan], presets: Sequence[PresetSpec]) -> Plan:
+    """Return the plan that shards and offloads least of those that are as fast as the fastest, as far as plans tell.
+
+    One that offloads to the host is returned only where all do.
+    """
+    by_name = {preset.name: preset for preset in presets}
+    resident = [each for each in plans if not offloads(by_name[each.preset])] or plans
+    fastest = min(each.estimate_seconds or 0.0 for each in resident)
+    equal = [each for each in resident if (each.estimate_seconds or 0.0) <= EQUAL_WITHIN * fastest]
+
+    def sharding(plan: Plan) -> tuple[int, int, bool, float]:
+        preset = by_name[plan.preset]
+        return len(preset.degrees), len(preset.sharded_parts), preset.name != "single", plan.estimate_seconds or 0.0
+
+    return min(equal, key=sharding)
+
+
+def offloads(preset: PresetSpec) -> bool:
+    """Return True for a preset that keeps something in host memory or on a disk."""
+    return bool(preset.offload_optimizer or preset.offload_param)
+
+
+def verdict_of_batch(request: PlanRequest, plan: Plan, micro_batch: int) -> str:
+    """Return the verdict of a plan with another micro-batch."""
+    other = replace(request, job=replace(request.job, per_device_train_batch_size=micro_batch))
+    (preset,) = (each for each in request.presets if each.name == plan.preset)
+    return _verdict(other, memory_of(other, preset, plan.world_size))
+
+
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
     """The smallest power of two, up to 1,024, on which the job fits; None if there is none."""
     rows = request.job.per_device_train_batch_size
     sizes = (1 << power for power in range(LARGEST_WORLD_SIZE.bit_length()))
-    supported = (size for size in sizes if _unsupported(request, preset, size) is None)
+    supported = (size for size in sizes if why_unsupported(request, preset, size) is None)
     return next((size for size in supported if _fits(request, preset, size, rows)), None)
 
 
@@ -234,9 +292,15 @@ def largest_micro_batch(fits: Callable[[int], bool]) -> int | None:
     return good
 
 
-def _plan(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: int | None) -> Plan:
+def memory_of(request: PlanRequest, preset: PresetSpec, world_size: int) -> MemoryPlan:
+    """Return the memory of a job under one of the presets."""
+    return plan_memory(request.shape, preset, world_size=world_size, job=_job_of(request, preset))
+
+
+def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: int | None = None) -> Plan:
+    """Return the plan of one preset at one world size; `smallest` is the fewest GPUs that fit, if it is known."""
     shape, job = request.shape, _job_of(request, preset)
-    memory = plan_memory(shape, preset, world_size=world_size, job=job)
+    memory = memory_of(request, preset, world_size)
     setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
     interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
     collectives = step_collectives(setup)

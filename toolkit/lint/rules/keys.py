@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.errors import nearest
@@ -11,7 +11,7 @@ from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, shorten
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, ValueType
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, Types, ValueType
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -29,7 +29,6 @@ TRAINER_FSDP_KEYS = {
 TRAINER_SIMILARITY = 0.88
 SIMILARITY = 0.75
 COMMENT_PREFIXES = ("_", "//", "#", "$")
-BLOCKS = {ACCELERATE: ACCELERATE_BLOCKS, DEEPSPEED: DEEPSPEED_BLOCKS}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
 FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -95,20 +94,35 @@ def dotted_key(doc: Document) -> Iterator[Match]:
             yield Match(name, message, f'`"{block}": {{"{shorten(key)}": ...}}`', line=doc.dotted_lines.get(name))
 
 
-@rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="accelerate", fix="a value of the type that the message names")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="a value of the type that the message names")
 def wrong_type(doc: Document) -> Iterator[Match]:
-    """The value is none that the key takes. accelerate and DeepSpeed raise for most of them once the ranks start;
-    `TrainingArguments` keeps the value, and the first step that uses it raises."""
-    for block, types in BLOCKS.get(doc.kind or "", {}).items():
-        for name, value in doc.block(block).items() if block else doc.data.items():
-            kind = types.get(name) or types.get(f"fsdp_{name}" if block == "fsdp_config" else name)
-            if kind is not None and _has_wrong_type(kind, value, fsdp=block == "fsdp_config"):
-                key = f"{block}.{name}" if block else name
-                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.hint or kind.expected)
-    for name, field in trainer_schema().fields.items() if doc.kind == TRAINER else ():
+    """The value is none that the key takes: accelerate raises, at the latest in the ranks."""
+    return _wrong_types(doc, ACCELERATE_BLOCKS)
+
+
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="a value of the type that the message names")
+def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
+    """The value is none that the key takes: DeepSpeed raises in every rank, or where the value is first used."""
+    return _wrong_types(doc, DEEPSPEED_BLOCKS)
+
+
+@rule(ERROR, TRAINER, library="transformers", fix="a value of the type that the message names")
+def wrong_argument_type(doc: Document) -> Iterator[Match]:
+    """`TrainingArguments` does not check most types: it keeps the value, and what first computes with it raises."""
+    for name, field in trainer_schema().fields.items():
         reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
         if doc.get(name) is not None and reads(doc.get(name)) is None:
             yield Match(name, f"{shorten(doc.get(name))}, expected {expected}", expected)
+
+
+def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
+    for block, types in blocks.items():
+        for name, value in doc.block(block).items() if block else doc.data.items():
+            is_fsdp = block == "fsdp_config"
+            kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
+            if kind is not None and _has_wrong_type(kind, value, fsdp=is_fsdp):
+                key = f"{block}.{name}" if block else name
+                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected)
 
 
 def _has_wrong_type(kind: ValueType, value: Any, *, fsdp: bool) -> bool:

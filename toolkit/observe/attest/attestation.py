@@ -33,6 +33,9 @@ from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 
+# transformers 5.19 has the second alone; 5.23 has both.
+CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
+
 
 class Attestation(TrainerCallback):  # type: ignore[misc]
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
@@ -135,7 +138,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         preset, at_load = expected.preset, expected.layout_at_load
         # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
         fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
-        checkpointing = bool(args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing"))
+        given = any(getattr(args, name, False) for name in CHECKPOINTING_ARGUMENTS)
+        checkpointing = bool(given or fsdp.get("fsdp_activation_checkpointing"))
         settings = {"gradient_clipping": args.max_grad_norm} | expected.settings
         settings.setdefault("activation_checkpointing", checkpointing)
         if self.accumulated["accumulate"] is None:  # the first step had one accumulation step

@@ -1,0 +1,86 @@
+"""Steps, hours and dollars until a job has trained on its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import json_of, run_command
+from launching import LLAMA_8B_CONFIG
+
+from toolkit.errors import ToolkitError
+from toolkit.plan.finish import Work, read_prices, work_of
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.planned_job import PlannedJob
+
+Capsys = pytest.CaptureFixture[str]
+WORDS = ["plan", str(LLAMA_8B_CONFIG), "--gpu", "h100", "--num-processes", "8", "--preset", "zero3"]
+JOB = PlannedJob(max_seq_length=100, per_device_train_batch_size=2, gradient_accumulation_steps=3)
+
+
+def rows(folder: Path, count: int) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": "two words"}) + "\n" for _ in range(count)))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("work", "steps"),
+    [
+        (Work(max_steps=7, tokens=10**9), 7),
+        (Work(rows=9), 1),  # 2 groups x 2 rows: 3 batches, one step of 3
+        (Work(rows=13), 2),  # 4 batches: the second step has one
+        (Work(rows=13, epochs=3), 6),  # a step does not go on into the next epoch
+        (Work(tokens=1201), 2),  # 13 rows of 100
+        (Work(rows=13, epochs=0.5), 1),
+    ],
+)
+def test_steps_are_counted_as_the_trainer_counts_them(work: Work, steps: int) -> None:
+    assert work.steps(JOB, groups=2) == steps
+
+
+def test_hours_are_steps_and_dollars_are_hours_of_all_gpus(capsys: Capsys) -> None:
+    words = [*WORDS, "--dataset-tokens", "81920000", "--price", "h100=2.5", "--per-device-train-batch-size", "1"]
+    [row] = json_of(words, capsys)["plans"]
+    finish = row["finish"]
+    assert finish["steps"] == 10_000  # 8 rows of 1,024 tokens
+    assert finish["hours_range"] == pytest.approx([each * 10_000 / 3600 for each in row["step_seconds"]])
+    assert finish["hours_range"][0] < finish["hours"] < finish["hours_range"][1]
+    assert finish["dollars"] == pytest.approx(finish["hours"] * 8 * 2.5)
+    assert row["dollars_per_million_tokens"] == pytest.approx(finish["dollars"] / 81.92)
+
+
+def test_the_rows_of_a_data_file_are_counted(tmp_path: Path, capsys: Capsys) -> None:
+    words = [*WORDS, "--dataset", str(rows(tmp_path, 33)), "--per-device-train-batch-size", "1"]
+    assert json_of(words, capsys)["plans"][0]["finish"]["steps"] == 5
+    code, out, _ = run_command([*words, "--price", "2"], capsys)
+    assert code == 0
+    assert "To finish 1 x 33 rows, all planned as long as the longest" in out
+    assert "8 x h100-sxm, zero3: 5 steps, " in out
+    assert " dollars (" in out
+
+
+def test_without_data_steps_or_a_price_nothing_is_made_up(capsys: Capsys) -> None:
+    [row] = json_of(WORDS, capsys)["plans"]
+    assert (row["finish"], row["price_per_gpu_hour"], row["dollars_per_million_tokens"]) == (None, None, None)
+
+
+def test_packed_rows_are_counted_with_the_models_tokenizer(tmp_path: Path, tiny_model: Any) -> None:
+    options = PlanOptions(dataset=rows(tmp_path, 10))
+    work = work_of(options, PlannedJob(packing=True), str(tiny_model))
+    assert work is not None
+    assert work.tokens is not None
+    assert 20 <= work.tokens <= 90  # two words, ten times
+    with pytest.raises(ToolkitError, match="has no tokenizer"):
+        work_of(options, PlannedJob(packing=True), str(LLAMA_8B_CONFIG))
+
+
+def test_prices_are_read_by_name_and_refused_if_they_are_none() -> None:
+    assert read_prices(["h100=2.5", "1"]) == {"h100-sxm": 2.5, "": 1.0}
+    for word in ("cheap", "h100=-1", "h100=nan"):
+        with pytest.raises(ToolkitError, match="expected a number below a million"):
+            read_prices([word])
+    with pytest.raises(ToolkitError, match="unknown GPU"):
+        read_prices(["h1000=2"])

@@ -1,0 +1,76 @@
+"""`toolkit plan MODEL` without a GPU: which GPUs, how many, and what they cost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import json_of, run_command
+from launching import LLAMA_8B_CONFIG
+
+WORDS = ["plan", str(LLAMA_8B_CONFIG), "--per-device-train-batch-size", "1"]
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_each_gpu_has_the_fewest_that_fit_and_half_of_them_do_not(capsys: Capsys) -> None:
+    found = json_of(WORDS, capsys)["plans"]
+    assert len({row["gpu"] for row in found}) == len(found) > 10
+    assert {row["verdict"] for row in found} == {"fits"}
+    assert not any("offload" in row["preset"] for row in found)
+    few = next(row for row in found if row["gpu"] == "h100-sxm")
+    where = ["--gpu", "h100", "--num-processes", str(few["world_size"] // 2)]
+    halved = json_of([*WORDS, *where], capsys)["plans"]
+    assert [row["preset"] for row in halved if row["verdict"] == "fits" and "offload" not in row["preset"]] == []
+    totals = [row["world_size"] * (row["planned_peak_bytes"] + row["headroom_bytes"]) for row in found]
+    assert totals == sorted(totals)
+
+
+def test_with_prices_the_cheapest_token_comes_first_and_gpus_without_one_are_left_out(capsys: Capsys) -> None:
+    prices = ["--price", "l40s=0.1", "--price", "h100=99", "--price", "a100-80gb=1"]
+    found = json_of([*WORDS, *prices], capsys)
+    assert [row["gpu"] for row in found["plans"]] == ["l40s", "a100-80gb", "h100-sxm"]
+    costs = [row["dollars_per_million_tokens"] for row in found["plans"]]
+    assert costs == sorted(costs)
+    assert found["summary"].startswith("cheapest of those with a price: ")
+
+
+def test_the_table_names_the_gpus_and_fits_a_terminal(capsys: Capsys) -> None:
+    code, out, err = run_command([*WORDS, "--dataset-tokens", "1000000"], capsys)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].startswith("the least memory in all: ")
+    assert "--gpu NAME --num-processes N" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_number_of_gpus_and_a_preset_restrict_the_answer(capsys: Capsys) -> None:
+    found = json_of([*WORDS, "--num-processes", "4", "--preset", "zero3_cpu_offload"], capsys)["plans"]
+    assert {(row["world_size"], row["preset"]) for row in found} == {(4, "zero3_cpu_offload")}
+
+
+def test_what_no_gpu_can_train_is_refused_with_what_saves_memory(capsys: Capsys) -> None:
+    code, out, err = run_command([*WORDS, "--max-seq-length", "10000000"], capsys)
+    assert (code, out) == (2, "")
+    assert "nothing fits on up to 1,024 of any GPU" in err
+    assert "--activation-checkpointing" in err
+
+
+def test_a_gpu_without_bf16_is_no_answer(capsys: Capsys) -> None:
+    code, out, err = run_command([*WORDS, "--price", "t4=0.2"], capsys)
+    assert (code, out) == (2, "")
+    assert "nothing fits on up to 1,024 of t4" in err
+
+
+def test_the_job_is_checked_first(capsys: Capsys) -> None:
+    assert "--load-in-4bit needs --lora-r" in run_command([*WORDS, "--load-in-4bit"], capsys)[2]
+
+
+def test_named_gpus_answer_as_before(capsys: Capsys) -> None:
+    code, out, err = run_command(
+        [*WORDS, "--gpu", "h100", "--num-processes", "8", "--preset", "zero3", "--json"], capsys
+    )
+    assert (code, err, json.loads(out)["plans"][0]["gpu"]) == (0, "", "h100-sxm")

@@ -1,0 +1,161 @@
+"""Steps, hours and dollars until a job has trained on its data, of each plan.
+
+>>> job = PlannedJob(max_seq_length=1024, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+>>> Work(epochs=2, tokens=1_000_000).steps(job, groups=2)
+246
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.data_files import check_file, iter_rows
+from toolkit.data.formats import detect_format, to_sample
+from toolkit.errors import ToolkitError
+from toolkit.files.reading import is_file
+from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.read_model import config_path
+from toolkit.plan.interconnect import Range
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planner import Plan
+from toolkit.units import SECONDS_PER_HOUR
+
+ANY_GPU = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a job trains on: steps, or epochs of tokens that fill their rows, or epochs of rows."""
+
+    epochs: float = 1.0
+    max_steps: int | None = None
+    tokens: int | None = None
+    rows: int | None = None
+
+    def steps(self, job: PlannedJob, *, groups: int) -> int:
+        """Return the optimizer steps of `groups` of GPUs that train on different rows, as the Trainer counts them.
+
+        The last batch of an epoch may be smaller, and its last step may have fewer accumulation steps.
+        """
+        if self.max_steps is not None:
+            return self.max_steps
+        rows = -(-self.tokens // job.tokens_per_row) if self.tokens is not None else self.rows or 0
+        batches = math.ceil(rows / (job.per_device_train_batch_size * groups))
+        return math.ceil(self.epochs * math.ceil(batches / job.gradient_accumulation_steps))
+
+    @property
+    def text(self) -> str:
+        """What is counted, for people."""
+        if self.max_steps is not None:
+            return f"{self.max_steps:,} steps"
+        if self.tokens is not None:
+            return f"{self.epochs:g} x {self.tokens:,} tokens"
+        return f"{self.epochs:g} x {self.rows:,} rows, all planned as long as the longest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """Time and cost of one plan, without loading, evaluation and saving; a range is (low, high)."""
+
+    steps: int
+    hours: float | None = None  # best estimate; None if the GPU's peak is unknown
+    hours_range: Range | None = None
+    dollars: float | None = None  # None without a price
+    dollars_range: Range | None = None
+
+
+def work_of(options: PlanOptions, job: PlannedJob, model: str) -> Work | None:
+    """Return what the options say that is trained on; None if they say nothing.
+
+    Raises ToolkitError for a data file that cannot be read, and for packed rows without a tokenizer.
+    """
+    max_steps = options.max_steps if options.max_steps is not None and options.max_steps > 0 else None
+    if options.dataset_tokens is not None and options.dataset_tokens < 1:
+        raise ToolkitError(f"--dataset-tokens is {options.dataset_tokens}, expected 1 or more")
+    if max_steps is not None or options.dataset_tokens is not None:
+        return Work(epochs=options.num_train_epochs, max_steps=max_steps, tokens=options.dataset_tokens)
+    if options.dataset is None:
+        return None
+    tokens = _count_tokens(options.dataset, model) if job.packing else None
+    rows = None if job.packing else check_file(options.dataset, max_bytes=None).rows
+    return Work(epochs=options.num_train_epochs, tokens=tokens, rows=rows)
+
+
+def _count_tokens(data: Path, model: str) -> int:
+    """The tokens of all texts and messages, without those that a chat template adds."""
+    from tokenizers import Tokenizer
+
+    file = config_path(model).parent / "tokenizer.json"
+    if not is_file(file):
+        raise ToolkitError(f"{model} has no tokenizer.json to count packed rows with", hint="`--dataset-tokens N`")
+    tokenizer, count = Tokenizer.from_file(str(file)), 0
+    for _, row in iter_rows(data):
+        sample = to_sample(row, detect_format(row))
+        texts = [sample.text, sample.prompt, sample.completion, *(each["content"] for each in sample.messages or ())]
+        count += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if isinstance(text, str))
+    return count
+
+
+def read_prices(words: Sequence[str]) -> dict[str, float]:
+    """Return dollars per GPU and hour by the GPU's name; under `ANY_GPU` the price that names none.
+
+    >>> read_prices(["2.5", "4090=0.4"])
+    {'': 2.5, 'rtx-4090': 0.4}
+    """
+    prices = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        try:
+            price = float(text)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < 10**6:
+            hint = "dollars per GPU and hour: `--price 2.50`, or `--price h100=2.50`"
+            raise ToolkitError(f"--price is {word[:80]!r}, expected a number below a million", hint=hint)
+        prices[find_gpu(name).name if name else ANY_GPU] = price
+    return prices
+
+
+def price_of(plan: Plan, prices: Mapping[str, float]) -> float | None:
+    """Return the price of one of a plan's GPUs per hour; None if none was given."""
+    return prices.get(plan.gpu.partition(",")[0], prices.get(ANY_GPU))
+
+
+def dollars_per_million_tokens(plan: Plan, prices: Mapping[str, float]) -> float | None:
+    """Return the price of a million tokens at the best estimate; None without a price or a speed."""
+    price, step_seconds = price_of(plan, prices), plan.estimate_seconds
+    if price is None or plan.speed is None or step_seconds is None:
+        return None
+    return price * step_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
+
+
+def finish_of(plan: Plan, job: PlannedJob, work: Work, prices: Mapping[str, float]) -> Finish:
+    """Return the time and the cost of a plan."""
+    groups = plan.world_size // (1 if plan.layout is None else plan.layout.ranks_per_batch)
+    steps = work.steps(job, groups=groups)
+    if plan.speed is None or plan.estimate_seconds is None:
+        return Finish(steps=steps)
+    low, high = (steps * seconds / SECONDS_PER_HOUR for seconds in plan.speed.step_seconds)
+    hours, price = steps * plan.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
+    hourly = None if price is None else price * plan.world_size
+    return Finish(
+        steps=steps,
+        hours=hours,
+        hours_range=(low, high),
+        dollars=None if hourly is None else hourly * hours,
+        dollars_range=None if hourly is None else (hourly * low, hourly * high),
+    )
+
+
+def finish_row(plan: Plan, job: PlannedJob, work: Work | None, prices: Mapping[str, float]) -> dict[str, Any]:
+    """Return the keys that time and cost add to a row of `toolkit plan --json`."""
+    return {
+        "finish": None if work is None else asdict(finish_of(plan, job, work, prices)),
+        "price_per_gpu_hour": price_of(plan, prices),
+        "dollars_per_million_tokens": dollars_per_million_tokens(plan, prices),
+    }

@@ -1,0 +1,67 @@
+"""Which GPUs, and how many of each, a job needs: `toolkit plan MODEL` on a node without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import GPUS, Gpu
+from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens
+from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict
+from toolkit.plan.planner import (
+    LARGEST_WORLD_SIZE,
+    Plan,
+    PlanRequest,
+    check_request,
+    memory_of,
+    offloads,
+    plan_of,
+    simplest_fast,
+    why_unsupported,
+)
+from toolkit.presets.spec import PresetSpec
+
+
+def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
+    """Return a plan for each GPU of the table that the job fits on, with the fewest of them, the cheapest first.
+
+    Each has the simplest of the fastest presets that fit; those that offload to the host count
+    only where presets are named.
+    With prices, only GPUs that have one are compared; without, those with the least memory in all come first.
+    Raises ToolkitError as `make_plans` does, and where no number of any of them is enough.
+    """
+    check_request(request)
+    presets = [each for each in request.presets if request.strict or not offloads(each)]
+    sizes = request.world_sizes or [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
+    gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in prices or not set(prices) - {ANY_GPU})]
+
+    @cache
+    def memory(preset: PresetSpec, size: int) -> MemoryPlan | None:
+        return None if why_unsupported(request, preset, size) else memory_of(request, preset, size)
+
+    def fewest(gpu: Gpu) -> Plan | None:
+        on_gpu, host = replace(request, gpu=gpu), request.host_memory_bytes
+        for size in sizes:
+            planned = [(preset, memory(preset, size)) for preset in presets]
+            plans = [
+                plan_of(on_gpu, preset, size, size)
+                for preset, each in planned
+                if each and memory_verdict(each, memory_bytes=gpu.memory_bytes, host_bytes=host) == FITS
+            ]
+            if plans:
+                return simplest_fast(plans, presets)
+        return None
+
+    def cost(plan: Plan) -> tuple[float, int]:
+        return dollars_per_million_tokens(plan, prices) or 0.0, plan.world_size * plan.gpu_memory_bytes
+
+    found = sorted(filter(None, map(fewest, gpus)), key=cost)
+    if not found:
+        kinds = ", ".join(sorted(set(prices) - {ANY_GPU})) or "any GPU"
+        raise ToolkitError(
+            f"nothing fits on up to {max(sizes):,} of {kinds}",
+            hint="`--activation-checkpointing`, `--lora-r 16`, or a smaller `--per-device-train-batch-size`",
+        )
+    return found
