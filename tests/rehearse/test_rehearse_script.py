@@ -141,11 +141,11 @@ def trl_arguments(script: str, model: Path, folder: Path) -> list[str]:
     return words + (generates if script == "grpo" else [])
 
 
-def without_weights(model: Path, folder: Path, **config: Any) -> Path:
-    """The model's folder, with its tokenizer and without its weights."""
+def without_weights(model: Path, folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """The model's folder, with its tokenizer, its configuration or another one, and without weights."""
     shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    given = read(model / "config.json") | config
-    (folder / "model" / "config.json").write_text(json.dumps(given))
+    if config is not None:
+        (folder / "model" / "config.json").write_text(json.dumps(config))
     return folder / "model"
 
 
@@ -194,7 +194,8 @@ def test_the_step_of_trls_trainers_is_traced_with_its_models_alone_by_part(
 def test_an_8b_and_its_reference_model_are_traced_without_weights(
     preset: str, size: int, tiny_model: Path, tmp_path: Path
 ) -> None:
-    model = without_weights(tiny_model, tmp_path, **read(LLAMA_8B_CONFIG), architectures=["LlamaForCausalLM"])
+    config = read(LLAMA_8B_CONFIG) | {"architectures": ["LlamaForCausalLM"]}
+    model = without_weights(tiny_model, tmp_path, config)
     given = trl_arguments("dpo", model, tmp_path)
     world = ["--preset", preset, "--num-processes", str(size), "--fake-tensors"]
     found = rehearse(*world, script="trl.scripts.dpo", arguments=given)
@@ -220,7 +221,8 @@ Trainer(model=model, args=args, train_dataset=rows).train()
 @pytest.mark.launch
 @pytest.mark.parametrize(("preset", "size"), [("single", "1"), ("ddp", "4"), ("fsdp2", "4")])
 def test_a_plain_trainer_is_traced_like_our_own_script_on_the_same_job(preset: str, size: str, tmp_path: Path) -> None:
-    """All but the batch, of which ours has one tensor for tokens and labels."""
+    """All but the batch, of which ours has one tensor for tokens and labels, and the scalar that the loss is divided by
+    (the number of tokens)."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "plain.py").write_text(PLAIN_SCRIPT)
     world = ["--preset", preset, "--num-processes", size, "--fake-tensors"]
@@ -234,5 +236,5 @@ def test_a_plain_trainer_is_traced_like_our_own_script_on_the_same_job(preset: s
             {part: size for part, size in facts["peaks"][phase]["parts"].items() if part not in ("batch", "load")}
             for facts in (found, own)
         )
-        assert script == ours, phase
+        assert script == pytest.approx(ours, abs=8), phase
     assert found["made_up"] == {}

@@ -232,6 +232,15 @@ class FakeModels:
 
     def trace(self, trainer: Any, expected: ExpectedRun) -> Facts:
         """Trace an optimizer step on the largest of the script's first batches. Raises ToolkitError for what cannot."""
+        args = trainer.args
+        given = {
+            "an optimizer of the script's own": trainer.optimizer is not None,
+            "torch_compile": args.torch_compile,
+            "use_liger_kernel": args.use_liger_kernel,
+            "offload of activations": (args.activation_checkpointing_kwargs or {}).get("offload", False),
+        }
+        for what in (name for name, is_given in given.items() if is_given):
+            raise ToolkitError(f"{what} is not traced", hint=WITHOUT_TRACE)
         batches, num_items, described = largest_batches(trainer)
         try:
             facts = self._trace(trainer, batches, num_items, expected) | {
