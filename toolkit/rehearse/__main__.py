@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
             output_dir=options.output_dir,
             stop_after_steps=options.steps,
             untimed_steps=UNTIMED_STEPS,
+            trial=True,
         )
         with garbage_collector_off():
             prepare_environment()

@@ -2,7 +2,7 @@
 
 On real tensors its first training runs for a few steps under the observer, with a fake process group. On fake tensors
 its models are made from their `config.json` without weights, and one optimizer step of its Trainer is traced. What the
-script would do after that training is left out, and its output goes to a temporary folder.
+script would do after that training is left out, as in a trial of a comparison.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -36,6 +35,7 @@ from toolkit.observe.foreign_script import ScriptRun, StopAfter
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.trial import StepsAlone
 from toolkit.observe.words import Words
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
@@ -52,11 +52,6 @@ from toolkit.rehearse.trace import Facts, prepare, trace_step
 
 # Of the script's own batches, the largest is traced.
 BATCHES_LOOKED_AT = 50
-# A rehearsal saves, evaluates and reports nothing, whatever the script's arguments are.
-FORCED = {
-    **{"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False, "report_to": "none"},
-    **{"push_to_hub": False, "auto_find_batch_size": False},
-}
 AFTERWARDS = "what the script gathers from other ranks, and what it does after its first training"
 GENERATION = "the memory of generation: its key-value cache, and its forwards"
 
@@ -71,9 +66,7 @@ class RehearsedScript(ScriptRun):
         self.fake = FakeModels(preset.engine) if rehearsed.fake_tensors else None
 
     def run(self) -> int:
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as outputs, contextlib.ExitStack() as patches:
-            patches.enter_context(_forced_arguments(outputs))
-            patches.enter_context(_shards_filled() if self.fake is None else self.fake.patches())
+        with _shards_filled() if self.fake is None else self.fake.patches():
             return super().run()
 
     def _open_folder(self) -> None:
@@ -81,6 +74,15 @@ class RehearsedScript(ScriptRun):
 
     def _form_group(self) -> None:
         enable_fsdp_on_cpu()
+        if torch.cuda.is_available():
+            return
+        make = TrainingArguments.__post_init__
+
+        def post_init(args: Any) -> None:
+            args.use_cpu = True
+            make(args)
+
+        TrainingArguments.__post_init__ = post_init
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # to resume or not
@@ -111,7 +113,8 @@ class RehearsedScript(ScriptRun):
             attestation=RehearsedAttestation,
         )
         trainer.add_callback(FakeOtherRanks(trainer))
-        trainer.add_callback(StopAfter(self.words.stop_after_steps or 1))
+        for callback in (StepsAlone(), StopAfter(self.words.stop_after_steps or 1)):
+            trainer.add_callback(callback)
         fill_shards(trainer.model)
         trainer.train()
         rows = trainer.args.per_device_train_batch_size
@@ -122,20 +125,6 @@ class RehearsedScript(ScriptRun):
             "batch": f"batches of {rows} rows as its collator makes them",
             "random_weights": False,
         }
-
-
-@contextlib.contextmanager
-def _forced_arguments(outputs: str) -> Iterator[None]:
-    """Let the script's TrainingArguments name a temporary folder, and switch off what a rehearsal leaves out."""
-    own = TrainingArguments.__post_init__
-    forced = FORCED | {"output_dir": outputs} | ({} if torch.cuda.is_available() else {"use_cpu": True})
-
-    def post_init(self: Any) -> None:
-        vars(self).update(forced)
-        own(self)
-
-    with replaced(TrainingArguments, "__post_init__", post_init):
-        yield
 
 
 @contextlib.contextmanager
