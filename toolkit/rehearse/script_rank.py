@@ -29,6 +29,7 @@ from transformers.initialization import no_init_weights
 from toolkit.errors import EXIT_DONE, ToolkitError
 from toolkit.models.fake_tensors import LiveMemory, patched_for, replaced
 from toolkit.models.fake_values import WITHOUT_TRACE, ValueAnswers, unanswered
+from toolkit.observe.accelerate_loop import LoopedTraining
 from toolkit.observe.attest.read_deepspeed import zero3_parameters
 from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.foreign_script import ScriptRun, StopAfter
@@ -37,7 +38,6 @@ from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.trial import StepsAlone
 from toolkit.observe.words import Words
-from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.rehearse.rank_script import measured_facts
 from toolkit.rehearse.rehearsal import RehearsedRank
@@ -59,11 +59,12 @@ GENERATION = "the memory of generation: its key-value cache, and its forwards"
 class RehearsedScript(ScriptRun):
     """The script in this process, which writes the run folder whatever its rank is."""
 
-    def __init__(self, words: Words, rehearsed: RehearsedRank, preset: PresetSpec) -> None:
-        join_fake_world(rehearsed, preset)
+    def __init__(self, words: Words, rehearsed: RehearsedRank) -> None:
+        assert words.require_preset is not None
+        join_fake_world(rehearsed, words.require_preset)
         super().__init__(words)
-        self.rehearsed, self.preset, self.writes = rehearsed, preset, True
-        self.fake = FakeModels(preset.engine) if rehearsed.fake_tensors else None
+        self.rehearsed, self.writes = rehearsed, True
+        self.fake = FakeModels(words.require_preset.engine) if rehearsed.fake_tensors else None
 
     def run(self) -> int:
         with _shards_filled() if self.fake is None else self.fake.patches():
@@ -87,8 +88,7 @@ class RehearsedScript(ScriptRun):
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # to resume or not
         self.trainings += 1
-        shards = self.preset.dp_shard_size(self.rehearsed.world_size)
-        expected = ExpectedRun(preset=self.preset, world_size=self.rehearsed.world_size, dp_shard_size=shards)
+        expected = self._expected(self.rehearsed.world_size)
         run = ObservedRun(
             folder=self.folder,
             progress=self.progress,
@@ -102,11 +102,15 @@ class RehearsedScript(ScriptRun):
         run.write_completion(rehearsal=facts)
         raise SystemExit(EXIT_DONE)  # what follows would save, evaluate, or train something else
 
+    def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
+        del training
+        raise ToolkitError("a loop on accelerate alone is not rehearsed", hint="`toolkit train --script` runs it")
+
     def _measure(self, trainer: Any, run: ObservedRun, expected: ExpectedRun) -> Facts:
         observer = observe(
             trainer,
             record=run,
-            require=self.preset,
+            require=expected.preset,
             parts=ObserverParts(expected=expected),
             untimed_steps=self.words.untimed_steps,
             timer=RehearsedTimer,
