@@ -116,16 +116,15 @@ class ScriptRun:
 
     def _close_folder(self, code: int, told: str | None) -> int:
         """Write how the script ended, and return the exit code."""
-        done = (self.folder.read_run() or {}).get("status") == status.COMPLETED
+        done, hint = (self.folder.read_run() or {}).get("status") == status.COMPLETED, None
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
             hint = "a loop on accelerate alone is observed by a line of its own: `with observe(accelerator=..., "
             hint += "model=..., optimizer=...):`, from toolkit"
-            report_failure(RunFailed(told, hint=hint), self.progress)
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
-            print(f"error: {message}", file=sys.stderr, flush=True) if told and self.trainings else None
+            report_failure(RunFailed(message, hint=hint), self.progress)  # as the launcher and a comparison read it
             self.folder.update_run(status=status.FAILED, exit_code=code, message=message)
         return code
 
