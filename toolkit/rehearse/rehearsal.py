@@ -29,7 +29,7 @@ from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_requi
 from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
-from toolkit.observe.words import check_divides_ranks_only, check_script
+from toolkit.observe.words import check_script, check_script_preset
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
@@ -130,7 +130,7 @@ def plan_script_rehearsal(
     output_dir: Path | None = None,
 ) -> Rehearsal:
     """Check what can be known of somebody's script. Raises ToolkitError for the first thing that is invalid."""
-    check_divides_ranks_only(preset)
+    check_script_preset(preset)
     check_rehearsal(preset, world_size=world_size, rank=rank, purpose="trace" if fake_tensors else "rehearse")
     check_script(script, module)
     return Rehearsal(
@@ -277,7 +277,7 @@ def _traced_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         parts = ", ".join(f"{part} {gib(size)}" for part, size in peak["parts"].items() if size >= MIB)
         yield f"  {phase:<10} {gib(peak['total_bytes']):>10}: {parts}"
     if facts.get("made_up"):
-        yield "made up, where the script or a library reads a value that follows from weights:"
+        yield "made up, where code reads a value that follows from weights or other ranks:"
         yield from (f"  {what}" + (f", {times} times" if times > 1 else "") for what, times in facts["made_up"].items())
 
 
