@@ -127,7 +127,12 @@ def plan_engine_memory(
     return MemoryPlan(
         states=states,
         phases=phases,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=max(phase.allocated_bytes for phase in phases)),
+        # what was reserved in any phase stays reserved
+        overhead_bytes=overhead_bytes(
+            engine,
+            activation_bytes=max(phase.activation_bytes for phase in phases),
+            logits_bytes=max(phase.logits_bytes for phase in phases),
+        ),
         host=host_memory(engine, weights, states, job),
         activations_known=shape.activations_from != "llama",
     )
