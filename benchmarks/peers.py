@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_jobs import comparison, environments, measurement
-from peer_jobs.commands import PROGRAMS, NotOffered, environment_of
+from peer_jobs.commands import PROGRAMS, NotOffered, environment_of, observe_launch
 from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
 from record import EVIDENCE, append_line, print_table, read_lines, write_result, write_table
 
@@ -57,12 +57,15 @@ def waiting(wanted: Iterator[tuple[int, str, str]], done: Sequence[Record]) -> l
     return [run for run in wanted if run not in finished and run[1:] not in failed]
 
 
-def run_program(program: str, job: Job, folder: Path, *, environments_folder: Path, timeout: float) -> measurement.Run:
-    """Run a program once in an empty folder. Raises NotOffered where it cannot run the job."""
+def run_program(
+    program: str, job: Job, folder: Path, *, environments_folder: Path, timeout: float, observed: bool = False
+) -> measurement.Run:
+    """Run a program once in an empty folder, if wanted observed. Raises NotOffered where it cannot run the job."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     python = environments.python_of(program, environments_folder)
     launch = PROGRAMS[program](job, str(python), folder)
+    launch = observe_launch(launch, folder) if observed else launch
     for name, text in launch.files.items():
         (folder / name).write_text(text)
     extensions = environments.extensions_of(program, environments_folder)

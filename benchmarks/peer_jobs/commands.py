@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,15 @@ def accelerate(job: Job, python: str, script: list[str]) -> list[str]:
     if not job.preset.startswith("zero"):  # DeepSpeed's is in its JSON
         options += ["--mixed_precision", "bf16" if job.bf16 else "no"]
     return [python, "-m", "accelerate.commands.launch", *options, *script]
+
+
+def observe_launch(launch: Launch, folder: Path) -> Launch:
+    """Return the launch of a script with `-m toolkit.observe` in front of it; its run folder is `folder`/observed."""
+    words = enumerate(launch.argv)
+    script = next(number for number, word in words if number > 1 and (word == "-m" or word.endswith(".py")))
+    argv = [*launch.argv[:script], "-m", "toolkit.observe", "--output-dir", str(folder / "observed")]
+    environment = {**launch.environment, "PYTHONPATH": str(ROOT)}
+    return replace(launch, argv=[*argv, *launch.argv[script:]], environment=environment)
 
 
 def on_fsdp(job: Job) -> dict[str, str]:
@@ -177,6 +186,8 @@ def axolotl(job: Job, python: str, folder: Path) -> Launch:
         values |= {"adapter": "lora", "lora_r": LORA_R, "lora_target_linear": True, **LORA}
         if job.cpu:  # its own kernels, on by default, need a GPU
             values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
+    if job.cpu and job.ranks > 1:  # it would put each rank's model on the GPU of that number
+        values |= {"max_memory": {"cpu": "64GiB"}}
     launcher = ["python"] if job.ranks == 1 else ["torchrun", "--", f"--nproc_per_node={job.ranks}"]
     argv = [python, "-m", "axolotl.cli.main", "train", str(folder / "job.yaml"), "--launcher", *launcher]
     files["job.yaml"] = yaml.safe_dump(values)

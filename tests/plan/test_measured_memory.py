@@ -13,7 +13,7 @@ from functools import cache
 from measured_jobs import MeasuredJob, has_liger, measured, rows, used_mib
 
 from toolkit.plan.engine_buffers import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from toolkit.plan.memory import plan_memory
+from toolkit.plan.memory import LEAST_MARGIN_BYTES, plan_memory
 from toolkit.units import GIB, MIB
 
 # The sources that constants of the plan come from: those of the allocator's reserve, from one GPU.
@@ -29,6 +29,7 @@ class Peak:
     engine: str
     planned: float
     measured: float
+    margin: float  # of the verdict
 
     @property
     def error(self) -> float:
@@ -38,11 +39,8 @@ class Peak:
 def why_not(row: dict[str, str]) -> str:
     """Return the reason for which the memory of a row is not compared; empty if it is."""
     notes, single = row["notes"], row["gpus"] == "1"
-    if (
-        ("bf16-loaded" in row["precision"]
-        and row["method"] == "full")
-        or (row["precision"].startswith("pure bf16 (")
-        and not row["lora_r"])
+    if ("bf16-loaded" in row["precision"] and row["method"] == "full") or (
+        row["precision"].startswith("pure bf16 (") and not row["lora_r"]
     ):
         return "AdamW's states in bf16, or none allocated yet: ours are fp32"
     if "foak" in notes and not has_liger(row):
@@ -73,18 +71,26 @@ def peaks() -> tuple[list[Peak], Counter[str]]:
         setup = job.setup
         plan = plan_memory(setup.shape, setup.preset, world_size=setup.world_size, job=setup.job)
         engine = "one GPU" if setup.world_size == 1 else "FSDP1" if row["strategy"] == "fsdp" else setup.preset.name
+        sizes = (plan.planned_peak_bytes - plan.peak.state_bytes) * plan.uncertainty
+        margin = max(sizes, LEAST_MARGIN_BYTES)
         figure = float(row["peak_gib"]) * GIB
         context = CONTEXT_BYTES + (COMMUNICATOR_BYTES if setup.world_size > 1 else 0)
         if row["peak_kind"] == "allocated":
             allocated = plan.peak.allocated_bytes
-            compared.append(Peak(job=job, kind="allocated", engine=engine, planned=allocated, measured=figure))
+            compared.append(
+                Peak(job=job, kind="allocated", engine=engine, planned=allocated, measured=figure, margin=margin)
+            )
             figure = used_mib(row) * MIB
             if engine != "FSDP1":  # which reserves more, because of `recordStream`
                 total = plan.planned_peak_bytes
-                compared.append(Peak(job=job, kind="reserved", engine=engine, planned=total, measured=figure))
+                compared.append(
+                    Peak(job=job, kind="reserved", engine=engine, planned=total, measured=figure, margin=margin)
+                )
         else:
             planned = plan.planned_peak_bytes - (context if row["peak_kind"] == "reserved" else 0)
-            compared.append(Peak(job=job, kind="reserved", engine=engine, planned=planned, measured=figure))
+            compared.append(
+                Peak(job=job, kind="reserved", engine=engine, planned=planned, measured=figure, margin=margin)
+            )
     return compared, reasons
 
 
@@ -111,3 +117,15 @@ def test_published_peaks_are_planned() -> None:
         print(f"{' '.join(key):25} {shown(errors)}")
     assert statistics.median(map(abs, groups["allocated", "one GPU"])) < 0.02
     assert statistics.median(map(abs, groups["reserved", "unseen"])) < 0.06
+    assert sorted(map(abs, groups["reserved", "unseen"]))[-3] < 0.15
+
+
+def test_the_margin_of_a_verdict_has_most_published_peaks_inside_for_each_engine() -> None:
+    inside: dict[str, list[bool]] = {}
+    for peak in peaks()[0]:
+        if peak.kind == "reserved" or peak.engine == "FSDP1":
+            inside.setdefault(peak.engine, []).append(abs(peak.planned - peak.measured) <= peak.margin)
+    shares = {engine: sum(each) / len(each) for engine, each in inside.items()}
+    print(shares)
+    assert min(shares.values()) > 0.8  # on one GPU five rows of QwenLM are outside
+    assert sum(map(sum, inside.values())) / sum(map(len, inside.values())) > 0.85

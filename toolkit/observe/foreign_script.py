@@ -1,5 +1,7 @@
 """Run somebody's script unchanged, and observe every `transformers.Trainer` that it trains.
 
+A loop on accelerate alone has a line of its own (`toolkit.observe.accelerate_loop`), and joins this run's folder.
+
     ScriptRun(Words.read(["--require", "zero3", "dpo.py", "--its", "--own", "--arguments"])).run()
 
 `Trainer.__init__` is wrapped: each instance is observed from its `train()` on, when its own class has finished making
@@ -13,6 +15,7 @@ import functools
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,16 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
+from toolkit.observe.accelerate_loop import LoopedTraining, ObservedLoop
+from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
+from toolkit.observe.trial import StepsAlone, change, change_training_arguments
 from toolkit.observe.words import Words
 from toolkit.presets.preset import presets_root
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
@@ -51,6 +57,8 @@ class ScriptRun:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
         self._open_folder()
         self._form_group()
+        if self.words.trial:
+            change_training_arguments(self.folder.path)
         self._watch_trainers()
         code, told = EXIT_DONE, None
         try:
@@ -112,7 +120,8 @@ class ScriptRun:
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
-            hint = "scripts that train with a `transformers.Trainer` are observed, or with accelerate alone: `observe`"
+            hint = "a loop on accelerate alone is observed by a line of its own: `with observe(accelerator=..., "
+            hint += "model=..., optimizer=...):`, from toolkit"
             print(f"error: {told}\n  hint: {hint}", file=sys.stderr, flush=True)
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
@@ -128,6 +137,9 @@ class ScriptRun:
 
         @functools.wraps(make)
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get("args", args[1] if len(args) > 1 else None)
+            if script.words.trial and given is not None:  # the script may have changed them since
+                change(given, script.folder.path)
             make(trainer, *args, **kwargs)
             script.trainers += 1
             own = type(trainer)
@@ -139,6 +151,7 @@ class ScriptRun:
             trainer.__class__ = type(own.__name__, (own,), {"train": train})
 
         Trainer.__init__ = init
+        ObservedLoop.launched = self._join_loop
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         stops = self._observe(trainer)
@@ -147,29 +160,18 @@ class ScriptRun:
         output = trainer.train(*args, **kwargs)
         if stops is not None:
             stops.raise_if_stopped()
+        if self.words.trial:  # what follows would save, evaluate, or train something else
+            raise SystemExit(EXIT_DONE)
         return output
 
     def _observe(self, trainer: Any) -> StopOnSignal | None:
-        """Observe a training: the first in the run folder, each later one in a folder of its own below it."""
-        self.trainings += 1
-        first = self.trainings == 1
-        path = self.folder.path if first else self.folder.path / f"training-{self.trainings}"
+        path, first = self._next_folder()
         args, words = trainer.args, self.words
-        if self.ranks != args.world_size:
-            raise AttestationFailed(
-                f"{self.ranks} ranks were started, and each of them trains alone: world_size is {args.world_size}",
-                hint="make the process group before the Trainer, or start the script with `accelerate launch`",
-            )
-        preset = words.require_preset
-        shards = None if preset is None else preset.dp_shard_size(args.world_size)
-        expected = ExpectedRun(
-            preset=preset, world_size=args.world_size, dp_shard_size=shards, settings=words.require_settings
-        )
         observer = observe(
             trainer,
             path,
-            require=preset,
-            parts=ObserverParts(expected=expected),
+            require=words.require_preset,
+            parts=ObserverParts(expected=self._expected(args.world_size)),
             untimed_steps=words.untimed_steps,
             complete_saves=words.complete_saves,
             prepared=first,
@@ -178,12 +180,40 @@ class ScriptRun:
             RunFolder(path).update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
+        within, minutes = words.stop_when_steps_within, words.stop_after_minutes
+        if within is not None or minutes is not None:
+            timer = observer.timer
+            trainer.add_callback(EarlyStopping(timer.run, timer, within=within, minutes=minutes, evaluates=False))
+        if words.trial:
+            trainer.add_callback(StepsAlone())
         if not words.stop_on_signal:
             return None
         stops = StopOnSignal(observer.progress, rank=args.process_index, world_size=args.world_size)
         stops.listen()
         trainer.add_callback(stops)
         return stops
+
+    def _next_folder(self) -> tuple[Path, bool]:
+        """The first training is in the run folder, each later one in a folder of its own below it."""
+        self.trainings += 1
+        first = self.trainings == 1
+        return (self.folder.path if first else self.folder.path / f"training-{self.trainings}"), first
+
+    def _expected(self, world_size: int) -> ExpectedRun:
+        preset = self.words.require_preset
+        shards = None if preset is None else preset.dp_shard_size(world_size)
+        settings = self.words.require_settings
+        return ExpectedRun(preset=preset, world_size=world_size, dp_shard_size=shards, settings=settings)
+
+    def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
+        """Let a loop on accelerate join the run; what the script's own line requires counts where no option does."""
+        path, first = self._next_folder()
+        expected = self._expected(training.world_size)
+        if expected.preset is None and not expected.settings:
+            expected = training.expected
+        stop, untimed = self.words.stop_after_steps, self.words.untimed_steps
+        joined = replace(training, folder=path, prepared=first, expected=expected)
+        return replace(joined, stop_after_steps=stop, untimed_steps=untimed)
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
@@ -202,13 +232,24 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]
 
 
 def make_cpu_group(ranks: int) -> None:
-    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself."""
+    """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself.
+
+    `TrainingArguments` drops a group that was made earlier, and makes one on a CPU only where it is given `use_cpu`.
+    """
     if torch.cuda.is_available() or ranks < 2:
         return
     from accelerate import PartialState
 
     enable_fsdp_on_cpu()
-    PartialState(cpu=True)
+    make = PartialState.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, cpu: bool = True, **kwargs: Any) -> None:
+        del cpu
+        make(self, cpu=True, **kwargs)
+
+    PartialState.__init__ = init
+    PartialState()
 
 
 def find_deepspeed_json() -> None:

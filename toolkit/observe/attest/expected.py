@@ -40,8 +40,6 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         expected["layout"] = layout.degrees()
         unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
     dtype = dtype_name(compute_dtype(trainer.args))
-    if frozen_weights(trainer.model):
-        expected["frozen_dtype"] = dtype
     return expected | {
         "engine": "none" if unwrapped else preset.engine,
         "sharding": preset.sharding,
@@ -137,7 +135,7 @@ def updated_tensors(trainer: Any) -> list[UpdatedTensor]:
 
 def hidden_matrices(model: Any) -> set[int]:
     """Return the ids of the weights that Muon trains: those of linear layers, but not the head."""
-    head = model.get_output_embeddings()
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # a model class of one's own has none
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     return {id(weight) for weight in linear if weight.ndim == 2 and weight.requires_grad} - embeddings
