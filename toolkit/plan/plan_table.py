@@ -33,14 +33,7 @@ COLUMNS = (
     *("other\n", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
 )
 GPU_COLUMNS = (
-    "GPU\n",
-    "GPUs\n",
-    "preset\n",
-    "torch\nGiB",
-    "smi\nGiB",
-    "of\nGiB",
-    "tokens/s\nper GPU",
-    "$ per M\ntokens",
+    *("GPU\n", "GPUs\n", "preset\n", "torch\nGiB", "smi\nGiB", "of\nGiB", "tokens/s\nper GPU", "$ per M\ntokens"),
 )
 TEXT_COLUMNS = {"GPU\n", "preset\n", "verdict\n"}
 MAX_GPUS_SHOWN = 12
@@ -102,7 +95,8 @@ def print_plans(answer: PlanAnswer) -> None:
     advice = [f"{plan.preset}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
     legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
-    more = (*_wider_lines(plans), *_phase_lines(plans), *advice, *_finish_lines(plans, answer))
+    methods = () if answer.any_gpu else (*_phase_lines(plans), *advice)
+    more = (*_wider_lines(plans), *methods, *_finish_lines(plans, answer))
     lines = (*_layout_lines(plans), *more, *legend, exact)
     for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
