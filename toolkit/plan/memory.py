@@ -381,10 +381,6 @@ class _Phases:
         if method.scores_reference and not frozen:
             reference = reference_bytes(engine, shape, method) if engine.offload_param is None else 0
             buffers = reference_buffer_bytes(engine, activations, method, self.buffers.forward_bytes)
-        elif method.scores_reference and engine.kind == "fsdp2":  # an untied head is gathered apart from its unit
-            buffers = self.prefetched + (
-                self.prefetched if shape.tied_embeddings else 2 * engine.element_bytes * self.head
-            )
         self.scoring_reference, self.scoring_buffers = reference, buffers
         self.reference = reference if method.has_reference(lora=frozen) else 0
         # Keys are in the dtype of the cosines, values in bf16; the cache of a layer is copied when it grows.
@@ -427,14 +423,17 @@ class _Phases:
         if has_graph:
             kept = self.saved + self.outer + self.kept_rows
             graph_buffers = self.saved_copies + self.buffers.loss_bytes
+        in_layer = at_head = graph_buffers + self.scoring_buffers
+        if self.engine.kind == "fsdp2" and self.weights.frozen:
+            in_layer += 2 * self.prefetched
+            at_head += self.prefetched
+            if not self.weights.shape.tied_embeddings:  # gathered apart from its unit, through a second copy
+                whole = self.engine.element_bytes * self.head
+                at_head += whole + max(0, whole - self.logits[0])
+        gradients = self.gradients_in_forward
         return [
-            self._phase(
-                "score",
-                activations=kept + max(0, self.one_forward - self.logits[0]),
-                logits=self.logits[0],
-                buffers=self.scoring_buffers + graph_buffers,
-                gradients=self.gradients_in_forward,
-            )
+            self._phase("score", activations=kept + self.one_forward, buffers=in_layer, gradients=gradients),
+            self._phase("score", activations=kept, logits=self.logits[0], buffers=at_head, gradients=gradients),
         ]
 
     def _without_graph(self) -> list[PhaseMemory]:
