@@ -31,6 +31,7 @@ from toolkit.plan.planned_job import (
     stage_shape,
 )
 from toolkit.presets.spec import PresetSpec
+from toolkit.units import GIB
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
 # causal models of transformers 5.23 were tried that build from their default configuration.
@@ -48,10 +49,14 @@ STATES = PARTS[:4]
 PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step")
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
-# Share of a plan, apart from the model states, by which the plan may be wrong. Assumed: no GPU has checked it yet.
-UNCERTAINTY = 0.15
+# Share of a plan, apart from the model states, by which the plan may be wrong: 56 of 64 published peaks are inside
+# (`tests/plan/test_measured_memory.py`). Those of ZeRO-2 and ZeRO-3 are closer. No peak of FSDP2 is published; of FSDP1
+# with adapters all but two rows need up to half more, for a reason that a trace of torch 2.13 does not show.
+UNCERTAINTY, UNCERTAINTY_DEEPSPEED, UNCERTAINTY_FSDP2_ADAPTERS = 0.15, 0.10, 0.5
 # The same if Llama's activations stand in for those of an architecture that could not be counted.
 UNCERTAINTY_UNKNOWN = 0.5
+# The least of it: what others report for CUDA's context and a communicator differs by as much.
+LEAST_MARGIN_BYTES = 1 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +97,8 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
     host: HostMemory
-    activations_known: bool = True
-    """False if Llama's activations stand in for those of an architecture that could not be counted."""
+    uncertainty: float
+    """Share of all but the model states by which the plan may be wrong."""
 
     @property
     def peak(self) -> PhaseMemory:
@@ -132,21 +137,34 @@ def plan_engine_memory(
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
-    allocated = max(phase.allocated_bytes - phase.generation_bytes for phase in phases)  # vLLM's share has its own
     return MemoryPlan(
         states=states,
         phases=phases,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
+        # what was reserved in any phase stays reserved
+        overhead_bytes=overhead_bytes(
+            engine,
+            activation_bytes=max(phase.activation_bytes for phase in phases),
+            logits_bytes=max(phase.logits_bytes for phase in phases),
+        ),
         host=host_memory(engine, weights, states, job),
-        activations_known=shape.activations_from != "llama",
+        uncertainty=_uncertainty(engine, weights),
     )
+
+
+def _uncertainty(engine: EngineSettings, weights: JobWeights) -> float:
+    if weights.shape.activations_from == "llama":
+        return UNCERTAINTY_UNKNOWN
+    if engine.kind == "fsdp2" and weights.frozen:
+        return UNCERTAINTY_FSDP2_ADAPTERS
+    measured = engine.kind == "deepspeed" and not engine.offload_optimizer
+    return UNCERTAINTY_DEEPSPEED if measured else UNCERTAINTY
 
 
 def fit_verdict(
     *, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY
 ) -> str:
     """Return the verdict for a peak of which `exact_bytes`, the model states, are certain."""
-    margin = int(uncertainty * (planned_peak_bytes - exact_bytes))
+    margin = max(int(uncertainty * (planned_peak_bytes - exact_bytes)), LEAST_MARGIN_BYTES)
     if planned_peak_bytes + margin <= memory_bytes:
         return FITS
     return DOES_NOT_FIT if planned_peak_bytes - margin > memory_bytes else TOO_CLOSE
@@ -160,7 +178,7 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         planned_peak_bytes=plan.planned_peak_bytes,
         exact_bytes=plan.peak.state_bytes,
         memory_bytes=memory_bytes,
-        uncertainty=UNCERTAINTY if plan.activations_known else UNCERTAINTY_UNKNOWN,
+        uncertainty=plan.uncertainty,
     )
 
 
