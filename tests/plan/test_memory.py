@@ -10,7 +10,8 @@ import pytest
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.plan.engine_buffers import PROCESS_BYTES
-from toolkit.plan.memory import MemoryPlan, fit_verdict, logits_bytes, memory_verdict, plan_memory
+from toolkit.plan.logits import logits_bytes
+from toolkit.plan.memory import MemoryPlan, fit_verdict, memory_verdict, plan_memory
 from toolkit.plan.planned_job import LOSSES, PlannedJob
 from toolkit.presets import load_preset
 from toolkit.units import GIB
