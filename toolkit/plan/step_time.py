@@ -263,7 +263,7 @@ def _flops(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
 def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[tuple[str, float]]:
     """What widens an interval, and by how much; the range of rates of offload and networks is added to it."""
     preset, gpu = setup.preset, interconnect.gpu
-    if gpu.name not in MEASURED_GPUS:
+    if gpu.name.split(",")[0] not in MEASURED_GPUS:
         yield "a GPU without published rows", 0.2
     if launch_bound:
         yield "bound by kernel launches, which depend on the host", 0.35
