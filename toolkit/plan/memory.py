@@ -6,17 +6,22 @@ and `toolkit.models.activations`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
 from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
+from toolkit.plan.logits import logits_bytes
+from toolkit.plan.methods import (
+    SFT,
+    adapter_input_bytes,
+    reference_buffer_bytes,
+    reference_bytes,
+)
+from toolkit.plan.model_states import FP32_BYTES, JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.planned_job import (
     ACTIVATION_BYTES,
     LOG_PROBABILITY_BYTES,
@@ -26,6 +31,7 @@ from toolkit.plan.planned_job import (
     stage_shape,
 )
 from toolkit.presets.spec import PresetSpec
+from toolkit.units import GIB
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
 # causal models of transformers 5.23 were tried that build from their default configuration.
@@ -38,14 +44,19 @@ WITHOUT_CHUNKED_LOSS = frozenset(
         *("xlnet", "xmod"),
     )
 )
-PARTS = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
-PHASES = ("load", "forward", "backward", "step")
+PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
+STATES = PARTS[:4]
+PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step")
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
-# Share of a plan, apart from the model states, by which the plan may be wrong. Assumed: no GPU has checked it yet.
-UNCERTAINTY = 0.15
+# Share of a plan, apart from the model states, by which the plan may be wrong: 56 of 64 published peaks are inside
+# (`tests/plan/test_measured_memory.py`). Those of ZeRO-2 and ZeRO-3 are closer. No peak of FSDP2 is published; of FSDP1
+# with adapters all but two rows need up to half more, for a reason that a trace of torch 2.13 does not show.
+UNCERTAINTY, UNCERTAINTY_DEEPSPEED, UNCERTAINTY_FSDP2_ADAPTERS = 0.15, 0.10, 0.5
 # The same if Llama's activations stand in for those of an architecture that could not be counted.
 UNCERTAINTY_UNKNOWN = 0.5
+# The least of it: what others report for CUDA's context and a communicator differs by as much.
+LEAST_MARGIN_BYTES = 1 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,19 +67,21 @@ class PhaseMemory:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    reference_bytes: int = 0  # parameters of a second model, which is not trained
     activation_bytes: int = 0
     logits_bytes: int = 0
     buffer_bytes: int = 0  # buckets, gathered layers, copies of weights and gradients
+    generation_bytes: int = 0  # vLLM on the same GPU, or the cached keys and values of transformers' own generation
 
     @property
     def state_bytes(self) -> int:
         """Model states on the GPU."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return sum(getattr(self, f"{part}_bytes") for part in STATES)
 
     @property
     def allocated_bytes(self) -> int:
         """Sum of all parts."""
-        return self.state_bytes + self.activation_bytes + self.logits_bytes + self.buffer_bytes
+        return sum(getattr(self, f"{part}_bytes") for part in PARTS)
 
     def as_row(self) -> dict[str, int]:
         """Return the parts as `toolkit plan --json` prints them."""
@@ -84,8 +97,8 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
     host: HostMemory
-    activations_known: bool = True
-    """False if Llama's activations stand in for those of an architecture that could not be counted."""
+    uncertainty: float
+    """Share of all but the model states by which the plan may be wrong."""
 
     @property
     def peak(self) -> PhaseMemory:
@@ -120,24 +133,38 @@ def plan_engine_memory(
     shape: ModelShape, engine: EngineSettings, job: PlannedJob, *, load: StageLoad | None = None
 ) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset; `load` is that of a stage."""
-    shape = part_of_rank(shape, engine.layout)
+    shape = part_of_rank(job.method.model(shape), engine.layout)
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
     return MemoryPlan(
         states=states,
         phases=phases,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=max(phase.allocated_bytes for phase in phases)),
+        # what was reserved in any phase stays reserved
+        overhead_bytes=overhead_bytes(
+            engine,
+            activation_bytes=max(phase.activation_bytes for phase in phases),
+            logits_bytes=max(phase.logits_bytes for phase in phases),
+        ),
         host=host_memory(engine, weights, states, job),
-        activations_known=shape.activations_from != "llama",
+        uncertainty=_uncertainty(engine, weights),
     )
+
+
+def _uncertainty(engine: EngineSettings, weights: JobWeights) -> float:
+    if weights.shape.activations_from == "llama":
+        return UNCERTAINTY_UNKNOWN
+    if engine.kind == "fsdp2" and weights.frozen:
+        return UNCERTAINTY_FSDP2_ADAPTERS
+    measured = engine.kind == "deepspeed" and not engine.offload_optimizer
+    return UNCERTAINTY_DEEPSPEED if measured else UNCERTAINTY
 
 
 def fit_verdict(
     *, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY
 ) -> str:
     """Return the verdict for a peak of which `exact_bytes`, the model states, are certain."""
-    margin = int(uncertainty * (planned_peak_bytes - exact_bytes))
+    margin = max(int(uncertainty * (planned_peak_bytes - exact_bytes)), LEAST_MARGIN_BYTES)
     if planned_peak_bytes + margin <= memory_bytes:
         return FITS
     return DOES_NOT_FIT if planned_peak_bytes - margin > memory_bytes else TOO_CLOSE
@@ -151,54 +178,8 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         planned_peak_bytes=plan.planned_peak_bytes,
         exact_bytes=plan.peak.state_bytes,
         memory_bytes=memory_bytes,
-        uncertainty=UNCERTAINTY if plan.activations_known else UNCERTAINTY_UNKNOWN,
+        uncertainty=plan.uncertainty,
     )
-
-
-def logits_bytes(
-    *,
-    loss: str,
-    tokens: int,
-    vocab_size: int,
-    hidden_size: int,
-    saved_bytes: int = 0,
-    head_bytes: int = 0,
-    element_bytes: int = 2,
-    chunk_tokens: int = LOSS_CHUNK_TOKENS,
-) -> tuple[int, int]:
-    """Return the bytes of logits and loss at the end of the forward and at the start of the backward.
-
-    `saved_bytes` are saved per logit before the loss; `head_bytes` is the size of an element of the head's gradient, 0
-    if the head is frozen. Compute is in `element_bytes`.
-
-    - `chunked`: the default of `toolkit train` (docs/concepts/plan.md). One chunk of logits and its fp32 copy (2 + 4),
-      the gradient of the hidden states, and, from two chunks on, the head's gradient in fp32; then that in its own
-      dtype. The gradients are alive until the backward takes them.
-    - `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the
-      log-probabilities and the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
-      `cross_entropy`.
-    - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
-      `fused_linear_cross_entropy`).
-    - `chunked_output`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
-    """
-    logits, head = tokens * vocab_size, vocab_size * hidden_size
-    if loss == "full":
-        return (10 + saved_bytes) * logits, (12 + saved_bytes) * logits
-    if loss == "chunked_output":
-        return 2 * logits + logits, 4 * logits + logits
-    if loss == "chunked":
-        chunk = min(tokens, chunk_tokens) * vocab_size
-        # Beside the logits their fp32 copy, unless they are fp32; a soft cap needs one more.
-        copies = (4 if element_bytes < 4 else 0) + (4 if saved_bytes else 0)
-        gradients = element_bytes * tokens * hidden_size + head_bytes * head
-        sums = 4 * head if head_bytes and tokens > chunk_tokens else 0
-        computing = (element_bytes + copies) * chunk + element_bytes * tokens * hidden_size + sums
-        converting = gradients + (sums if head_bytes < 4 else 0)
-        return max(computing, converting), gradients
-    chunks = math.ceil(vocab_size / max(hidden_size, 1))
-    chunk = min(tokens, 1 << (math.ceil(tokens / chunks) - 1).bit_length())
-    gradients = 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
-    return 2 * chunk * vocab_size + gradients, gradients
 
 
 @lru_cache(maxsize=256)
@@ -230,9 +211,14 @@ class _Phases:
         waiting = never_freed or job.gradient_accumulation_steps > 1
         self.gradients_in_forward = self.gradients if waiting else 0
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
-        self.tokens = -(-job.tokens_per_micro_batch // engine.ranks_per_sequence) * fp32_factor
-        self._set_activations(shape)
+        self.tokens = -(-job.tokens_per_forward // engine.ranks_per_sequence) * fp32_factor
+        self.method = job.method
         self.head = shape.vocab_size * shape.hidden_size // engine.tp
+        # TRL's losses run while FSDP2 holds one layer beside the root.
+        self.prefetched = 0
+        if job.method.spec.loss == "log_probs" and engine.kind == "fsdp2" and engine.sharding != "shard_grad_op":
+            self.prefetched = engine.element_bytes * weights.largest_layer(engine.ranks_sharing)
+        self._set_activations(shape)
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
         self.tied_gradients = 2 * fp32_factor * (4 if engine.autocasts else 2) * self.head if tied else 0
@@ -260,7 +246,7 @@ class _Phases:
         self.layer_copies = saved.largest_layer.fixed + dequantized
         all_copies = saved.layers.fixed + dequantized
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
-            rows = job.per_device_train_batch_size
+            rows = job.rows
             self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)
             self.saved = self.tokens * activations.residual_bytes * shape.hidden_size * shape.num_layers + self.masks
             self.saved_copies = dequantized
@@ -270,15 +256,25 @@ class _Phases:
         self.forward_copies = all_copies if activations.casts_weights else self.saved_copies
         if job.activation_checkpointing and frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
+        self._set_method(shape, activations, length)
         self.head_copy = activations.head_copy_bytes
         self.exchanged = self.tokens * activations.exchanged_bytes_per_token
         # Ranks that train on the same rows need the full logits (`--loss full`).
         splits_batch = layout is not None and layout.ranks_per_batch > 1
         needs_full = splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
         loss = "full" if job.loss == "chunked" and needs_full else job.loss
+        method = job.method
+        if method.method != SFT:
+            loss = method.spec.loss
+        if loss == "log_probs":  # the head's input and its copy of the weights are in the loss
+            self.head_copy = 0
+            self.outer -= 0 if frozen else 2 * self.tokens * shape.hidden_size
         self.logits = logits_bytes(
             loss=loss,
             tokens=job.tokens_per_micro_batch if loss == "chunked" else self.tokens,
+            scored=method.scored_tokens(job.rows, length),
+            row_bytes=activations.residual_bytes,
+            output_bytes=4 if self.engine.autocasts else self.engine.element_bytes,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             saved_bytes=saved.logit_bytes,
@@ -287,6 +283,33 @@ class _Phases:
             element_bytes=self.engine.element_bytes,
             chunk_tokens=job.loss_chunk_tokens,
         )
+
+    def _set_method(self, shape: ModelShape, activations: Activations, length: int) -> None:
+        """What a method adds to supervised fine-tuning: a reference model, peft's casts, generation."""
+        job, method, engine, frozen = self.job, self.method, self.engine, bool(self.weights.frozen)
+        residual, width = activations.residual_bytes, shape.intermediate_size * (shape.experts_per_token or 1)
+        one_forward = 2 * residual * shape.hidden_size + 6 * width  # per token, what a layer makes at once
+        self.one_forward = self.tokens * one_forward
+        self.kept_rows = residual * method.scored_tokens(job.rows, length) * shape.hidden_size
+        self.num_params = shape.num_params
+        # Autocast casts the inputs of peft's adapters, unless TRL made those bf16, as it does beside 4-bit weights.
+        if frozen and engine.autocasts and not job.load_in_4bit and method.method != SFT:
+            copies = self.tokens * adapter_input_bytes(shape)
+            self.one_layer += copies // shape.num_layers
+            self.saved += 0 if job.activation_checkpointing else copies
+            # Their gradients are fp32 too: of the last projection's input, and of its output.
+            self.layer_backward += self.tokens * FP32_BYTES * (width + shape.hidden_size)
+        reference, buffers = 0, 0
+        if method.scores_reference and not frozen:
+            reference = reference_bytes(engine, shape, method) if engine.offload_param is None else 0
+            buffers = reference_buffer_bytes(engine, activations, method, self.buffers.forward_bytes)
+        self.scoring_reference, self.scoring_buffers = reference, buffers
+        self.reference = reference if method.has_reference(lora=frozen) else 0
+        # Keys are in the dtype of the cosines, values in bf16; the cache of a layer is copied when it grows.
+        rows = job.per_device_train_batch_size * job.gradient_accumulation_steps
+        per_token = (residual + 2) * shape.num_kv_heads * shape.head_dim
+        self.cache = per_token * (shape.num_layers + 1) * rows * length
+        self.prefill = one_forward * rows * (length - method.completion_tokens(length))
 
     def peaks(self) -> tuple[PhaseMemory, ...]:
         """Return the moment of each phase that allocates most."""
@@ -306,14 +329,59 @@ class _Phases:
             "forward",
             activations=self.saved + self.outer,
             logits=self.logits[0],
-            buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy,
+            buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy + self.prefetched,
             gradients=self.gradients_in_forward,
         )
-        moments = [load, last_layer, end, *self._backward(), step]
-        return tuple(
-            max((moment for moment in moments if moment.phase == phase), key=lambda moment: moment.allocated_bytes)
-            for phase in PHASES
-        )
+        moments = [load, *self._without_graph(), last_layer, end, *self._scoring(), *self._backward(), step]
+        found = {moment.phase: moment for moment in sorted(moments, key=lambda moment: moment.allocated_bytes)}
+        return tuple(found[phase] for phase in PHASES if phase in found)
+
+    def _scoring(self) -> list[PhaseMemory]:
+        """The forward of a reference model, or of the policy without its adapters, which keeps nothing."""
+        if not self.method.scores_reference or self.method.precompute_ref_log_probs:
+            return []
+        has_graph = not self.method.generates
+        kept, graph_buffers = 0, 0
+        if has_graph:
+            kept = self.saved + self.outer + self.kept_rows
+            graph_buffers = self.saved_copies + self.buffers.loss_bytes
+        in_layer = at_head = graph_buffers + self.scoring_buffers
+        if self.engine.kind == "fsdp2" and self.weights.frozen:
+            in_layer += 2 * self.prefetched
+            at_head += self.prefetched
+            if not self.weights.shape.tied_embeddings:  # gathered apart from its unit, through a second copy
+                whole = self.engine.element_bytes * self.head
+                at_head += whole + max(0, whole - self.logits[0])
+        gradients = self.gradients_in_forward
+        return [
+            self._phase("score", activations=kept + self.one_forward, buffers=in_layer, gradients=gradients),
+            self._phase("score", activations=kept, logits=self.logits[0], buffers=at_head, gradients=gradients),
+        ]
+
+    def _without_graph(self) -> list[PhaseMemory]:
+        """The reference's log-probabilities of the entire data set, before the optimizer exists; and generation."""
+        method, forward = self.method, max(0, self.one_forward - self.logits[0])
+        moments = []
+        if method.precompute_ref_log_probs:
+            # Under FSDP2 TRL loads a reference for it, since the policy is sharded only when training starts.
+            loads = self.engine.kind == "fsdp2" and not self.weights.frozen
+            precompute = PhaseMemory(
+                phase="precompute",
+                parameter_bytes=0 if loads else self.parameters,
+                reference_bytes=self.scoring_reference if loads else 0,
+                activation_bytes=forward,
+                logits_bytes=self.logits[0],
+                buffer_bytes=self.scoring_buffers,
+            )
+            moments.append(precompute)
+        if not method.generates:
+            return moments
+        zero3 = self.engine.kind == "deepspeed" and self.engine.shards_parameters
+        gathered = self.engine.element_bytes * self.num_params if zero3 else self.buffers.forward_bytes
+        values = {"activations": self.prefill, "buffers": gathered, "generation": self.cache}
+        if method.vllm not in (None, "none"):
+            values = {"generation": method.vllm_bytes}
+        return [*moments, self._phase("generate", gradients=self.gradients_in_forward, **values)]
 
     def _backward(self) -> list[PhaseMemory]:
         """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
@@ -325,7 +393,7 @@ class _Phases:
             "backward",
             activations=self.saved + self.outer,
             logits=self.logits[1],
-            buffers=self.buffers.loss_bytes + self.saved_copies + self.head_copy,
+            buffers=self.buffers.loss_bytes + self.saved_copies + self.head_copy + self.prefetched,
             gradients=in_forward,
         )
         copies = self.layer_copies if checkpointing else self.saved_copies
@@ -345,8 +413,16 @@ class _Phases:
         return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
 
     def _phase(
-        self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, gradients: int
+        self,
+        name: str,
+        *,
+        activations: int = 0,
+        logits: int = 0,
+        buffers: int = 0,
+        gradients: int,
+        generation: int = 0,
     ) -> PhaseMemory:
+        resident = name != "generate" and not self.method.vllm_enable_sleep_mode
         accumulated = self.buffers.accumulated_bytes if name != "step" else 0
         if accumulated:  # they are freed layer by layer as the last backward makes the shards, which are no larger
             gradients = 0
@@ -355,6 +431,8 @@ class _Phases:
             parameter_bytes=self.parameters,
             gradient_bytes=gradients,
             optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
+            reference_bytes=self.reference,
+            generation_bytes=generation + (self.method.vllm_bytes if resident else 0),
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
             buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated,

@@ -21,6 +21,7 @@ from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Collective, Estimate, Interconnect, Range
+from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
@@ -67,7 +68,7 @@ SPREAD = 0.2
 # Highest published share of the dense peak, recomputation included, and the half of the scores that causal attention
 # needs: MosaicML's 7B, and its 13B with activation checkpointing; fms-acceleration's Llama 3 8B with LoRA, and its 70B
 # with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s.
-HIGHEST_SHARE = {"full": 0.63, "recomputed": 0.79, "lora": 0.63, "qlora": 0.71, "offload": 0.58}
+HIGHEST_SHARE = {"full": 0.62, "recomputed": 0.781, "lora": 0.62, "qlora": 0.703, "offload": 0.57}
 MEASURED_GPUS = ("a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
 
 
@@ -167,7 +168,7 @@ def step_time(
     """Return the planned times; None if the GPU's peak in the compute dtype is unknown."""
     preset, precision, job = setup.preset, setup.mixed_precision or setup.preset.mixed_precision, setup.job
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
-    if peak is None:
+    if peak is None or setup.job.method.method != SFT:  # of other methods no speed is planned
         return None
     steps, ranks_per_batch = setup.accumulation_steps, 1 if setup.layout is None else setup.layout.ranks_per_batch
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
@@ -262,7 +263,7 @@ def _flops(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
 def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[tuple[str, float]]:
     """What widens an interval, and by how much; the range of rates of offload and networks is added to it."""
     preset, gpu = setup.preset, interconnect.gpu
-    if gpu.name not in MEASURED_GPUS:
+    if gpu.name.split(",")[0] not in MEASURED_GPUS:
         yield "a GPU without published rows", 0.2
     if launch_bound:
         yield "bound by kernel launches, which depend on the host", 0.35
