@@ -1,0 +1,81 @@
+"""axolotl, LLaMA-Factory and ms-swift run observed, each in an environment of its own and without a change.
+
+The environments are built once, in the cache; `benchmarks/peer_jobs/environments.py` has their versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, read, run_captured
+
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+from peer_jobs import environments  # noqa: E402
+from peer_jobs.commands import PROGRAMS, environment_of  # noqa: E402
+from peer_jobs.job import Job, Setting, prepare  # noqa: E402
+
+from toolkit.cache import cache_folder  # noqa: E402
+from toolkit.record.folder import RunFolder  # noqa: E402
+from toolkit.record.measurements import read_rows  # noqa: E402
+
+pytestmark = [pytest.mark.launch, pytest.mark.nightly]
+
+ENVIRONMENTS = cache_folder() / "peer-environments"
+# Program -> the module that it starts on each rank.
+MODULES = {"axolotl": "axolotl.cli.train", "llamafactory": "llamafactory.launcher", "ms-swift": "swift.cli.pt"}
+SETTING = Setting(steps=3, untimed_steps=1, max_length=32)
+
+
+@functools.cache
+def build(program: str) -> None:
+    """Build a program's environment unless it is there; skip its tests where pip cannot."""
+    try:
+        environments.build(program, ENVIRONMENTS)
+    except environments.Unbuildable as reason:
+        pytest.skip(f"pip cannot build the environment of {program}: {reason}")
+    environments.compile_ops(program, ENVIRONMENTS)
+
+
+def run(program: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m toolkit` in the program's environment, on its own job file or words."""
+    build(program)
+    python = environments.python_of(program, ENVIRONMENTS)
+    model, rows = prepare(folder / "job", SETTING)
+    # Without an engine: the preset is the toolkit's.
+    job = Job(preset="ddp", method="full", setting=SETTING, model=model, rows=rows)
+    launch = PROGRAMS[program](job, str(python), folder)
+    for name, text in launch.files.items():
+        (folder / name).write_text(text)
+    words = launch.argv[launch.argv.index("pt") + 1 :] if program == "ms-swift" else [str(folder / "job.yaml")]
+    extensions = environments.extensions_of(program, ENVIRONMENTS)
+    variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
+    del variables["PEER_STEPS_FOLDER"]
+    own = [*command, "--num-processes", "2", "--cpu", "--module", MODULES[program], "--output-dir", str(folder / "run")]
+    environment = variables | {"PYTHONPATH": str(ROOT)}
+    return run_captured([str(python), "-m", "toolkit", *own, "--", *words], environment, cwd=folder)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2"])
+@pytest.mark.parametrize("program", MODULES)
+def test_another_programs_training_is_verified_under_a_preset(program: str, preset: str, tmp_path: Path) -> None:
+    ended = run(program, tmp_path, "train", "--preset", preset)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    ranks = [read_rows(RunFolder(tmp_path / "run").rank_rows(rank)) for rank in (0, 1)]
+    assert [[row.step for row in rows] for rows in ranks] == [[1, 2, 3], [1, 2, 3]]
+    assert len({row.batch_sha256 for rows in ranks for row in rows}) == 6
+    assert read(tmp_path / "run" / "attestation.json")["verdict"] == "attested"
+
+
+@pytest.mark.parametrize("program", MODULES)
+def test_another_programs_training_is_the_same_under_two_presets(program: str, tmp_path: Path) -> None:
+    presets = ["--preset", "ddp", "--preset", "zero2"]
+    ended = run(program, tmp_path, "compare", *presets, "--stop-after-steps", "3", "--repeats", "1")
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    rows = read(tmp_path / "run" / "results.json")["rows"]
+    assert [row["status"] for row in rows] == ["completed", "completed"], [row["message"] for row in rows]
+    assert [row["parity"] for row in rows] == ["reference", "agrees"], [row["parity_message"] for row in rows]
