@@ -33,7 +33,7 @@ GPU_OF = {"qlora_8b.yaml": ("rtx-4090", "24 GB")}
 DEFAULT_GPU = ("h100-sxm", "80 GB")
 # Not planned: TRL computes other things from the logits than this toolkit's script; the notebook plans itself.
 NOT_PLANNED = {
-    "with_trl.py": "its memory is TRL's",
+    **dict.fromkeys(("with_trl.py", "with_dpo.py", "with_grpo.py"), "its memory is TRL's"),
     "notebook.ipynb": "planned in the notebook",
     "tensor_parallel.py": "depends on `--tp`: `toolkit plan`",
 }
@@ -235,6 +235,33 @@ def test_trls_trainer_trains_an_adapter_under_its_preset(tiny_model: Path, tmp_p
     assert (checkpoint / "adapter_model.safetensors").is_file()
     # ZeRO-2 shards the optimizer states: one file of them per rank.
     assert len(list(checkpoint.glob("global_step2/*zero_pp_rank_*_mp_rank_00_optim_states.pt"))) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_dpo_script_that_knows_nothing_of_the_toolkit_is_verified_and_exported(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    line = read_example(EXAMPLES / "with_dpo.py").line.replace("runs/with_dpo", str(tmp_path / "run"))
+    line = line.replace("--num-processes 8", "--num-processes 2")
+    own = f"--model {tiny_model} --max_steps 2 --output_dir {tmp_path / 'out'}"
+    ended = run_bash(
+        f"{line} -- {own}; toolkit checkpoint export {tmp_path / 'run'} {tmp_path / 'adapter'}", cpu_environment()
+    )
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    assert "verified: zero3 (deepspeed, full_shard), 2 ranks" in ended.stdout
+    assert any(name.endswith("lora_B.weight") for name in read_weights(tmp_path / "adapter"))
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_grpo_script_with_one_line_of_the_toolkit_is_verified_and_recorded(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["--preset", "zero2", "--model", str(tiny_model), "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    ended = torchrun(str(EXAMPLES / "with_grpo.py"), *words, "--max_completion_length", "8", num_processes=2)
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    run = read(tmp_path / "run" / "run.json")
+    assert (run["status"], run["preset"], run["measured"]["steps"]) == ("completed", "zero2", 2)
+    assert read(tmp_path / "run" / "attestation.json")["verdict"] == "attested"
 
 
 @pytest.mark.launch

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, read, run_captured, run_warm
+from trl_jobs import TRL_ROWS, trl_words
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.launch import prepare_run
@@ -178,14 +179,6 @@ def test_a_script_that_cannot_be_launched_is_refused_before_any_rank(tmp_path: P
 
 # -- TRL's own scripts, by name
 
-PREFERENCE = {"prompt": "Question?", "chosen": "Yes, it is.", "rejected": "Never."}
-COMPLETION = {"prompt": "Question?", "completion": "Yes, it is."}
-PROMPT = {"prompt": [{"role": "user", "content": "Question?"}]}
-TRL_ROWS: dict[str, dict[str, Any]] = {
-    **{"sft": COMPLETION, "dpo": PREFERENCE, "reward": PREFERENCE, "kto": COMPLETION | {"label": True}},
-    **{"grpo": PROMPT, "rloo": PROMPT},  # their collator returns rows, and each rank has a seed of its own
-}
-GENERATES = ["--num_generations", "2", "--max_completion_length", "8", "--reward_funcs", "think_format_reward"]
 NIGHTLY = [
     pytest.param(script, preset, marks=pytest.mark.nightly)
     for script in TRL_ROWS
@@ -197,15 +190,7 @@ NIGHTLY = [
 @pytest.mark.launch
 @pytest.mark.parametrize(("script", "preset"), [("dpo", "zero2"), ("dpo", "fsdp2"), *NIGHTLY])
 def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny_model: Path, tmp_path: Path) -> None:
-    rows = [TRL_ROWS[script] for _ in range(32)]
-    if script not in ("grpo", "rloo"):
-        rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(tmp_path / "rows"), "--max_steps", "2"]
-    words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--bf16", "false"]
-    words += ["--per_device_train_batch_size", "2", "--save_strategy", "no"]
-    words += GENERATES if script in ("grpo", "rloo") else []
+    words = [*trl_words(script, tiny_model, tmp_path), "--max_steps", "2", "--bf16", "false"]
     own = ["--output-dir", str(tmp_path / "run"), "--require", preset, "-m", f"trl.scripts.{script}"]
     config = ROOT / "accelerate_configs" / f"{preset}.yaml"
     ended = accelerate_launch(config, *own, *words, module="toolkit.observe")

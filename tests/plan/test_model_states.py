@@ -48,7 +48,8 @@ def test_planned_4_bit_weights_have_the_measured_bytes(row: dict[str, Any], tmp_
 @pytest.mark.nightly
 @needs_bitsandbytes
 @pytest.mark.filterwarnings("ignore")
-def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama_tied", "mixtral"])
+def test_bitsandbytes_holds_the_measured_bytes(architecture: str, tmp_path: Path) -> None:
     """Loaded as the training script loads it; packed weights, their constants, the rest in bf16, adapters in fp32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -57,7 +58,7 @@ def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:
     from toolkit.observe.attest.tensors import constant_bytes, local_bytes, quantized_modules
     from toolkit.train.model.loading import load_model
 
-    row = MEASURED["rows"][0]
+    row = next(row for row in MEASURED["rows"] if row["architecture"] == architecture)
     config = AutoConfig.for_model(**row["config"])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     arguments = ModelArguments(model_name_or_path=str(tmp_path), lora_r=MEASURED["lora_r"], load_in_4bit=True)

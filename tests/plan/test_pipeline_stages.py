@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from model_configs import LLAMA
 
@@ -70,10 +72,17 @@ def test_the_planned_step_is_that_of_the_slowest_stage() -> None:
     for vocab_size in (64, 64 * 1024):
         fields = {**LLAMA, "num_hidden_layers": 4, "vocab_size": vocab_size, "tie_word_embeddings": False}
         shape = shape_from_config(ConfigFields(fields, "config.json"))
-        job = PlannedJob(pp=4, gradient_accumulation_steps=8, max_seq_length=64, per_device_train_batch_size=64)
-        found = step_time(TrainingSetup(shape=shape, preset=PRESET, world_size=4, job=job), interconnect)
-        assert found is not None
-        seconds.append(found.compute_seconds[0] / (found.flops_per_token or 1))
+        job = PlannedJob(pp=4, gradient_accumulation_steps=8, max_seq_length=4096, per_device_train_batch_size=64)
+        staged = step_time(TrainingSetup(shape=shape, preset=PRESET, world_size=4, job=job), interconnect)
+        whole = replace(job, pp=None, gradient_accumulation_steps=8)
+        alone = step_time(
+            TrainingSetup(shape=shape, preset=load_preset("single"), world_size=1, job=whole),
+            replace(interconnect, world_size=1),
+        )
+        assert staged is not None
+        assert alone is not None
+        seconds.append(staged.compute_seconds / (alone.compute_seconds / 4))
+    assert seconds[0] == pytest.approx(1 + 3 / 8, rel=0.05)  # the bubble of four stages and eight micro-batches
     assert seconds[1] > 2 * seconds[0]
 
 

@@ -140,6 +140,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
         (["--gpu", "h1000"], "unknown GPU 'h1000'"),
         (["--verify"], "--gpu is missing, and no GPU is visible on this node"),
         (["--gpu", "h100", "--price", "cheap"], "--price is 'cheap', expected a number below a million"),
+        (["--gpu", "h100", "--max-steps", "0"], "--max-steps is 0, expected 1 or more"),
         (["--gpu", "h100", "--dataset-tokens", "0"], "--dataset-tokens is 0, expected 1 or more"),
         (["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0.0"),
         (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),

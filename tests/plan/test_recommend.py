@@ -93,7 +93,7 @@ def test_every_other_preset_has_a_reason_against_it() -> None:
         ({"memory_gib": 200, "world_size": 1}, "fastest", "single"),
         ({"job": PlannedJob(max_seq_length=2048, lora_r=16)}, "fastest", "ddp"),  # the frozen weights fit on each GPU
         ({"gpu": custom_gpu(None, memory_gib=80)}, "fastest", "zero1"),  # no known peak: the least sharding that fits
-        ({}, "least-memory", "fsdp2_cpu_offload"),
+        ({}, "least-memory", "zero2_cpu_offload"),
     ],
 )
 def test_the_choice_depends_on_job_gpu_and_objective(changes: dict[str, Any], objective: str, preset: str) -> None:

@@ -99,7 +99,6 @@ def test_torchtitans_peaks_stay_flat_as_context_and_ranks_grow_together() -> Non
 
 
 def test_torchtitans_speeds_are_inside_the_planned_ranges() -> None:
-    ranges = []
     for cp, length, measured, _ in TORCHTITAN:
         preset, job = titan_job(cp, length)
         setup = TrainingSetup(shape=llama_8b(), preset=load_preset(preset), world_size=8, job=job)
@@ -107,9 +106,7 @@ def test_torchtitans_speeds_are_inside_the_planned_ranges() -> None:
         assert speed is not None
         low, high = speed.tokens_per_second_per_gpu
         assert low < measured < high
-        ranges.append((low, high))
-    falls = [first / last for first, last in zip(ranges[0], ranges[-1], strict=True)]
-    assert all(3.5 < fall < 3890 / 548 for fall in falls)  # 7.1 there: Float8 speeds up all but attention
+        assert ("a ring of GPUs that share a sequence" in speed.wider_for) == (cp > 1)
 
 
 # --- Hugging Face's Ulysses benchmark (blog "Ulysses Sequence Parallelism", March 2026): Qwen3-4B, SP 4, ZeRO-3 on

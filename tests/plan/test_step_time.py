@@ -2,46 +2,160 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
+import numpy
 import pytest
+from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs
 from published_runs import MPT, mpt, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.models.flops import flops_of
+from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import CALIBRATION, Calibration, StepTime, step_time
 from toolkit.presets import load_preset
 
 
-def speed_of(row: dict[str, str]) -> StepTime:
-    job = PlannedJob(
-        per_device_train_batch_size=int(row["mbs"]),
-        max_seq_length=int(row["seq"]),
-        gradient_accumulation_steps=int(row["gacc"]),
-        activation_checkpointing=row["ac"] == "True",
-    )
-    shape, preset = mpt(*MPT[row["model"]]), load_preset("fsdp2")
-    setup = TrainingSetup(shape=shape, preset=preset, world_size=int(row["gpus"]), job=job)
-    speed = step_time(setup, Interconnect(gpu=find_gpu(row["gpu"]), world_size=setup.world_size))
+@cache
+def compared() -> dict[str, list[MeasuredJob]]:
+    """Rows with a speed that state enough, by source."""
+    by_source: dict[str, list[MeasuredJob]] = {}
+    for job in (*measured_jobs(), *mosaicml_jobs()):
+        if job.tokens_per_second and not job.why_not:
+            by_source.setdefault(job.source, []).append(job)
+    return by_source
+
+
+def planned(job: MeasuredJob, calibration: Calibration = CALIBRATION) -> StepTime:
+    assert job.setup is not None
+    assert job.interconnect is not None
+    speed = step_time(job.setup, job.interconnect, calibration=calibration)
     assert speed is not None
     return speed
 
 
-def test_published_speeds_lie_inside_the_range_and_the_range_is_narrow() -> None:
-    """No constant of the model was taken from these rows."""
-    rows = published()
-    assert all(mpt(*MPT[row["model"]]).num_params == int(row["params"]) for row in rows)
-    inside, widths = 0, []
-    for row in rows:
-        low, high = speed_of(row).tokens_per_second_per_gpu
-        inside += low <= float(row["tok_s_gpu"]) <= high
+def compare(
+    jobs: list[MeasuredJob], calibration: Calibration = CALIBRATION
+) -> tuple[list[bool], list[float], list[float]]:
+    """Return which rows are inside the interval, the widths of the intervals, and the errors of the estimate."""
+    inside, widths, errors = [], [], []
+    for job in jobs:
+        speed, measured = planned(job, calibration), job.tokens_per_second
+        low, high = speed.tokens_per_second_per_gpu
+        inside.append(low <= measured <= high)
         widths.append(high / low)
-    assert inside == len(rows) == 41
-    assert statistics.median(widths) < 2.7
-    assert max(widths) < 3.6
+        errors.append(abs(speed.tokens_per_second_per_gpu_estimate / measured - 1))
+    return inside, widths, errors
+
+
+def test_published_speeds_are_estimated_and_lie_inside_the_interval() -> None:
+    """Four constants were fitted to these rows: see the next test for rows of sources that were left out."""
+    assert all(mpt(*MPT[row["model"]]).num_params == int(row["params"]) for row in published())
+    left_out = Counter(job.why_not for job in (*measured_jobs(), *mosaicml_jobs()) if job.why_not)
+    print(*(f"{count:4} rows not compared: {reason}" for reason, count in left_out.items()), sep="\n")
+    print(f"{'source':17} rows inside width error bias")
+    everything: list[MeasuredJob] = []
+    for source, jobs in compared().items():
+        inside, widths, errors = compare(jobs)
+        bias = statistics.mean(planned(job).tokens_per_second_per_gpu_estimate / job.tokens_per_second for job in jobs)
+        shown = f"{sum(inside) / len(inside):6.0%} {statistics.median(widths):.2f} {statistics.median(errors):.3f}"
+        print(f"{source:17} {len(jobs):4} {shown} {bias - 1:+.3f}")
+        everything += jobs
+    inside, widths, errors = compare(everything)
+    assert sum(inside) / len(inside) > 0.95
+    assert statistics.median(widths) < 1.55
+    assert statistics.median(errors) < 0.075
+
+
+# Constants that were fitted without a source, as `fitted_without` finds them.
+WITHOUT: dict[str, tuple[float, float, float, float]] = {
+    "fms-acceleration": (5.53, 0.424, 7.6, 1.46e-05),
+    "QwenLM": (5.54, 0.364, 12.5, 1e-05),
+    "torchtitan": (5.59, 0.434, 8.47, 1.46e-05),
+    "fms-fsdp": (5.57, 0.434, 8.51, 1.46e-05),
+    "stas00": (5.56, 0.436, 8.54, 1.46e-05),
+    "llm-foundry": (5.7, 0.431, 8.17, 1.46e-05),
+}
+
+
+def fitted_without(source: str) -> Calibration:
+    """Return the constants of least squares over the other sources, by Gauss-Newton from today's."""
+    names = [field.name for field in fields(Calibration)]
+    others = [(job, len(jobs) ** -0.25) for name, jobs in compared().items() if name != source for job in jobs]
+    # Where no other row determines a constant: the 10 µs that an operation of torch's is often said to take.
+    logs = [math.log(getattr(replace(CALIBRATION, host_seconds=10e-6), name)) for name in names]
+
+    def errors(at: list[float]) -> list[float]:
+        calibration = Calibration(**{name: math.exp(value) for name, value in zip(names, at, strict=True)})
+        speeds = (planned(job, calibration).tokens_per_second_per_gpu_estimate for job, _ in others)
+        errors = [
+            weight * math.log(speed / job.tokens_per_second)
+            for speed, (job, weight) in zip(speeds, others, strict=True)
+        ]
+        pulls = [0.02 * (value - start) for value, start in zip(at, logs, strict=True)]  # what no other row determines
+        return [error / max(1.0, abs(error / 0.2)) ** 0.5 for error in errors] + pulls
+
+    at = list(logs)
+    for _ in range(3):
+        now = errors(at)
+        moved = (errors([*at[:place], at[place] + 1e-3, *at[place + 1 :]]) for place in range(len(at)))
+        slopes = numpy.array([[(new - old) / 1e-3 for new, old in zip(each, now, strict=True)] for each in moved])
+        steps = numpy.linalg.lstsq(slopes.T, -numpy.array(now), rcond=None)[0]
+        at = [value + float(step) for value, step in zip(at, numpy.clip(steps, -0.5, 0.5), strict=True)]
+    return Calibration(**{name: math.exp(value) for name, value in zip(names, at, strict=True)})
+
+
+def test_speeds_of_sources_that_were_not_fitted_lie_inside_as_often_as_intervals_say() -> None:
+    everything: list[tuple[bool, float, float]] = []
+    for source, jobs in compared().items():
+        names = [field.name for field in fields(Calibration)]
+        rows = compare(jobs, Calibration(**dict(zip(names, WITHOUT[source], strict=True))))
+        inside, widths, errors = rows
+        print(f"{source:17} {len(jobs):4} {sum(inside) / len(inside):6.0%} {statistics.median(errors):.3f}")
+        alone = source == "QwenLM"  # the only source of steps that wait for launches: their seconds are a guess without
+        assert sum(inside) / len(inside) >= (0.8 if alone else 0.88), source
+        assert statistics.median(widths) <= 1.6, source
+        assert statistics.median(errors) <= (0.15 if alone else 0.12), source
+        everything += zip(*rows, strict=True)
+    inside, widths, errors = zip(*everything, strict=True)
+    assert sum(inside) / len(inside) >= 0.92
+    assert statistics.median(errors) <= 0.075
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", WITHOUT)
+def test_the_constants_without_a_source_are_those_of_least_squares(source: str) -> None:
+    fitted = fitted_without(source)
+    assert [getattr(fitted, field.name) for field in fields(fitted)] == pytest.approx(WITHOUT[source], rel=0.03)
+
+
+def test_no_interval_reaches_above_the_fastest_published_row_of_its_method() -> None:
+    """Share of the peak, with recomputation and the causal half of the scores."""
+    fastest: dict[tuple[bool, bool, bool], list[float]] = {}
+    for job in (job for jobs in compared().values() for job in jobs):
+        assert job.setup is not None
+        how, speed = job.setup.job, planned(job)
+        recompute = how.activation_checkpointing
+        adapters = job.setup.weights.num_trained if how.lora_r else 0
+        flops = flops_of(
+            job.setup.shape,
+            **{"seq_length": how.tokens_per_row, "num_adapter_params": adapters, "recompute": recompute},
+            **{"causal": True, "count_embeddings": False},  # type: ignore[arg-type]
+        )
+        method = (how.lora_r is not None, how.load_in_4bit, recompute or how.lora_r is not None)
+        per_token = flops.hardware_flops / speed.peak_flops
+        shares = fastest.setdefault(method, [0.0, 0.0])
+        shares[0] = max(shares[0], per_token * job.tokens_per_second)
+        shares[1] = max(shares[1], per_token * speed.tokens_per_second_per_gpu[1])
+    assert len(fastest) == 4
+    assert all(measured <= highest < measured + 0.02 for measured, highest in fastest.values())
 
 
 JOB = PlannedJob(per_device_train_batch_size=4, max_seq_length=1024)
@@ -49,35 +163,47 @@ SETUP = TrainingSetup(shape=mpt(*MPT["125m"]), preset=load_preset("ddp"), world_
 A100 = Interconnect(gpu=find_gpu("a100-80gb"), world_size=8)
 
 
-def timed(preset: str, **job: Any) -> StepTime:
-    setup = replace(SETUP, preset=load_preset(preset), job=replace(JOB, **job))
-    speed = step_time(setup, A100)
+def timed(preset: str, shape: ModelShape = SETUP.shape, **job: Any) -> StepTime:
+    world_size = 1 if preset == "single" else 8
+    setup = TrainingSetup(shape=shape, preset=load_preset(preset), world_size=world_size, job=replace(JOB, **job))
+    speed = step_time(setup, replace(A100, world_size=world_size))
     assert speed is not None
     return speed
 
 
-def test_everything_overlaps_at_best_and_nothing_at_worst() -> None:
+def test_communication_is_hidden_except_for_a_share_unless_it_takes_longer_or_nothing_overlaps() -> None:
     speed = timed("ddp")
-    assert speed.step_seconds[0] == pytest.approx(
-        max(speed.compute_seconds[0], speed.communication_seconds[0]) + speed.optimizer_seconds[0]
-    )
-    parts = (speed.compute_seconds, speed.communication_seconds, speed.offload_seconds, speed.optimizer_seconds)
-    assert speed.step_seconds[1] == pytest.approx(sum(part[1] for part in parts))
+    for end, seconds in enumerate(speed.communication_seconds):
+        exposed = max(0.3 * seconds, seconds - speed.compute_seconds)
+        expected = speed.compute_seconds + exposed + speed.optimizer_seconds
+        assert speed.seconds_at_ends[end] == pytest.approx(expected)
+    assert speed.step_seconds[0] < speed.seconds_at_ends[0] < speed.estimate_seconds < speed.step_seconds[1]
     serial = timed("zero1")  # DeepSpeed does not overlap below stage 3
-    assert serial.step_seconds[0] >= serial.compute_seconds[0] + serial.communication_seconds[0]
+    assert serial.seconds_at_ends[0] >= serial.compute_seconds + serial.communication_seconds[0]
 
 
 def test_adam_moves_28_bytes_per_parameter_and_checkpointing_costs_time_that_mfu_does_not_count() -> None:
     params = SETUP.shape.num_params
-    assert timed("ddp").optimizer_seconds[0] == pytest.approx(28 * params / (2039e9 * 0.95))
-    assert timed("zero1").optimizer_seconds[0] == pytest.approx(28 * params / 8 / (2039e9 * 0.95))
+    assert timed("ddp").optimizer_seconds == pytest.approx(28 * params / (2039e9 * 0.85))
+    assert timed("zero1").optimizer_seconds == pytest.approx(28 * params / 8 / (2039e9 * 0.85))
     plain, recomputed = timed("ddp"), timed("ddp", activation_checkpointing=True)
     assert recomputed.flops_per_token == plain.flops_per_token
-    assert recomputed.compute_seconds[1] == pytest.approx(4 / 3 * plain.compute_seconds[1])
+    assert recomputed.compute_seconds == pytest.approx(4 / 3 * plain.compute_seconds, rel=0.05)
+
+
+def test_short_rows_take_as_long_as_the_launches_of_their_kernels_and_the_interval_says_so() -> None:
+    how: dict[str, Any] = {"per_device_train_batch_size": 1, "lora_r": 16, "activation_checkpointing": True}
+    short, twice = (timed("single", max_seq_length=length, **how) for length in (64, 128))
+    assert short.compute_seconds == twice.compute_seconds
+    assert "kernel launches" in short.wider_for[0]
+    low, high = short.step_seconds
+    assert high / low > 2
+    assert not timed("single", max_seq_length=2048).wider_for
 
 
 def test_offload_to_host_and_disk_slows_a_step_down() -> None:
     speeds = [timed(name) for name in ("zero3", "zero3_cpu_offload", "zero3_nvme_offload")]
+    assert speeds[1].wider_for == ("offload",)
     assert speeds[0].offload_seconds == (0.0, 0.0)
     assert speeds[0].step_seconds[1] < speeds[1].step_seconds[1] < speeds[2].step_seconds[1]
     assert speeds[1].offload_efficiency is not None
@@ -93,5 +219,5 @@ def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time_and_a_small_models_r
     assert step_time(SETUP, replace(v100, gpu=custom_gpu(None, memory_gib=24))) is None
     speed = step_time(replace(SETUP, shape=mpt(width=64, layers=2)), A100)
     assert speed is not None
-    assert speed.compute_seconds[0] <= speed.compute_seconds[1]
+    assert speed.compute_seconds <= speed.estimate_seconds
     assert speed.step_seconds[0] <= speed.step_seconds[1]

@@ -13,14 +13,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 
-def make_trainer(output_dir, **more):
+class Drifting(Trainer):
+    """Trains another problem: its loss is 5 % larger."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * 1.05
+
+
+def make_trainer(output_dir, kind=Trainer, **more):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes))
     rows = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(32)]
     given = {"max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"}
     args = TrainingArguments(output_dir=output_dir, use_cpu=True, disable_tqdm=True, **given | more)
-    return Trainer(model=model, args=args, train_dataset=rows)
+    return kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:2])
 
 
 class Kill(TrainerCallback):
@@ -46,6 +53,11 @@ def main(mode, output_dir, *more):
     if mode in ("facts", "nothing"):
         return
     saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6} if mode in ("lost", "ended") else {}
+    if mode == "compared":  # saves and evaluates wherever it can
+        saves = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "bf16": True}
+        saves |= {"eval_on_start": True, "kind": Drifting if "drifts" in more else Trainer}
+        if "without-deepspeed" in more:
+            del os.environ["ACCELERATE_USE_DEEPSPEED"]
     trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0, **saves)
     if mode == "lost":  # a rank, once
         trainer.add_callback(Kill(signal.SIGKILL, 3, Path(more[0])))
@@ -60,6 +72,8 @@ def main(mode, output_dir, *more):
     trainer.train()
     if mode == "two":
         make_trainer(output_dir, max_steps=2).train()
+    if mode == "compared":
+        trainer.save_model(output_dir)
     if mode == "exit":
         sys.exit(int(more[0]))
 

@@ -49,9 +49,9 @@ def test_the_chunks_together_are_the_model(shape: ModelShape) -> None:
 def test_the_stages_do_the_operations_of_the_whole_model(shape: ModelShape) -> None:
     whole = staged(shape).chunk_times(replace(FOUR, stages=1), end=0)[0]
     parts = staged(shape).chunk_times(FOUR, end=0)
-    assert sum(part.seconds for part in parts) == pytest.approx(whole.seconds)
+    assert sum(part.seconds for part in parts) == pytest.approx(whole.seconds, rel=1e-3)
     lookup, layers, _, head = (part.seconds for part in parts)
-    assert head > lookup == pytest.approx(layers), "the head computes, a lookup does not"
+    assert head > lookup == pytest.approx(layers, rel=1e-3), "the head computes, a lookup does not"
 
 
 def test_weights_take_half_of_a_dense_backward_and_recomputing_is_part_of_the_other_half(shape: ModelShape) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
 from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, Layout
-from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
+from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
 from toolkit.files.safe_loading import DCP_METADATA, read_dcp_metadata, read_dcp_value
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
@@ -55,8 +55,9 @@ class _DcpStates:
 class DcpReader(_DcpStates):
     """Reads `pytorch_model_fsdp_0/` and `optimizer_0/`."""
 
-    def __init__(self, layout: Layout, _model: MetaModel, *, trust_pickle: bool = False) -> None:
+    def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
         self.layout = layout
+        self.live_names = {saved: name for name, saved in model.saved_names.items()}
         self.model = DcpFolder(layout.path / FSDP_MODEL, trust_pickle=trust_pickle)
         self.optimizer = DcpFolder(layout.path / FSDP_OPTIMIZER, trust_pickle=trust_pickle)
         groups: dict[int, dict[str, Any]] = {}
@@ -70,8 +71,7 @@ class DcpReader(_DcpStates):
     def keys(self) -> dict[str, str]:
         """Parameter name to key. Adapter weights are saved without the adapter's name, optimizer states with it."""
         saved = {key.removeprefix("model."): key for key in self.model.keys}
-        optimized = {without_adapter_name(name): name for name in self.optimized()}
-        return {optimized.get(name, name): key for name, key in saved.items()}
+        return {self.live_names.get(name, name): key for name, key in saved.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self.model.keys[key].size) for name, key in self.keys.items()}
@@ -134,9 +134,9 @@ def write_dcp(folder: Path, reader: CheckpointReader, model: MetaModel, groups: 
         first: dict[int, str] = {}  # torch saves a tied weight under each of its names
         every = model.training_model.named_parameters(remove_duplicate=False)
         sources |= {name: first.setdefault(id(parameter), name) for name, parameter in every}
-    rename = without_adapter_name if model.adapter else str
-    weights = {rename(name): torch.empty(model.shapes[source], device="meta") for name, source in sources.items()}
-    readers: Readers = {f"model.{rename(name)}": partial(reader.weight, source) for name, source in sources.items()}
+    saved = {model.saved_names.get(name, name): source for name, source in sources.items()}
+    weights = {name: torch.empty(model.shapes[source], device="meta") for name, source in saved.items()}
+    readers: Readers = {f"model.{name}": partial(reader.weight, source) for name, source in saved.items()}
     _save_dcp(folder / FSDP_MODEL, {"model": weights}, readers)
     state, readers = _states(reader, model, groups)
     param_groups = [

@@ -20,8 +20,15 @@ import torch
 from toolkit.checkpoint.dcp_checkpoint import AtLoadReader, DcpReader
 from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader
 from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, PlainReader, WeightFiles, stored_tensors, write_model
-from toolkit.checkpoint.inspect import check_readable, detect
-from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
+from toolkit.checkpoint.inspect import check_readable, detect, newest_of_script
+from toolkit.checkpoint.model_definition import (
+    ADAPTER_NAME,
+    HEAD,
+    MetaModel,
+    ModelFiles,
+    UnknownModel,
+    no_adapter_config,
+)
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import TOKENIZER, read_json
@@ -38,6 +45,7 @@ from toolkit.units import MIB
 SIDE_FILE_BYTES = 64 * MIB
 MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OTHER_CONFIG = "if its config.json is another model's: `--base-model FOLDER` with that of the trained one"
 _READERS: dict[str, Callable[..., Any]] = {
     **{"deepspeed": DeepSpeedReader, "fsdp2": DcpReader, "at_load": AtLoadReader},
     **{"plain": PlainReader, "pipeline": PlainReader},
@@ -63,8 +71,13 @@ def export(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     base_model: str | None = None,
     trust_pickle: bool = False,
+    weights_only: bool = False,
 ) -> ExportResult:
-    """Write the model (or adapter) of a checkpoint into `out`. Raises ToolkitError, and then writes nothing."""
+    """Write the model (or adapter) of a checkpoint into `out`. Raises ToolkitError, and then writes nothing.
+
+    `weights_only` takes names and shapes from the checkpoint: of a model whose class transformers does not have.
+    """
+    path = newest_of_script(path)
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_output(out, source=path)
@@ -75,7 +88,7 @@ def export(
         raise ToolkitError(f"{path} holds a full model: there is no adapter to merge")
     if merge_lora and files.base_folder is None:
         raise ToolkitError(f"{path} does not record its base model", hint="`--base-model FOLDER`")
-    model = MetaModel(files)
+    model = UnknownModel(files) if weights_only else MetaModel(files)
     with contextlib.closing(open_checkpoint(path, model, trust_pickle=trust_pickle)) as reader:
         if merge_lora:
             tensors = _merged_tensors(reader, model, files, DTYPES[dtype])
@@ -86,7 +99,7 @@ def export(
         adapter = files.adapter and not merge_lora
         with temporary_beside(out) as temporary:
             write_model(temporary, tensors, adapter=adapter, max_shard_bytes=max_shard_bytes)
-            _write_side_files(files, temporary, adapter=adapter, dtype=dtype)
+            _write_side_files(files, model, temporary, adapter=adapter, dtype=dtype)
             if out.exists():
                 out.rmdir()  # it is empty
             temporary.rename(out)
@@ -97,7 +110,7 @@ def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False)
     """Return the reader of a checkpoint of any engine. `model` names the states that DDP numbers.
 
     Raises ToolkitError for a pickle that would run something (unless it is trusted), for a converted DeepSpeed
-    checkpoint, for numbered states that cannot be named, and for a weight of the model that is missing or misshapen.
+    checkpoint, for numbered states that cannot be named, and for a weight that is missing, misshapen or unknown.
     """
     check_readable(path)
     if not trust_pickle:
@@ -105,12 +118,21 @@ def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False)
     layout = detect(path)
     reader = CheckpointReader(layout, lambda: _READERS[layout.engine](layout, model, trust_pickle=trust_pickle))
     saved = reader.shapes()
+    model.take_shapes(saved)
     missing = [name for name in model.shapes if name not in saved]
+    if missing and not model.adapter and any(".lora_" in name for name in saved):
+        raise no_adapter_config(path)
     if missing:
-        raise ToolkitError(f"{path} lacks {listed(missing)}")
+        raise ToolkitError(f"{path} lacks {listed(missing)}", hint=OTHER_CONFIG)
     for name, shape in model.shapes.items():
         if saved[name] != shape:
             raise ToolkitError(f"{name} in {path} has shape {saved[name]}, the model's is {shape}")
+    known = model.known_names
+    if unknown := [] if model.adapter else [name for name in saved if name not in known]:
+        raise ToolkitError(
+            f"{path} has {listed(unknown)}, which a {type(model.base_model).__name__} does not",
+            hint=OTHER_CONFIG,
+        )
     return reader
 
 
@@ -122,18 +144,22 @@ def check_complete(path: Path) -> None:
             raise ToolkitError(f"{path} is damaged: {problem}", hint=f"`toolkit checkpoint inspect {path.parent}`")
 
 
-def _write_side_files(files: ModelFiles, folder: Path, *, adapter: bool, dtype: str) -> None:
+def _write_side_files(files: ModelFiles, model: MetaModel, folder: Path, *, adapter: bool, dtype: str) -> None:
     for path in files.tokenizer_files():
         copy_file(path, folder / path.name)
     recorded = files.fingerprint(dtype=dtype)
     if recorded is not None:
         write_json(folder / FINGERPRINT, recorded.model_dump(exclude_unset=True))
+    if model.model_class is None:
+        if (own := files.find("config.json", base=False)) is not None:
+            copy_file(own, folder / own.name)
+        return
     if adapter:
         config = files.peft_config()
         config.inference_mode = True
     else:
-        config = files.model_config()
-        config.dtype, config.use_cache = dtype, True
+        config = model.base_model.config
+        config.dtype, config.use_cache, config.architectures = dtype, True, [type(model.base_model).__name__]
     config.save_pretrained(folder)
 
 
@@ -189,6 +215,8 @@ def _merged_tensors(
     prefix, trained, shapes = "base_model.model.", set(model.trainable), base.shapes()
     frozen = [name for name, _ in model.training_model.named_parameters() if name not in trained]
     in_training = {name.removeprefix(prefix).replace(".base_layer.", "."): name.removeprefix(prefix) for name in frozen}
+    in_training = {name: live for name, live in in_training.items() if ".original_module." not in name}
+    heads = {name.removeprefix(prefix).replace(HEAD, "."): name for name in trained if HEAD in name}
     if missing := [name for name in in_training if name not in shapes]:
         raise ToolkitError(f"the base model {files.base} lacks {listed(missing)}")
 
@@ -208,4 +236,8 @@ def _merged_tensors(
         layer.to("meta")
         return merged
 
-    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=partial(read, name)) for name in in_training]
+    merged = [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=partial(read, name)) for name in in_training]
+    return merged + [
+        SavedTensor(name=name, shape=model.shapes[live], dtype=dtype, read=partial(reader.weight, live))
+        for name, live in heads.items()
+    ]

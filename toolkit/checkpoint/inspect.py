@@ -24,6 +24,7 @@ from toolkit.record.checkpoints import (
     read_checkpoint,
     read_step,
 )
+from toolkit.record.folder import RunFolder
 from toolkit.units import gib
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -71,8 +72,8 @@ def detect(path: Path) -> Layout:
         engine = "pipeline" if pipeline else "at_load" if at_load else "plain"
     else:
         why = next((f" ({name}: {why})" for name, why in _UNSUPPORTED.items() if (path / name).exists()), "")
-        inside = sorted(path.glob("checkpoint-*"))
-        hint = f"name one of its checkpoints: `{inside[-1]}`" if inside else "name a folder `checkpoint-STEP`"
+        inside = list_checkpoints(path)
+        hint = f"name one of its checkpoints: `{inside[0].path}`" if inside else "name a folder `checkpoint-STEP`"
         raise ToolkitError(f"{path} holds no supported checkpoint{why}", hint=hint)
     return Layout(path=path, engine=engine, state_folder=state_folder, adapter=adapter, world_size=ranks or None)
 
@@ -84,6 +85,20 @@ def check_readable(path: Path) -> None:
             f"{path} was converted for a DeepSpeed preset, and cannot be read again",
             hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
         )
+
+
+def newest_of_script(path: Path) -> Path:
+    """Return the newest checkpoint of the run of somebody's script in a run folder; any other path as it is.
+
+    Raises ToolkitError where the script has saved none.
+    """
+    folder = RunFolder(path).checkpoints
+    if folder == path:
+        return path
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise ToolkitError(f"{path}: its script saved no checkpoint in {folder}", hint="its argument: `--save_steps N`")
+    return checkpoints[0].path
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -148,7 +163,8 @@ def inspect_all(path: Path) -> list[CheckpointSummary]:
     """Inspect a checkpoint, or all checkpoints of a run folder, newest first. Raises ToolkitError if there is none."""
     if not path.is_dir():
         raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint or a run folder")
-    inside = [] if is_checkpoint(path) else [checkpoint.path for checkpoint in list_checkpoints(path)]
+    folder = RunFolder(path).checkpoints
+    inside = [] if is_checkpoint(path) else [checkpoint.path for checkpoint in list_checkpoints(folder)]
     return [inspect_checkpoint(each) for each in inside or [path]]
 
 

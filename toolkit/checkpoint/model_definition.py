@@ -1,13 +1,13 @@
 """The model that a checkpoint belongs to: its configuration, tokenizer, adapter and base model.
 
-Each file is searched in the checkpoint, then in the run folder around it, then in the base model that the manifest
-names.
+Each file is searched in the checkpoint, then in the output folder around it, then in the base model that the manifest
+or the adapter names.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,15 +29,17 @@ TOKENIZER_FILES = (
 )
 
 
-def without_adapter_name(name: str) -> str:
-    """Return a parameter's name as peft saves it, without the adapter's own name.
-
-    >>> without_adapter_name("q_proj.lora_A.default.weight")
-    'q_proj.lora_A.weight'
-    """
-    saved = ".".join(part for part in name.split(".") if part != ADAPTER_NAME)
-    # DoRA's magnitude is a module with a weight in the model, and the vector itself in the file.
-    return saved.removesuffix(".weight") if ".lora_magnitude_vector." in saved else saved
+# Classes of peft's task types that end in another head than a language model's: the base's config.json has none of it.
+HEADED = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+NAME_BASE = "name it: `--base-model FOLDER`"
+WEIGHTS_ONLY = "a class of your own: `--weights-only` exports its weights under their own names"
+HEAD = f".modules_to_save.{ADAPTER_NAME}."
+"""In the name of a module that is trained in full beside an adapter."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ class ModelFiles:
                 why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ToolkitError(
             f"the base model {self.base[:80]!r} of {self.path} cannot be found: {why}",
-            hint="name it: `--base-model FOLDER`",
+            hint=NAME_BASE,
         )
 
     def find(self, name: str, *, base: bool = True) -> Path | None:
         """Return the nearest file of this name; None if there is none."""
-        folders = [self.path, *([self.path.parent] if (self.path.parent / "run.json").exists() else [])]
+        path = self.path.absolute()
+        folders = [path, *([path.parent] if path.name.startswith("checkpoint-") else [])]
         near = next((folder / name for folder in folders if (folder / name).exists()), None)
         if near is not None or not base or self.base_folder is None:
             return near
@@ -107,7 +110,9 @@ class ModelFiles:
 
     @cached_property
     def adapter_config(self) -> Path | None:
-        return self.find("adapter_config.json", base=False)
+        near = self.path / "adapter_config.json"
+        full = not near.exists() and (self.path / "config.json").exists()
+        return None if full else self.find("adapter_config.json", base=False)
 
     @property
     def adapter(self) -> bool:
@@ -128,7 +133,7 @@ class ModelFiles:
         folder = path.parent if path is not None else self.base_folder
         if folder is None:
             message = f"{self.path} has no config.json, and no base model is recorded"
-            raise ToolkitError(message, hint="name it: `--base-model FOLDER`")
+            raise ToolkitError(message, hint=f"{NAME_BASE}; or without a model class: `--weights-only`")
         read_config(folder / "config.json")
         with built_by_a_library(folder / "config.json"):
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -138,10 +143,7 @@ class ModelFiles:
         from peft import PeftConfig
 
         if self.adapter_config is None:
-            raise ToolkitError(
-                f"{self.path} holds an adapter, but neither it nor the run folder around it has an adapter_config.json",
-                hint="copy the adapter_config.json of the same run into it",
-            )
+            raise no_adapter_config(self.path)
         read_adapter_config(self.adapter_config)
         with built_by_a_library(self.adapter_config):
             return PeftConfig.from_pretrained(self.adapter_config.parent)
@@ -151,12 +153,13 @@ class MetaModel:
     """The training model on the meta device: parameter names in its own order, ties, and the optimizer's groups."""
 
     def __init__(self, files: ModelFiles) -> None:
-        from transformers import AutoModelForCausalLM
-
         config, self.adapter = files.model_config(), files.adapter
         peft_config = files.peft_config() if files.adapter else None
+        self.model_class = model_class(config, getattr(peft_config, "task_type", None))
         with built_by_a_library(files.path), torch.device("meta"):
-            self.base_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            auto = getattr(self.model_class, "from_config", None)
+            how = {"dtype": torch.float32, "trust_remote_code": False}
+            self.base_model = self.model_class(config) if auto is None else auto(config, **how)
             self.training_model = self.base_model
             if peft_config is not None:
                 from peft import get_peft_model
@@ -180,18 +183,34 @@ class MetaModel:
         return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
     @cached_property
+    def known_names(self) -> set[str]:
+        """Names of the live model, a tied weight's each, and of the buffers that older files have."""
+        model = self.base_model
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        return {*self.shapes, *(name for name, _ in named)}
+
+    @cached_property
     def saved_names(self) -> dict[str, str]:
         """Parameter name to the name in an adapter's file; empty for a full model, which saves its own names."""
         if not self.adapter:
             return {}
         from peft import get_peft_model_state_dict
 
-        saved = list(get_peft_model_state_dict(self.training_model, save_embedding_layers=False))
-        if len(saved) != len(self.trainable):
+        named = self.training_model.state_dict(keep_vars=True)
+        saved = get_peft_model_state_dict(self.training_model, state_dict=dict(named), save_embedding_layers=False)
+        names = {id(parameter): name for name, parameter in saved.items()}
+        if len(saved) != len(self.trainable) or any(id(named[name]) not in names for name in self.trainable):
             raise ToolkitError(
                 f"the adapter saves {len(saved)} tensors and trains {len(self.trainable)}: its kind is not supported"
             )
-        return dict(zip(self.trainable, saved, strict=True))
+        return {name: names[id(named[name])] for name in self.trainable}
+
+    def take_shapes(self, saved: Mapping[str, tuple[int, ...]]) -> None:
+        """Take shapes of the checkpoint that the base's configuration does not tell: of modules trained in full."""
+        heads = {name: saved[name] for name in self.shapes if HEAD in name and name in saved}
+        self.shapes = self.shapes | heads
+        if heads and self.model_class.__name__ in HEADED.values():
+            self.base_model.config.num_labels = next(iter(heads.values()))[0]
 
     def groups(self, optimized: list[str]) -> list[list[str]]:
         """Return the Trainer's parameter groups of the optimized names: with weight decay, and without it."""
@@ -201,6 +220,45 @@ class MetaModel:
         wanted = set(optimized)
         chosen = [name for name in self.trainable if name in wanted]
         return [[name for name in chosen if (name in decayed) is with_decay] for with_decay in (True, False)]
+
+
+class UnknownModel(MetaModel):
+    """A model whose class is not known here: its weights have the names and shapes of the checkpoint."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        if files.adapter:
+            raise ToolkitError(f"{files.path} holds an adapter, whose names only its model tells", hint=NAME_BASE)
+        self.adapter, self.model_class = False, None
+        self.base_model = self.training_model = torch.nn.Module()
+
+    def take_shapes(self, saved: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = dict(saved)
+
+
+def no_adapter_config(path: Path) -> ToolkitError:
+    """Return the error for an adapter of unknown rank, scale and layers: FSDP2 alone saves only its tensors."""
+    return ToolkitError(
+        f"{path} holds an adapter, but neither it nor the folder around it has an adapter_config.json",
+        hint=f"write it with the script's values: `LoraConfig(...).save_pretrained({str(path)!r})`; `toolkit train` and"
+        " `--complete-saves` save it",
+    )
+
+
+def model_class(config: Any, task_type: str | None = None) -> Any:
+    """Return transformers' class of a model: the one that config.json records, or of an adapter's task.
+
+    Raises ToolkitError for a class that transformers does not have.
+    """
+    import transformers
+
+    if task_type in HEADED:
+        return getattr(transformers, HEADED[task_type])
+    name = next(iter(config.architectures or ()), "AutoModelForCausalLM")
+    found = getattr(transformers, name, None)
+    known = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if name != "AutoModelForCausalLM" and not known:
+        raise ToolkitError(f"config.json is of a {name[:80]}, which transformers does not have", hint=WEIGHTS_ONLY)
+    return found
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
@@ -225,5 +283,5 @@ def built_by_a_library(source: Path) -> Iterator[None]:
         why = " ".join(str(error).split())[:200] or "no reason given"
         raise ToolkitError(
             f"no model can be built from the configuration in {source}: {type(error).__name__}: {why}",
-            hint="use the configuration that is stored with the weights",
+            hint=f"use the configuration that is stored with the weights; {WEIGHTS_ONLY}",
         ) from None

@@ -10,6 +10,7 @@ import contextlib
 import os
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 
 from toolkit.checkpoint.hf_checkpoint import WeightFiles, live_weights
 from toolkit.checkpoint.hf_export import export
-from toolkit.checkpoint.inspect import check_readable, is_checkpoint
-from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles, built_by_a_library
+from toolkit.checkpoint.inspect import check_readable, is_checkpoint, newest_of_script
+from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles, UnknownModel, built_by_a_library
 from toolkit.errors import ToolkitError
 from toolkit.models.nf4 import PACKED_BF16, as_in_training, quantization_config
 from toolkit.record.checkpoints import MANIFEST, Fingerprint, read_checkpoint
@@ -48,14 +49,17 @@ class VerifyResult:
         return not self.problems
 
 
-def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = False) -> VerifyResult:
+def verify(
+    path: Path, *, base_model: str | None = None, trust_pickle: bool = False, weights_only: bool = False
+) -> VerifyResult:
     """Reload and compare. Raises ToolkitError for no checkpoint or model, and for one that only DeepSpeed reads."""
+    path = newest_of_script(path)
     if not path.is_dir():
         raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint, an exported folder or a run folder")
     if not is_checkpoint(path):
         if not any(path.glob("*model*.safetensors")):
             raise ToolkitError(f"{path} holds neither a model nor a checkpoint", hint="name a folder `checkpoint-STEP`")
-        return _verify_model(path, path, "model", base_model)
+        return _verify_model(path, path, "model", base_model, weights_only)
     problem = read_checkpoint(path).problem(deep=True) if os.path.lexists(path / MANIFEST) else None
     if problem is not None:
         return VerifyResult(path=str(path), kind="checkpoint", problems=[problem])
@@ -63,16 +67,18 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".verifying-") as folder:
         exported = Path(folder) / "model"
         try:
-            export(path, exported, base_model=base_model, trust_pickle=trust_pickle)
+            export(path, exported, base_model=base_model, trust_pickle=trust_pickle, weights_only=weights_only)
         except ToolkitError as error:
             return VerifyResult(path=str(path), kind="checkpoint", problems=[error.message])
-        return _verify_model(path, exported, "checkpoint", base_model)
+        return _verify_model(path, exported, "checkpoint", base_model, weights_only)
 
 
-def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) -> VerifyResult:
+def _verify_model(path: Path, model: Path, kind: str, base_model: str | None, weights_only: bool) -> VerifyResult:
     files = ModelFiles(path, base_model)
-    definition, recorded = MetaModel(files), files.fingerprint()
-    weights = live_weights(model, definition)
+    definition = UnknownModel(files) if weights_only else MetaModel(files)
+    recorded, weights = None if weights_only else files.fingerprint(), live_weights(model, definition)
+    live_names = {saved: name for name, saved in definition.saved_names.items()}
+    definition.take_shapes({live_names.get(saved, saved): shape for saved, shape in weights.shapes().items()})
     problems, difference, tolerance = _structure_problems(weights, definition), None, None
     if recorded is not None and not problems:
         dtype = "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
@@ -81,7 +87,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
         if max(recorded.input_ids) >= vocabulary or len(recorded.logits) > vocabulary:
             raise ToolkitError(f"{path}: the fingerprint is of another model than that of {vocabulary} tokens")
         with built_by_a_library(model):
-            reloaded = _reloaded_logits(model, files, recorded)
+            reloaded = _reloaded_logits(model, files, definition.model_class, recorded)
         live = torch.tensor(recorded.logits)
         difference = float((reloaded[: len(live)] - live).abs().max() / live.abs().max().clamp_min(1e-12))
         if not difference <= tolerance:
@@ -101,7 +107,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
 def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
     """Return a line for each tensor that is missing, unexpected, empty, misshapen or not finite."""
     expected = {model.saved_names.get(name, name): shape for name, shape in model.shapes.items()}
-    allowed = set(expected) | set(dict(model.base_model.named_parameters(remove_duplicate=False)))
+    allowed = set(expected) | model.known_names
     found = weights.shapes()
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, shape in found.items():
@@ -119,23 +125,28 @@ def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
     return problems
 
 
-def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:
+def _reloaded_logits(model: Path, files: ModelFiles, model_class: Any, recorded: Fingerprint) -> torch.Tensor:
     """Load the model on the CPU in fp32, a 4-bit base in 4 bits, and return the logits of the last position."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if files.adapter:
         from peft import PeftModel
 
-        how: dict[str, Any] = {"dtype": torch.float32}
+        load = partial(model_class.from_pretrained, files.base_folder)
         if recorded.load_in_4bit:  # quantized as it was: from weights in the compute dtype
+            from toolkit.models.nf4_experts import decode_experts_when_used, load_with_experts_in_4_bits
+
             dtype = getattr(torch, str(recorded.compute_dtype))
-            how = {"dtype": dtype, "quantization_config": quantization_config(dtype)}
-        base = AutoModelForCausalLM.from_pretrained(files.base_folder, **how)
+            packed = partial(load, dtype=dtype, quantization_config=quantization_config(dtype))
+            base = load_with_experts_in_4_bits(packed)
+        else:
+            base = load(dtype=torch.float32)
         loaded = PeftModel.from_pretrained(base, model, adapter_name=ADAPTER_NAME)
+        if recorded.load_in_4bit:
+            decode_experts_when_used(loaded)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        loaded = model_class.from_pretrained(model, dtype=torch.float32)
     loaded.eval()
     same_path = as_in_training(loaded) if recorded.four_bit_matmul != PACKED_BF16 else contextlib.nullcontext()
     with torch.no_grad(), same_path:

@@ -26,7 +26,12 @@ checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, export, verify
 CheckpointPath = Annotated[Path, typer.Argument(help="folder of a checkpoint", metavar="CHECKPOINT")]
 OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="OUT")]
 BaseModel = Annotated[
-    str | None, typer.Option(help="the adapter's base model, if it is not where the checkpoint recorded it")
+    str | None,
+    typer.Option(help="the adapter's base model, or a folder with config.json, if it is not where it was recorded"),
+]
+WeightsOnly = Annotated[
+    bool,
+    typer.Option("--weights-only", help="keep the names in the checkpoint: for a model class that transformers lacks"),
 ]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="load the checkpoint's pickles whatever they run: only if you wrote them")
@@ -61,6 +66,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     max_shard_size: Annotated[str, typer.Option(help="largest weights file")] = "5GB",
     base_model: BaseModel = None,
+    weights_only: WeightsOnly = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Export any engine's checkpoint to one Hugging Face folder of safetensors, with one tensor in memory at a time."""
@@ -75,6 +81,7 @@ def export(
         max_shard_bytes=parse_size(max_shard_size),
         base_model=base_model,
         trust_pickle=trust_pickle,
+        weights_only=weights_only,
     )
     kind = "adapter" if result.adapter else "model"
     print(f"{result.folder}: {kind} of {result.num_tensors} tensors, {gib(result.bytes)}")
@@ -85,6 +92,7 @@ def verify(
     path: Annotated[Path, typer.Argument(help="a checkpoint, an exported folder, or a run folder", metavar="DIR")],
     as_json: JsonOutput = False,
     base_model: BaseModel = None,
+    weights_only: WeightsOnly = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Load a checkpoint again: no tensor missing, empty or NaN, and logits equal to the live model's.
@@ -94,7 +102,8 @@ def verify(
     _use_the_cpu_alone()
     from toolkit.checkpoint.verify import verify as verify_checkpoint
 
-    result = verify_checkpoint(user_path(path), base_model=base_model, trust_pickle=trust_pickle)
+    how = {"trust_pickle": trust_pickle, "weights_only": weights_only}
+    result = verify_checkpoint(user_path(path), base_model=base_model, **how)
     if as_json:
         print(json.dumps(asdict(result), indent=2))
     elif result.sound:

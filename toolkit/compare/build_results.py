@@ -19,7 +19,7 @@ from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKin
 from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.predictions import planned_memory, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord
+from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord, TrainedProblem
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
@@ -42,6 +42,8 @@ SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
     "profile": ("communication_fraction", "exposed_communication_fraction", "timeline"),
     "save": ("save_seconds", "save_bytes"),
 }
+# Of the job, or of the Trainer of somebody's own script.
+NUMBERS_OF_JOB = ("seed", "per_device_train_batch_size", "gradient_accumulation_steps")
 GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -51,29 +53,31 @@ def build_results(
     """Return the results of the comparison in `folder`. `unsupported`: name of a row that cannot run, to reason."""
     records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
-    environment, shape = _environment(spec, folder), read_shape(spec.model)
+    job = spec.own_job
+    environment, shape = _environment(spec, folder), read_shape(job)
     rows = [
         with_efficiency(
-            _with_derived_columns(row, records, spec, shape),
+            _with_derived_columns(row, trials, records, spec, shape),
             [trial for trial in trials if trial.key == row.key],
             shape=shape,
             environment=environment,
         )
         for row in aggregated
     ]
-    job = Job.from_argv(spec.training_arguments)
+    numbers = job or _numbers(spec, spec.baseline(spec.world_sizes[0]), trials)
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
         environment=environment,
         job=ComparedJob(
-            model=spec.model,
-            dataset=", ".join(job.dataset),
+            script=spec.script_or_module,
+            script_sha256=spec.script_sha256,
+            model=None if job is None else str(job.model_name_or_path),
+            dataset=None if job is None else ", ".join(job.dataset),
             training_arguments=spec.training_arguments,
+            stop_after_steps=spec.stop_after_steps,
             untimed_steps=spec.untimed_steps,
-            seed=job.seed,
-            per_device_train_batch_size=job.per_device_train_batch_size,
-            gradient_accumulation_steps=job.gradient_accumulation_steps,
+            **{name: getattr(numbers, name) for name in NUMBERS_OF_JOB},
             compute_dtype=", ".join(sorted({row.compute_dtype for row in rows if row.compute_dtype})) or NOT_AVAILABLE,
         ),
         rows=tuple(rows),
@@ -197,23 +201,33 @@ def _combined(rule: Repeats | None, values: list[Any]) -> Any:
 def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
     """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
     speeds = significance.speeds_of(trials, steps) if steps else []
-    if not speeds or min(speeds) <= 0:
-        return {key: None for key in FROM_TRIAL if column_of(Row, key).is_speed}
+    uncounted = not any(count for trial in trials for count in trial.step_tokens)  # a script's batches do not show them
+    unknown = {key: None for key in FROM_TRIAL if column_of(Row, key).is_speed}
     timed = [[trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]] for trial in trials]
-    medians = [statistics.median(seconds) for seconds in timed]
-    return {
+    medians = [statistics.median(seconds) for seconds in timed if seconds]
+    if not speeds or min(medians) <= 0 or (min(speeds) <= 0 and not uncounted):
+        return unknown
+    times = {
         "timed_steps": steps,
-        "tokens_per_second": statistics.geometric_mean(speeds),
-        "tokens_per_second_per_gpu": statistics.geometric_mean(speeds) / trials[0].world_size,
-        "tokens_per_second_interval": significance.mean_interval(speeds),
         "step_seconds_median": statistics.geometric_mean(medians),
         "step_seconds_p90": statistics.geometric_mean([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
         "step_seconds_interval": significance.mean_interval(medians),
     }
+    if uncounted:
+        return unknown | times
+    return times | {
+        "tokens_per_second": statistics.geometric_mean(speeds),
+        "tokens_per_second_per_gpu": statistics.geometric_mean(speeds) / trials[0].world_size,
+        "tokens_per_second_interval": significance.mean_interval(speeds),
+    }
 
 
 def _with_derived_columns(
-    row: Row, records: Mapping[str, LedgerRecord], spec: ComparisonSpec, shape: ModelShape | None
+    row: Row,
+    trials: Sequence[RunRecord],
+    records: Mapping[str, LedgerRecord],
+    spec: ComparisonSpec,
+    shape: ModelShape | None,
 ) -> Row:
     """The planner's peaks, the row's batch, what the batch search tried and what the side runs measured."""
 
@@ -232,10 +246,17 @@ def _with_derived_columns(
         planned_peak_bytes=peak_bytes,
         planned_allocated_bytes=allocated_bytes,
         failure=with_plan(row.failure, peak_bytes),
-        per_device_train_batch_size=spec.job(row.key).per_device_train_batch_size,
+        per_device_train_batch_size=_numbers(spec, row.key, trials).per_device_train_batch_size,
         probes=None if spec.find_max_batch is None else probes,
         **side_run_columns(records, row.key),
     )
+
+
+def _numbers(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord]) -> Job | TrainedProblem:
+    """Return seed and batch of a row: by its job, or as the Trainer of somebody's own script had them."""
+    if not spec.script_or_module:
+        return spec.job(row)
+    return next((trial.problem for trial in trials if trial.key == row and trial.problem), TrainedProblem())
 
 
 def side_run_columns(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[str, Any]:

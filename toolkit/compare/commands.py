@@ -12,7 +12,7 @@ from toolkit.cluster.allocation import Allocation
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.comparison_report import console_table, summary_sentence, write_report
 from toolkit.compare.ledger import comparison_lock
-from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions
+from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
 from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
@@ -24,9 +24,10 @@ from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
-from toolkit.launch.nvme import check_nvme
+from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
+from toolkit.observe.words import check_script_preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals
@@ -78,33 +79,33 @@ def check_comparison(options: CompareOptions) -> Runner:
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
     presets = {name: spec.preset(name) for name in largest}
     own = [row for name, row in largest.items() if name in spec.extra_arguments or presets[name].degrees]
-    checked, *_ = [
-        check_job(
-            presets[row.preset],
-            num_processes=row.world_size,
-            training_argv=spec.own_argv(row),
-            cpu=spec.cpu,
-            gpus=gpus,
-            nodes=nodes,
-        )
-        for row in dict.fromkeys([supported[-1], *own])
-    ]
-    for job in (checked.job, *map(Job.from_argv, spec.extra_arguments.values())):
-        refuse_arguments_of_comparison(job)
-    if 0 < checked.job.max_steps <= options.untimed_steps:
-        raise ToolkitError(
-            f"--max_steps {checked.job.max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
-            hint=f"`--max_steps {options.untimed_steps + 8}` or more",
-        )
+    nvme: dict[str, NvmeDisk | None] = {}
+    if not options.runs_script:
+        checked, *_ = [
+            check_job(
+                presets[row.preset],
+                num_processes=row.world_size,
+                training_argv=spec.own_argv(row),
+                cpu=spec.cpu,
+                gpus=gpus,
+                nodes=nodes,
+            )
+            for row in dict.fromkeys([supported[-1], *own])
+        ]
+        for job in (checked.job, *map(Job.from_argv, spec.extra_arguments.values())):
+            refuse_arguments_of_comparison(job)
+        check_timed_steps("--max_steps", checked.job.max_steps, untimed_steps=options.untimed_steps)
+        nvme = {
+            name: check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
+            for name, preset in presets.items()
+        }
+    runs = len(supported) * (spec.repeats + bool(options.side_runs))
     return Runner(
         options=options,
         spec=spec,
         unsupported=unsupported,
-        nvme={
-            name: check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
-            for name, preset in presets.items()
-        },
-        progress=ConsoleProgress(len(supported) * (spec.repeats + bool(options.side_runs))),
+        nvme=nvme,
+        progress=ConsoleProgress(runs, stop_after_steps=spec.stop_after_steps),
         allocation=allocation,
     )
 
@@ -123,6 +124,8 @@ def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allo
     reasons: dict[RowKey, ToolkitError] = {}
     for row in spec.rows():
         preset, job = spec.preset(row.preset), spec.job(row)
+        if spec.script_or_module:
+            check_script_preset(preset)
         check_values(job, on_cpu=spec.cpu)
         check_degrees_given(preset, job.degrees)
         try:

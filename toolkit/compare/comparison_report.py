@@ -68,9 +68,9 @@ def console_table(results: Results) -> RichTable:
     """Return one line per row, in the order given; below them, why a row has no ratio."""
     table = rich_table(tables.row_table("comparison", results, narrow=True))
     reasons = {
-        label: (row.status_text, row.parity_message if row.failed_parity else row.message)
+        label: (row.status_text, row.message if row.message and not row.completed else row.parity_message)
         for label, row in results.labelled_rows
-        if row.failed_parity or not row.completed
+        if row.failed_parity or not row.completed or (row.unchecked and row.parity_message)
     }
     lines = [f"{label}: {ended}: {message or 'no message'}" for label, (ended, message) in reasons.items()]
     table.caption = Text("\n".join(one_line(line, MESSAGE_CHARACTERS) for line in lines), style="")
@@ -133,14 +133,17 @@ def failure_details(results: Results, row: Row) -> str:
 
 def _job(results: Results) -> NamesAndValues:
     job = results.job
+    what = [("model", job.model or NOT_AVAILABLE), ("dataset", job.dataset or NOT_AVAILABLE)]
+    if job.script is not None:
+        ends = "where the script ends" if job.stop_after_steps is None else f"after step {job.stop_after_steps}"
+        what = [("script", job.script), ("its SHA-256", job.script_sha256 or NOT_AVAILABLE), ("a trial ends", ends)]
     counts = {(row.num_params, row.num_trainable_params) for row in results.rows if row.completed}
     parameters = [f"{number(total, 0)} ({number(trainable, 0)})" for total, trainable in sorted(counts, key=str)]
     numbers = ("per_device_train_batch_size", "gradient_accumulation_steps", "compute_dtype", "seed", "untimed_steps")
     return [
-        ("model", job.model),
-        ("dataset", job.dataset),
-        ("training arguments", shlex.join(job.training_arguments)),
-        *((name, str(getattr(job, name))) for name in numbers),
+        *what,
+        ("training arguments" if job.script is None else "its arguments", shlex.join(job.training_arguments)),
+        *((name, NOT_AVAILABLE if (value := getattr(job, name)) is None else str(value)) for name in numbers),
         ("parameters (trainable)", ", ".join(parameters) or NOT_AVAILABLE),
     ]
 
@@ -224,7 +227,8 @@ def title(results: Results) -> str:
     sizes = results.world_sizes
     last = hardware_text(results, sizes[-1]) if sizes else results.environment.device
     places = " and ".join([*map(str, sizes[:-1]), last])
-    return f"Comparison: {_presets(len({row.preset for row in results.rows}))} on {places}"
+    script = "" if results.job.script is None else f" of {one_line(Path(results.job.script).name)}"
+    return f"Comparison{script}: {_presets(len({row.preset for row in results.rows}))} on {places}"
 
 
 def hardware_text(results: Results, world_size: int) -> str:

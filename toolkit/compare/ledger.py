@@ -30,7 +30,10 @@ LEDGER_FILE = "ledger.jsonl"
 DAMAGED_LINE = "move the line to another file, and `--resume` repeats its run or reads it from its run folder"
 SideRunKind = Literal["profile", "save"]
 # What the training script understood, defaults included; every other fact of a problem is attested by each rank.
-SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
+SPECIFIED = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+    *("learning_rate", "seed", "max_steps"),
+)
 COMPUTED = ("layout", "ranks", "expected_masters")
 ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
 OF_FIRST_RANK = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")

@@ -52,6 +52,15 @@ class CompareOptions:
         int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
     training_arguments: TrainingArguments = ()
+    script: Annotated[
+        str | None,
+        typer.Option(help="train with a script of your own, unchanged, and observe it; what follows `--` is for it"),
+    ] = None
+    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
+    stop_after_steps: Annotated[
+        int | None,
+        typer.Option(help="with --script: stop each trial after this many steps; otherwise where the script ends"),
+    ] = None
     variant: Annotated[
         tuple[str, ...], typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"')
     ] = ()
@@ -102,6 +111,7 @@ class CompareOptions:
             "nproc-per-node": (self.nproc_per_node, Range(lowest=1, highest=2**10)),
             "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
             "find-max-batch": (self.find_max_batch, Range(lowest=1, highest=2**20)),
+            "stop-after-steps": (self.stop_after_steps, Range(lowest=1, highest=2**31)),
             "untimed-steps": (self.untimed_steps, Range(lowest=0, highest=2**31)),
             "trial-minutes": (self.trial_minutes, Range(above=0, highest=YEAR_MINUTES)),
             "trial-timeout-minutes": (self.trial_timeout_minutes, Range(above=0, highest=YEAR_MINUTES)),
@@ -110,6 +120,7 @@ class CompareOptions:
         }
         for name, (value, allowed) in limits.items():
             check_range(f"--{name}", value, allowed)
+        self._check_script()
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
         if self.nproc_per_node is not None and self.warm_start:
@@ -126,6 +137,33 @@ class CompareOptions:
                 "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
                 hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
             )
+
+    def _check_script(self) -> None:
+        """Raise ToolkitError for options that need a script whose arguments are known, or that only another one has."""
+        if not self.runs_script:
+            if self.stop_after_steps is not None:
+                instead = f"our script has `-- --max_steps {self.stop_after_steps}`"
+                raise ToolkitError("--stop-after-steps is for a script of your own", hint=instead)
+            return
+        if self.script is not None and self.module is not None:
+            raise ToolkitError("both --script and --module are given", hint="leave one of them out")
+        needs = {
+            **{"--find-max-batch": self.find_max_batch, "--scaling strong": self.scaling == "strong"},
+            **{"--profile": self.profile, "--measure-save": self.measure_save, "--gpu": self.gpu},
+            **{"--nvme-path": self.nvme_path, "--nproc-per-node": self.nproc_per_node},
+        }
+        for option, given in needs.items():
+            if given:
+                raise ToolkitError(
+                    f"{option} needs the toolkit's own training script, and --script or --module names another",
+                    hint=f"leave `{option}` out",
+                )
+        check_timed_steps("--stop-after-steps", self.stop_after_steps or 0, untimed_steps=self.untimed_steps)
+
+    @property
+    def runs_script(self) -> bool:
+        """True if the trials train with somebody's own script."""
+        return self.script is not None or self.module is not None
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -160,3 +198,12 @@ class CompareOptions:
     def side_runs(self) -> tuple[SideRunKind, ...]:
         """Kinds of the side runs of each row."""
         return (*(("profile",) if self.profile else ()), *(("save",) if self.measure_save else ()))
+
+
+def check_timed_steps(option: str, steps: int, *, untimed_steps: int) -> None:
+    """Raise ToolkitError where all steps of a trial, as an option limits them, are untimed."""
+    if 0 < steps <= untimed_steps:
+        raise ToolkitError(
+            f"{option} {steps} leaves no timed step after {untimed_steps} untimed ones",
+            hint=f"`{option} {untimed_steps + 8}` or more",
+        )

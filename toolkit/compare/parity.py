@@ -28,12 +28,12 @@ from toolkit.units import number
 # The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
 CONTRACT_DTYPE = "float32"
-FP32_ADAMW = "fp32 AdamW"
+FP32_ADAMW, SCRIPTS_OPTIMIZER = "fp32 AdamW", "the script's"
 # Equal in every trial of a comparison, with any number of processes.
 FACTS_OF_COMPARISON = (
     "num_trainable_params",
-    "initial_weights_sha256",
     "compute_dtype",
+    "initial_weights_sha256",  # of the weights rounded to the compute dtype
     "master_dtype",
     "frozen_dtype",
     "optimizer_dtype",
@@ -54,6 +54,11 @@ COUNTS = {
     "step_non_padding_tokens": "non-padding tokens",
     "step_supervised_tokens": "supervised tokens",
 }
+
+BATCHES_UNSEEN = (
+    "losses are not compared: the script makes its batches itself, of what its model generates (as GRPO and RLOO do) or"
+    " of an iterable data set, so that no digest shows whether they are equal; weights, dtypes, clipping and seed agree"
+)
 
 # Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp: fp32 0, 6e-5
 # and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2); docs/evidence/trust.md has the table. Under FSDP2
@@ -105,6 +110,8 @@ def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec:
         return {"parity": "reference", "parity_message": None}
     if by_design:
         return {"parity": None, "parity_message": f"differs by design: {row.group}; its losses are not compared"}
+    if any(map(batches_unseen, repeats)):
+        return {"parity": None, "parity_message": BATCHES_UNSEEN}
     return {"parity": "agrees", "parity_message": None}
 
 
@@ -122,7 +129,9 @@ def _differences(
     Batches are not compared where the row has a micro-batch of its own, nor losses where it differs by design. Ranks of
     another layout divide the same rows of a step in another way, and pad them otherwise.
     """
-    other, optimizer = baseline[0], _optimizer(spec.job(trial.key))
+    other = baseline[0]
+    # What somebody's own script has is checked in the run itself, and that baseline and row have the same.
+    optimizer = SCRIPTS_OPTIMIZER if spec.script_or_module else _optimizer(spec.job(trial.key))
     yield preset_difference(trial, spec.expected_facts(trial.key), optimizer=optimizer)
     free = FREE_BY_DESIGN if by_design else ()
     if optimizer != FP32_ADAMW:  # which tensors are quantized depends on the shards
@@ -138,7 +147,7 @@ def _differences(
             yield batch_difference(trial, other)
         yield count_difference(trial, other, padding=same_layout)
     yield timing_difference(trial, untimed_steps=spec.untimed_steps)
-    if not by_design:
+    if not by_design and not batches_unseen(trial):
         yield from outside_band(trial, baseline)
 
 
@@ -169,6 +178,11 @@ def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimi
         if found != value:
             return f"{name} is {_shown(found)}, expected {value}"
     return None
+
+
+def batches_unseen(trial: RunRecord) -> bool:
+    """Return True if a batch of the trial has no digest."""
+    return any("" in ranks for ranks in trial.batch_sha256)
 
 
 def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[str], free: Sequence[str]) -> str | None:

@@ -26,7 +26,7 @@ from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
-from toolkit.launch.command import launch_command
+from toolkit.job.job import Job
 from toolkit.launch.preflight import check_dataset
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
@@ -55,10 +55,10 @@ class ExpectedDuration(NamedTuple):
     source: Literal["trials", "planner", "other trials"]
 
 
-def read_shape(model: str) -> ModelShape | None:
-    """Return a model's shape; None if its configuration cannot be read or its architecture is unknown."""
+def read_shape(job: Job | None) -> ModelShape | None:
+    """Return the shape of a job's model; None if its configuration cannot be read or its architecture is unknown."""
     with contextlib.suppress(ToolkitError, OSError, ImportError):
-        return read_model(model)
+        return None if job is None else read_model(str(job.model_name_or_path))
     return None
 
 
@@ -142,7 +142,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     at_largest = with_largest_batches(spec, records)
     named = None if options.gpu is None else find_gpu(options.gpu)
     gpu = named if named or options.on_cpu else common_gpu(gpu_names())
-    trials, allocation, shape = spec.trials(), spec.allocation(), read_shape(spec.model)
+    trials, allocation, shape = spec.trials(), spec.allocation(), read_shape(spec.own_job)
     durations: dict[Trial, ExpectedDuration | None] = {}
     searched = [] if spec.find_max_batch is None else [row for row in spec.rows() if row.name not in unsupported]
     lines = [_search_line(spec, row, records) for row in searched]
@@ -157,9 +157,8 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
                 outlook = f"duration {span} {SOURCE_TEXTS[duration.source]}; {memory}"
         lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
         if trial.row.name not in unsupported:
-            argv = at_largest.training_argv(trial.row, options.output_dir / "trials" / trial.id)
-            preset, size = spec.preset(trial.row.preset), trial.row.world_size
-            command = launch_command(preset, num_processes=size, training_argv=argv, cpu=spec.cpu)
+            run_options = at_largest.train_options(trial.row, options.output_dir / "trials" / trial.id)
+            command = at_largest.command(run_options)
             lines.append(f"    {(command if allocation is None else allocation.spread(command)).shown}")
     total = _total(durations, options.price_per_gpu_hour)
     lines.append(f"{len(durations)} of {len(trials)} trials to run, in {total}; nothing was started")
@@ -170,8 +169,10 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
         )
     if None in durations.values():
         why = "the planner needs a GPU that it lists, and --max_steps"
-        on_cpu = "on a CPU no duration is known before a first trial: run one, stop, and repeat the dry run"
-        lines.append(on_cpu if spec.cpu else f"no duration is known before a first trial: {why}")
+        where = "of a script" if spec.script_or_module else "on a CPU"
+        on_cpu = f"{where} no duration is known before a first trial: run one, stop, and repeat the dry run"
+        unplanned = spec.cpu or spec.script_or_module
+        lines.append(on_cpu if unplanned else f"no duration is known before a first trial: {why}")
     return "\n".join(lines)
 
 

@@ -83,19 +83,26 @@ class Environment(Model):
 class ComparedJob(Model):
     """The fine-tuning job that every row trains."""
 
-    model: str
-    """Hub id or folder of the model."""
-    dataset: str
+    script: str | None = None
+    """Script or module of somebody's own that every row trains with; null for the toolkit's."""
+    script_sha256: str | None = None
+    """Digest of its file."""
+    model: str | None
+    """Hub id or folder of the model; null with a script of somebody's own, as the next."""
+    dataset: str | None
     """Hub id or file of the data; several with `, ` between them."""
     training_arguments: Annotated[tuple[str, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
     """What followed `--`, as the training script received it; each secret is `***`."""
+    stop_after_steps: PositiveCount | None = None
+    """Steps after which each trial of somebody's own script was stopped; null: where it ends."""
     untimed_steps: Count
     """Optimizer steps at the start that no speed counts."""
-    seed: int
-    """Seed of data order and initialisation, the same for every row."""
-    per_device_train_batch_size: PositiveCount
+    seed: int | None
+    """Seed of data order and initialisation, the same for every row; of somebody's own script, as the next two, as its
+    Trainer had it in the baseline's first trial."""
+    per_device_train_batch_size: PositiveCount | None
     """Sequences per accumulation step and rank."""
-    gradient_accumulation_steps: PositiveCount
+    gradient_accumulation_steps: PositiveCount | None
     """Accumulation steps per optimizer step."""
     compute_dtype: str
     """Dtype of the forward and backward passes, such as `float32` or `bfloat16`."""

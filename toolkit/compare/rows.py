@@ -159,6 +159,8 @@ class TrainedProblem(BaseModel):
     ddp_comm_hook: Fact = None
     packing: Fact = None
     global_batch_size: Fact = None
+    per_device_train_batch_size: Fact = None
+    gradient_accumulation_steps: Fact = None
     learning_rate: Fact = None
     seed: Fact = None
     max_steps: Fact = None

@@ -42,11 +42,9 @@ from toolkit.compare.rows import RowKey, RunRecord, Trial
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, with_largest_batches
 from toolkit.job.job import Job
 from toolkit.launch.command import inherited_environment
-from toolkit.launch.launch import command_of, run_training
+from toolkit.launch.launch import run_training
 from toolkit.launch.nvme import NvmeDisk
-from toolkit.launch.options import TrainOptions
 from toolkit.launch.warm_start import fork_server
-from toolkit.presets.preset import load_preset
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -70,8 +68,9 @@ def stderr_console() -> Console:
 class ConsoleProgress:
     """Progress of `total` trials and side runs on stderr: lines, and bars on a terminal. A context manager."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, stop_after_steps: int | None = None) -> None:
         self.console, self.total, self.finished = stderr_console(), total, 0
+        self.stop_after_steps = stop_after_steps
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.trials = self.bars.add_task("trials", total=total)
@@ -92,7 +91,8 @@ class ConsoleProgress:
         """Advance the bar when the line reports a step."""
         match = STEP_LINE.match(line)
         if match and self.steps is not None:
-            self.bars.update(self.steps, completed=int(match[1]), total=int(match[2]) or None)
+            total = min(filter(None, (int(match[2]), self.stop_after_steps)), default=None)
+            self.bars.update(self.steps, completed=int(match[1]), total=total)
 
     def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
         """Print the outcome, with the speed or the message."""
@@ -204,16 +204,10 @@ class Runner:
             os.close(lock)
         if read_run(run_folder).status == status.COMPLETED:
             return run_folder
-        options = TrainOptions(
-            preset=self.spec.preset_sources[row.preset],
-            num_processes=row.world_size,
-            training_arguments=(*self.spec.training_argv(row, output_dir), *extra_arguments),
-            cpu=self.spec.cpu,
-            timeout_minutes=self.options.trial_timeout_minutes,
-            stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
-        )
+        options = self.spec.train_options(row, output_dir, extra_arguments)
+        options = replace(options, timeout_minutes=self.options.trial_timeout_minutes)
         nvme = self.nvme.get(row.preset)
-        command = command_of(options, load_preset(options.preset), nvme=nvme)
+        command = self.spec.command(options, nvme=nvme)
         if self.allocation is not None:
             command = self.allocation.spread(command)
         warm = self.options.starts_warm

@@ -118,12 +118,14 @@ def common_steps(trials: Sequence[RunRecord]) -> int:
 def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) -> list[float]:
     """Return the tokens per second of each repeat over its first timed steps; 0 for a speed that no clock gives.
 
-    Without `padding`, only other tokens are counted, in records that have their number.
+    Without `padding`, only other tokens are counted, in records that have their number: a script's may not.
     """
     speeds = []
     for trial in trials:
         numbers = trial.timed_step_numbers[:steps]
-        counted = trial.step_tokens if padding else trial.step_non_padding_tokens or trial.step_tokens
+        without_padding = trial.step_non_padding_tokens
+        known = bool(without_padding) and None not in without_padding
+        counted = without_padding if known and not padding else trial.step_tokens
         seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
         tokens = sum(counted[number - 1] or 0 for number in numbers)
         speed = tokens / seconds if seconds else 0.0

@@ -13,6 +13,7 @@ A variant is a preset under another name, with training arguments that it alone 
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import shlex
@@ -34,6 +35,11 @@ from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
+from toolkit.launch.command import LaunchCommand
+from toolkit.launch.launch import command_of
+from toolkit.launch.nvme import NvmeDisk
+from toolkit.launch.options import TrainOptions
+from toolkit.observe.words import check_script
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets.preset import QUANTIZED_KEYS, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -102,6 +108,12 @@ class ComparisonSpec(BaseModel):
     scaling: Scaling | None = None
     find_max_batch: PositiveCount | None = None
     """Upper bound of the search for each row's largest micro-batch."""
+    script: str | None = None
+    """The script that is trained with; None for a module, and for the toolkit's own."""
+    module: str | None = None
+    script_sha256: str | None = None
+    """Digest of the script's own file, so that a changed one is not resumed."""
+    stop_after_steps: PositiveCount | None = None
     batches: dict[str, dict[str, PositiveCount]] = {}
     """Row name to the batch arguments that it alone has: from strong scaling, from a batch search, or because several
     of its ranks train on the same rows."""
@@ -129,23 +141,30 @@ class ComparisonSpec(BaseModel):
         return load_preset(self.preset_sources[name])
 
     @property
-    def model(self) -> str:
-        """The model that all trials train: a hub id or a path."""
-        return str(Job.from_argv(self.training_arguments).model_name_or_path)
+    def script_or_module(self) -> str | None:
+        """Somebody's own script, or None where all trials train with the toolkit's."""
+        return self.script or self.module
+
+    @property
+    def own_job(self) -> Job | None:
+        """The job of all trials, without what a variant adds; None where a script of somebody's own trains."""
+        return None if self.script_or_module else Job.from_argv(self.training_arguments)
 
     def baseline(self, world_size: int) -> RowKey:
         """Return the baseline's row with this number of processes."""
         return RowKey(preset=self.reference, world_size=world_size)
 
     def job(self, row: RowKey) -> Job:
-        """Return a row's job, without the arguments that the comparison adds."""
-        return Job.from_argv(self.own_argv(row))
+        """Return a row's job, without the arguments that the comparison adds; of somebody's own script, nothing."""
+        return Job() if self.script_or_module else Job.from_argv(self.own_argv(row))
 
     def own_argv(self, row: RowKey) -> list[str]:
         """Return the user's arguments for a row, then its batch; without what the comparison sets for every trial.
 
         Degrees of parallelism are for the presets that have the dimension; one that no preset has is refused later.
         """
+        if self.script_or_module:
+            return [*self.training_arguments, *self.extra_arguments.get(row.preset, ())]
         known = {name for expected in self.expected.values() for name in expected.parallel}
         words = without_degrees(self.training_arguments, known - set(self.expected[row.preset].parallel))
         batch = [word for name, value in self.batches.get(row.name, {}).items() for word in (f"--{name}", str(value))]
@@ -166,7 +185,9 @@ class ComparisonSpec(BaseModel):
         return self.job(row).per_device_train_batch_size * self.data_parallel_size(row)
 
     def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
-        """Return the row's own arguments, then the comparison's."""
+        """Return the row's own arguments, then the comparison's, which somebody's own script does not have."""
+        if self.script_or_module:
+            return self.own_argv(row)
         added = {
             "output_dir": output_dir,
             "save_model": "false",
@@ -177,6 +198,30 @@ class ComparisonSpec(BaseModel):
         }
         flags = [(f"--{name}", str(value)) for name, value in added.items() if value is not None]
         return [*self.own_argv(row), *(word for flag in flags for word in flag)]
+
+    def train_options(self, row: RowKey, run_folder: Path, extra_arguments: Sequence[str] = ()) -> TrainOptions:
+        """Return the options of one run of a row."""
+        return TrainOptions(
+            preset=self.preset_sources[row.preset],
+            num_processes=row.world_size,
+            training_arguments=(*self.training_argv(row, run_folder), *extra_arguments),
+            cpu=self.cpu,
+            script=self.script,
+            module=self.module,
+            output_dir=run_folder if self.script_or_module else None,
+            stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
+        )
+
+    def command(self, options: TrainOptions, *, nvme: NvmeDisk | None = None) -> LaunchCommand:
+        """Return the command of one run; somebody's own script gets what the comparison adds from the observer."""
+        added = {
+            "untimed-steps": self.untimed_steps,
+            "stop-after-steps": self.stop_after_steps,
+            "stop-when-steps-within": self.target_interval,
+            "stop-after-minutes": self.trial_minutes,
+        }
+        words = [word for name, value in added.items() if value is not None for word in (f"--{name}", str(value))]
+        return command_of(options, load_preset(options.preset), nvme=nvme, observer_words=["--trial", *words])
 
     def expected_facts(self, row: RowKey) -> dict[str, Any]:
         """Return the engine, the sharding and the layout that a row's trials must report.
@@ -205,8 +250,11 @@ class ComparisonSpec(BaseModel):
         return dict(hide_secrets(content))
 
 
-def parse_variant(text: str) -> tuple[str, str, tuple[str, ...]]:
-    """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`."""
+def parse_variant(text: str, *, runs_script: bool = False) -> tuple[str, str, tuple[str, ...]]:
+    """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`.
+
+    Arguments of somebody's own script are not checked.
+    """
     name, equals, rest = text.partition("=")
     try:
         source, *extra = shlex.split(rest) or [""]
@@ -219,14 +267,16 @@ def parse_variant(text: str) -> tuple[str, str, tuple[str, ...]]:
             f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
             hint='`--variant "ddp_int8=ddp --ddp_comm_hook int8"`',
         )
-    read_arguments(extra)
+    if not runs_script:
+        read_arguments(extra)
     return name, source, tuple(extra)
 
 
 def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, tuple[str, ...]]]:
     """Each preset and variant by name: its preset, what `load_preset` takes, and the arguments that it alone has."""
     loaded: dict[str, tuple[PresetSpec, str, tuple[str, ...]]] = {}
-    for name, source, words in [*(("", name, ()) for name in options.preset), *map(parse_variant, options.variant)]:
+    variants = [parse_variant(text, runs_script=options.runs_script) for text in options.variant]
+    for name, source, words in [*(("", name, ()) for name in options.preset), *variants]:
         preset = load_preset(source)
         if source.endswith((".yaml", ".yml")):  # a comparison is resumed from any directory
             source = str(preset.accelerate_config_path)
@@ -245,8 +295,10 @@ def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, t
 def make_specification(options: CompareOptions) -> ComparisonSpec:
     """Return the comparison that the options describe.
 
-    Raises ToolkitError for no preset, a repeated name, an unknown baseline, and an impossible batch.
+    Raises ToolkitError for no preset, a repeated name, an unknown baseline, an impossible batch, and a script that is
+    not there.
     """
+    file = check_script(options.script, options.module) if options.runs_script else None
     loaded = _load_presets(options)
     presets = {name: preset for name, (preset, _, _) in loaded.items()}
     baseline = options.baseline or ("ddp" if "ddp" in presets else next(iter(presets)))
@@ -256,7 +308,7 @@ def make_specification(options: CompareOptions) -> ComparisonSpec:
     if target_interval is None:
         offloads = any(preset.offload_optimizer or preset.offload_param for preset in presets.values())
         target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
-    job, batches = Job.from_argv(options.training_arguments), {}
+    job, batches = Job() if options.runs_script else Job.from_argv(options.training_arguments), {}
     scaling = _scaling(options, job)
     if scaling == "strong":
         by_size = strong_scaling_batches(job, options.world_sizes)
@@ -273,9 +325,11 @@ def make_specification(options: CompareOptions) -> ComparisonSpec:
         "processes_per_node": options.nproc_per_node,
         "target_interval": target_interval or None,
         "scaling": scaling,
+        "script_sha256": None if file is None else hashlib.sha256(file.read_bytes()).hexdigest(),
         "batches": batches,
     }
-    return with_own_batches(ComparisonSpec.model_validate(same | determined))
+    spec = ComparisonSpec.model_validate(same | determined)
+    return spec if options.runs_script else with_own_batches(spec)
 
 
 def with_own_batches(spec: ComparisonSpec) -> ComparisonSpec:

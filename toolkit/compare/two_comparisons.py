@@ -150,9 +150,10 @@ def _job(results: Results) -> dict[str, object]:
         return path.rstrip("/").rpartition("/")[2] or path
 
     job = results.job
-    return job.model_dump(exclude={"model", "dataset", "training_arguments"}) | {
-        "model": last_part(job.model),
-        "dataset": ", ".join(map(last_part, job.dataset.split(", "))),
+    return job.model_dump(exclude={"model", "dataset", "script", "training_arguments"}) | {
+        "script": job.script and last_part(job.script),
+        "model": job.model and last_part(job.model),
+        "dataset": job.dataset and ", ".join(map(last_part, job.dataset.split(", "))),
         "training arguments": " ".join(map(last_part, job.training_arguments)),
     }
 

@@ -13,8 +13,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.observe.words import check_divides_ranks_only, check_script, script_name
+from toolkit.observe.words import check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -91,34 +91,36 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
 
 def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
     """Check what can be known of somebody's script, and build its launch command."""
-    processes, named = options.world_size(preset), options.script or str(options.module)
+    processes = options.world_size(preset)
     check_process_count(processes, gpus=None if options.on_cpu else count_gpus(), preset=preset)
-    check_divides_ranks_only(preset)
+    check_script_preset(preset)
     check_script(options.script, options.module)
     folder = RunFolder(options.output_dir or Path("runs") / script_name(options.script, options.module))
     folder.check_free()
     check_start(folder)
     folder.check_writable()
-    target = [options.script] if options.script is not None else ["-m", named]
-    command = launch_command(
-        preset,
-        num_processes=processes,
-        training_argv=options.training_arguments,
-        cpu=options.on_cpu,
-        hang_timeout_minutes=options.hang_timeout_minutes,
-        program=[
-            *("-m", "toolkit.observe", "--output-dir", str(folder.path), "--require", options.preset),
-            *("--complete-saves", "--stop-on-signal", *target),
-        ],
-    )
+    command = command_of(replace(options, output_dir=folder.path), preset)
     run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
     return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
 
 
 def command_of(
-    options: TrainOptions, preset: PresetSpec, *, nvme: NvmeDisk | None = None, resume_from: Path | None = None
+    options: TrainOptions,
+    preset: PresetSpec,
+    *,
+    nvme: NvmeDisk | None = None,
+    resume_from: Path | None = None,
+    observer_words: Sequence[str] = ("--complete-saves", "--stop-on-signal"),
 ) -> LaunchCommand:
-    """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name."""
+    """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name.
+
+    Somebody's script runs observed in `output_dir`, with `observer_words`.
+    """
+    program = ["-m", "toolkit.train"]
+    if options.runs_script:
+        target = ["-m", str(options.module)] if options.script is None else [options.script]
+        own = ["--output-dir", str(options.output_dir), "--require", options.preset]
+        program = ["-m", "toolkit.observe", *own, *observer_words, *target]
     resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
     return launch_command(
         preset,
@@ -127,6 +129,7 @@ def command_of(
         cpu=options.on_cpu,
         nvme_path=None if nvme is None else nvme.path,
         hang_timeout_minutes=options.hang_timeout_minutes,
+        program=program,
     )
 
 

@@ -71,13 +71,13 @@ def as_in_training(model: Any) -> Iterator[str | None]:
 def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
     """Return a decoder layer's tensors as they are stored: 4-bit ones in one column of elements of the compute dtype.
 
-    bitsandbytes quantizes the weights of linear layers: no fused experts and no norms.
+    Those are the weights of linear layers and of fused experts: no norms, and no router.
     """
 
     def packed(tensor: Tensor) -> Tensor:
         return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)
 
-    return tuple(packed(tensor) if tensor.is_linear_weight else tensor for tensor in layer)
+    return tuple(packed(tensor) if tensor.is_quantized else tensor for tensor in layer)
 
 
 def constant_bytes(tensor: Tensor) -> int:

@@ -52,6 +52,16 @@ class Tensor:
         return is_weight and (self.name != ROUTER if self.in_linear is None else self.in_linear)
 
     @property
+    def is_fused_experts(self) -> bool:
+        """True for one weight of all experts of a layer; their biases have two dimensions."""
+        return self.is_expert and len(self.shape) == 3
+
+    @property
+    def is_quantized(self) -> bool:
+        """True for what QLoRA holds in 4 bits."""
+        return self.is_linear_weight or self.is_fused_experts
+
+    @property
     def is_embedding(self) -> bool:
         """True for token and position embeddings, by the names that transformers gives them."""
         return any(word in self.name for word in ("embed", "wte", "wpe"))

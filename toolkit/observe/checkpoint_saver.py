@@ -93,7 +93,8 @@ class CheckpointSaver:
         barrier()  # every rank has made the folder
         if writes and trainer.is_fsdp_enabled:  # an export needs them, and every other engine saves them
             plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-            own = getattr(plain, "peft_config", {}).values() or (plain.config, plain.generation_config)
+            configs = (getattr(plain, "config", None), getattr(plain, "generation_config", None))
+            own = getattr(plain, "peft_config", {}).values() or configs
             for part in (*own, trainer.processing_class):
                 if part is not None:
                     part.save_pretrained(folder)
@@ -150,7 +151,7 @@ class CheckpointSaver:
             "data_parallel_size": reading["world_size"],
             "sharded_at_load": trainer.is_distributed_loading_by_transformers,
             "adapter": hasattr(plain, "peft_config"),
-            "model_name_or_path": plain.config._name_or_path,
+            "model_name_or_path": getattr(getattr(plain, "config", None), "_name_or_path", None),
             "per_device_train_batch_size": training.per_device_train_batch_size,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "global_batch_size": batch * reading["world_size"],
@@ -172,7 +173,8 @@ class CheckpointSaver:
         if reading is None or reading["offload_param"] == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-        if plain.get_output_embeddings() is None or getattr(plain.config, "is_encoder_decoder", False):
+        embeddings = getattr(plain, "get_output_embeddings", lambda: None)()
+        if embeddings is None or getattr(plain.config, "is_encoder_decoder", False):
             return None  # no causal language model
         vocabulary, was_training = plain.config.get_text_config().vocab_size, plain.training
         input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]

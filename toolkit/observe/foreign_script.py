@@ -21,12 +21,14 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed
+from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
+from toolkit.observe.trial import StepsAlone, change, change_training_arguments
 from toolkit.observe.words import Words
 from toolkit.presets.preset import presets_root
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
@@ -51,6 +53,8 @@ class ScriptRun:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
         self._open_folder()
         self._form_group()
+        if self.words.trial:
+            change_training_arguments(self.folder.path)
         self._watch_trainers()
         code, told = EXIT_DONE, None
         try:
@@ -128,6 +132,9 @@ class ScriptRun:
 
         @functools.wraps(make)
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get("args", args[1] if len(args) > 1 else None)
+            if script.words.trial and given is not None:  # the script may have changed them since
+                change(given, script.folder.path)
             make(trainer, *args, **kwargs)
             script.trainers += 1
             own = type(trainer)
@@ -147,6 +154,8 @@ class ScriptRun:
         output = trainer.train(*args, **kwargs)
         if stops is not None:
             stops.raise_if_stopped()
+        if self.words.trial:  # what follows would save, evaluate, or train something else
+            raise SystemExit(EXIT_DONE)
         return output
 
     def _observe(self, trainer: Any) -> StopOnSignal | None:
@@ -178,6 +187,12 @@ class ScriptRun:
             RunFolder(path).update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
+        within, minutes = words.stop_when_steps_within, words.stop_after_minutes
+        if within is not None or minutes is not None:
+            timer = observer.timer
+            trainer.add_callback(EarlyStopping(timer.run, timer, within=within, minutes=minutes, evaluates=False))
+        if words.trial:
+            trainer.add_callback(StepsAlone())
         if not words.stop_on_signal:
             return None
         stops = StopOnSignal(observer.progress, rank=args.process_index, world_size=args.world_size)

@@ -215,6 +215,9 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
     progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)
     run = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
     name, files = (None, {}) if preset is None else (preset.name, preset.texts())
-    run.open(prepared=prepared, preset=name, preset_files=files, seed=args.seed, nodes=nodes)
+    numbers = ("seed", "max_steps", "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps")
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    spec = {key: getattr(args, key) for key in numbers} | {"global_batch_size": batch}
+    run.open(prepared=prepared, preset=name, preset_files=files, seed=args.seed, nodes=nodes, spec=spec)
     Watchdog(progress, ranks=folder.path / "ranks", rank=run.rank).start()
     return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,10 @@ class Words:
     require_preset: PresetSpec | None = None
     require_settings: dict[str, Any] = field(default_factory=dict)
     stop_after_steps: int | None = None
+    stop_after_minutes: float | None = None
+    stop_when_steps_within: float | None = None
     untimed_steps: int = 2
+    trial: bool = False
     complete_saves: bool = False
     stop_on_signal: bool = False
 
@@ -70,7 +74,10 @@ class Words:
             require_preset=preset,
             require_settings=settings,
             stop_after_steps=given.stop_after_steps,
+            stop_after_minutes=given.stop_after_minutes,
+            stop_when_steps_within=given.stop_when_steps_within,
             untimed_steps=given.untimed_steps,
+            trial=given.trial,
             complete_saves=given.complete_saves,
             stop_on_signal=given.stop_on_signal,
         )
@@ -98,6 +105,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stop-after-steps", type=_positive, help="end each training after so many optimizer steps")
     parser.add_argument(
+        "--stop-after-minutes", type=_above_zero, help="end each training after so many minutes of steps"
+    )
+    parser.add_argument(
+        "--stop-when-steps-within",
+        type=_above_zero,
+        metavar="FRACTION",
+        help="end each training once its median step time is known to this fraction (95 %% interval)",
+    )
+    parser.add_argument(
+        "--trial",
+        action="store_true",
+        help="run as a trial of a comparison: the first training alone, which writes below --output-dir and saves,"
+        " evaluates and uploads nothing",
+    )
+    parser.add_argument(
         "--complete-saves", action="store_true", help="make the Trainer's checkpoints complete or absent"
     )
     parser.add_argument(
@@ -116,9 +138,16 @@ def _positive(text: str) -> int:
     return number
 
 
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the words from the script or `-m` on."""
-    flags = {"--overwrite", "--complete-saves", "--stop-on-signal", "-h", "--help"}
+    flags = {"--overwrite", "--complete-saves", "--stop-on-signal", "--trial", "-h", "--help"}
     own, left = [], list(argv)
     while left and left[0].startswith("-") and left[0] != "-m":
         own.append(left.pop(0))
@@ -150,7 +179,7 @@ def check_transformers(installed: str | None) -> None:
     """Raise ToolkitError unless the installed version has a Trainer that can be observed."""
     if installed is None or version_numbers(installed) < version_numbers(OLDEST_TRANSFORMERS):
         raise ToolkitError(
-            f"the Trainer of transformers {OLDEST_TRANSFORMERS} or newer is observed, {installed or 'none'} is installed",
+            f"a Trainer of transformers {OLDEST_TRANSFORMERS} or newer is observed, {installed or 'none'} is installed",
             hint=f"`{sys.executable} -m pip install 'transformers>={OLDEST_TRANSFORMERS}'`",
         )
 
@@ -164,11 +193,13 @@ def script_name(script: str | None, module: str | None) -> str:
     return Path(script).stem if script is not None else str(module).rpartition(".")[2]
 
 
-def check_script(script: str | None, module: str | None) -> None:
-    """Raise ToolkitError unless the script is a file of Python, or the module can be found."""
+def check_script(script: str | None, module: str | None) -> Path | None:
+    """Return the file that is run, None for a module without one.
+
+    Raises ToolkitError unless the script is a file of Python, or the module can be found.
+    """
     if script is None:
-        _check_module(str(module))
-        return
+        return _module_file(str(module))
     path = Path(script)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -178,24 +209,30 @@ def check_script(script: str | None, module: str | None) -> None:
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ToolkitError(f"script {path} is not Python{line}: {error}", hint=f"`{USAGE}`") from None
+    return path
 
 
-def check_divides_ranks_only(preset: PresetSpec) -> None:
+def check_script_preset(preset: PresetSpec) -> None:
     """Raise ToolkitError for a preset that another script than ours cannot run."""
-    if preset.degrees or preset.engine == "pipeline":
+    divides = preset.degrees or preset.engine == "pipeline"
+    if divides or preset.uses_nvme:
         raise ToolkitError(
-            f"preset {preset.name!r} divides the model inside our training script, which --script does not run",
-            hint="`--preset zero3` or `--preset fsdp2`",
+            f"preset {preset.name!r} {'divides the model' if divides else 'prepares its disk'} inside our training"
+            " script, which --script does not run",
+            hint="`--preset zero3` or `--preset fsdp2`" if divides else "`--preset zero3_cpu_offload`",
         )
 
 
-def _check_module(name: str) -> None:
+def _module_file(name: str) -> Path | None:
     try:
         sys.path.insert(0, "")
         found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:  # a package
+            found = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError, AttributeError):
         found = None
     finally:
         sys.path.pop(0)
     if found is None:
         raise ToolkitError(f"there is no module {name[:80]!r}", hint="a script is named by its path, without `-m`")
+    return Path(found.origin) if found.has_location and found.origin is not None else None

@@ -114,14 +114,17 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Geometric mean of the step's range; 1 without a known peak, so that all candidates are equal."""
-        return 1.0 if self.speed is None else math.sqrt(self.speed.step_seconds[0] * self.speed.step_seconds[1])
+        """Best estimate of the step; 1 without a known peak, so that all candidates are equal."""
+        return 1.0 if self.speed is None else self.speed.estimate_seconds
 
     def time_ratios(self, other: Candidate) -> tuple[float, float]:
-        """Return this step time over the other's, both at the best rates and both at the worst."""
+        """Return this step time over the other's, both at the best rates and both at the worst.
+
+        How fast the GPU computes is the same in both, and what is wrong about it cancels.
+        """
         if self.speed is None or other.speed is None:
             return 1.0, 1.0
-        own, others = self.speed.step_seconds, other.speed.step_seconds
+        own, others = self.speed.seconds_at_ends, other.speed.seconds_at_ends
         return own[0] / others[0], own[1] / others[1]
 
 

@@ -74,7 +74,9 @@ def work_of(options: PlanOptions, job: PlannedJob, model: str) -> Work | None:
 
     Raises ToolkitError for a data file that cannot be read, and for packed rows without a tokenizer.
     """
-    max_steps = options.max_steps if options.max_steps is not None and options.max_steps > 0 else None
+    max_steps = None if options.max_steps == -1 else options.max_steps  # -1: the Trainer's default, no limit
+    if max_steps is not None and max_steps < 1:
+        raise ToolkitError(f"--max-steps is {max_steps}, expected 1 or more")
     if options.dataset_tokens is not None and options.dataset_tokens < 1:
         raise ToolkitError(f"--dataset-tokens is {options.dataset_tokens}, expected 1 or more")
     if max_steps is not None or options.dataset_tokens is not None:

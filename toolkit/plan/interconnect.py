@@ -6,6 +6,7 @@ source.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 
 from toolkit.errors import ToolkitError
@@ -13,14 +14,18 @@ from toolkit.hardware.gpu_table import GIGA, Gpu
 
 Range = tuple[float, float]
 """(low, high)."""
+Estimate = tuple[float, float, float]
+"""The two ends of a range, and a best estimate between them."""
 
 # Groups whose collectives computation waits for: the next operation reads their result.
 BLOCKING = ("tp", "sp", "ep")
 DIMENSION_OF_GROUP = {"all": "dp_shard", "replica": "dp_shard", "replicas": "dp_replicate"}
 
 # Bus bandwidth as a share of the rate: 107 of 450 GB/s with messages of 4 MiB on 8 H200; 235 of 300 on 8 A100 (where
-# NCCL's own table caps it, src/graph/tuning.cc); the full rate with large messages and reduction in the switch.
-BANDWIDTH_SHARE: Range = (0.24, 1.0)
+# NCCL's own table caps it, src/graph/tuning.cc), less what smaller messages lose; the full rate with large messages and
+# reduction in the switch. Between nodes, of the network's rate.
+BANDWIDTH_SHARE: Estimate = (0.24, 0.7, 1.0)
+NETWORK_SHARE: Estimate = (0.5, 0.85, 1.0)
 # Seconds per hop of a ring: NCCL's tuning table for rings with its LL and Simple protocols (src/graph/tuning.cc).
 HOP_SECONDS: dict[str, Range] = {"nvlink": (0.47e-6, 3.4e-6), "pcie": (1.0e-6, 5.7e-6), "network": (2.7e-6, 9.6e-6)}
 CALL_SECONDS: Range = (3.6e-6, 8.4e-6)
@@ -95,11 +100,13 @@ class Interconnect:
         return max(self.world_size // self.gpus_per_node, 1)
 
     @property
-    def network_rate(self) -> Range:
-        """Bytes per second of a node's network, all cards, one direction."""
+    def network_rate(self) -> Estimate:
+        """Bytes per second of a node's network, all cards, one direction, the lowest first."""
         if self.network_bytes_per_second is not None:
-            return 0.5 * self.network_bytes_per_second, float(self.network_bytes_per_second)
-        return NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
+            low, middle, high = (share * self.network_bytes_per_second for share in NETWORK_SHARE)
+            return low, middle, high
+        low, high = NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
+        return low, math.sqrt(low * high), high
 
     def hop_seconds(self, *, between_nodes: bool) -> Range:
         """Return the latency from one GPU to the next."""
@@ -115,20 +122,24 @@ class Interconnect:
 
     def seconds(self, collective: Collective) -> Range:
         """Return the seconds of all calls of a collective in one step, with nothing else running."""
-        slow, fast = self._bytes_per_second(collective)
-        low_latency, high_latency = self._latency(collective)
-        sent = collective.sent_bytes
-        return sent / fast + collective.calls * low_latency, sent / slow + collective.calls * high_latency
+        best, _, worst = self.estimate(collective)
+        return best, worst
 
-    def _bytes_per_second(self, collective: Collective) -> Range:
-        """Rate of one rank. One ring through all GPUs passes each node's network once; rings that take one GPU of each
-        node share it."""
-        slow, fast = (self.gpu.link_bytes_per_second * share for share in BANDWIDTH_SHARE)
-        if not self.crosses_nodes(collective):
-            return slow, fast
-        rings = self.gpus_per_node if collective.group == "replicas" else min(collective.stride, self.gpus_per_node)
-        low, high = self.network_rate
-        return min(slow, low / rings), min(fast, high / rings)
+    def estimate(self, collective: Collective) -> Estimate:
+        """Return the same at the best rates, as a best estimate, and at the worst rates."""
+        low, high = (collective.calls * latency for latency in self._latency(collective))
+        slow, middle, fast = (collective.sent_bytes / rate for rate in self._bytes_per_second(collective))
+        return fast + low, middle + (low + high) / 2, slow + high
+
+    def _bytes_per_second(self, collective: Collective) -> Estimate:
+        """Rate of one rank, the worst first. One ring through all GPUs passes each node's network once; rings that take
+        one GPU of each node share it."""
+        inside = [self.gpu.link_bytes_per_second * share for share in BANDWIDTH_SHARE]
+        if self.crosses_nodes(collective):
+            rings = self.gpus_per_node if collective.group == "replicas" else min(collective.stride, self.gpus_per_node)
+            inside = [min(rate, network / rings) for rate, network in zip(inside, self.network_rate, strict=True)]
+        slow, middle, fast = inside
+        return slow, middle, fast
 
     def _latency(self, collective: Collective) -> Range:
         """Of one call: a ring takes a hop to each other rank, an all-reduce two."""

@@ -256,7 +256,7 @@ class _Phases:
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
         self.outer = self.tokens * saved.outer.per_token
-        dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
+        dequantized = 2 * self.weights.decoded_at_once if job.load_in_4bit else 0
         self.layer_copies = saved.largest_layer.fixed + dequantized
         all_copies = saved.layers.fixed + dequantized
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed

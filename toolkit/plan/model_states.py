@@ -106,6 +106,13 @@ class JobWeights:
         """Elements of the largest weight of a linear layer."""
         return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
 
+    @cached_property
+    def decoded_at_once(self) -> int:
+        """Elements of 4-bit weights that are decoded at a time: one linear layer's, or those of a layer's experts."""
+        kinds = self.shape.layer_kinds
+        experts = (sum(tensor.num_elements for tensor in kind if tensor.is_fused_experts) for kind in kinds)
+        return max(self.largest_linear, *experts)
+
     def largest_bytes(self, element_bytes: int) -> int:
         """Return the bytes of the largest tensor as it is loaded."""
         frozen = [element_bytes * tensor.num_elements for tensor, _ in (*self.frozen, *self.in_4bit)]
@@ -144,7 +151,7 @@ def job_weights(
     kinds = shape.layer_kinds
     if lora_r is None:
         return JobWeights(shape=shape, stored={kind: kind for kind in kinds})
-    quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if tensor.is_linear_weight)
+    quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if tensor.is_quantized)
     return JobWeights(
         shape=shape,
         stored={kind: packed_layer(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},

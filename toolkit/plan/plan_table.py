@@ -50,12 +50,13 @@ NUMBERS = (
 LEGEND = (
     "CUDA and NCCL; of it model states, activations, logits and other (buffers, gathered layers, and what",
     "only nvidia-smi shows); host: memory of each node. max. batch: largest micro-batch that fits; min.",
-    f"GPUs: fewest that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: range, k for thousands. See",
-    "docs/concepts/plan.md",
+    f"GPUs: fewest that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: ±25% is a 90 % range from 0.8",
+    "to 1.25 times the estimate. See docs/concepts/plan.md",
 )
 GPU_LEGEND = (
-    "CUDA and NCCL; tokens/s: range, k for thousands. Presets that offload to the host are planned only",
-    "if `--preset` names them; `--gpu NAME --num-processes N` shows the parts. See docs/concepts/plan.md",
+    "CUDA and NCCL; tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate. Presets that",
+    "offload are planned only if `--preset` names them; `--gpu NAME --num-processes N` shows the parts.",
+    "See docs/concepts/plan.md",
 )
 
 
@@ -99,7 +100,7 @@ def print_plans(answer: PlanAnswer) -> None:
     disk = max(plan.memory.host.disk_bytes for plan in plans)
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
     legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
-    lines = (*_layout_lines(plans), *_finish_lines(plans, answer), *legend, exact)
+    lines = (*_layout_lines(plans), *_wider_lines(plans), *_finish_lines(plans, answer), *legend, exact)
     for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
 
@@ -196,13 +197,13 @@ def _cells(plan: Plan) -> list[str]:
         *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
         *map(_short_gib, sizes),
         *("none" if count is None else str(count) for count in counts),
-        _speed_range(plan),
+        _speed(plan),
     ]
 
 
 def _gpu_cells(plan: Plan, prices: Mapping[str, float]) -> list[str]:
     sizes = (plan.memory.peak.allocated_bytes, plan.memory.planned_peak_bytes, plan.gpu_memory_bytes)
-    words = [plan.gpu, str(plan.world_size), plan.preset, *map(_short_gib, sizes), _speed_range(plan)]
+    words = [plan.gpu, str(plan.world_size), plan.preset, *map(_short_gib, sizes), _speed(plan)]
     return [*words, number(dollars_per_million_tokens(plan, prices))] if prices else words
 
 
@@ -211,11 +212,24 @@ def _short_gib(size: int) -> str:
     return f"{size / GIB:.1f}" if abs(size) < 99.95 * GIB else f"{size / GIB:.0f}"
 
 
-def _speed_range(plan: Plan) -> str:
+def _speed(plan: Plan) -> str:
     if plan.speed is None:
         return NOT_AVAILABLE
-    low, high = plan.speed.tokens_per_second_per_gpu
-    return f"{low:.0f}-{high:.0f}" if high < 999.5 else f"{_thousands(low)}-{_thousands(high)}k"
+    estimate, (low, _) = plan.speed.tokens_per_second_per_gpu_estimate, plan.speed.tokens_per_second_per_gpu
+    shown = f"{estimate:.0f}" if estimate < 999.5 else f"{_thousands(estimate)}k"
+    return f"{shown}±{estimate / low - 1:.0%}"
+
+
+def _wider_lines(plans: Sequence[Plan]) -> Iterator[str]:
+    """Presets whose range of speeds is wider than that of published rows, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for plan in plans:
+        for reason in plan.speed.wider_for if plan.speed else ():
+            names = by_reason.setdefault(reason, [])
+            names += [plan.preset] if plan.preset not in names else []
+    every = {plan.preset for plan in plans}
+    for reason, names in by_reason.items():
+        yield f"tokens/s: wider because of {reason} ({'all' if set(names) == every else ', '.join(names)})"
 
 
 def _thousands(speed: float) -> str:

@@ -7,7 +7,6 @@ plans = make_plans(request)
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
-from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
+from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, speed_row, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -79,8 +78,8 @@ class Plan:
 
     @property
     def estimate_seconds(self) -> float | None:
-        """Best estimate of a step: the geometric mean of the range; None if the GPU's peak is unknown."""
-        return None if self.speed is None else math.sqrt(self.speed.step_seconds[0] * self.speed.step_seconds[1])
+        """Best estimate of a step; None if the GPU's peak is unknown."""
+        return None if self.speed is None else self.speed.estimate_seconds
 
     @property
     def logits_fraction(self) -> float:
@@ -114,7 +113,7 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
-            **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
+            **speed_row(speed),
         }
 
 

@@ -12,7 +12,7 @@ from toolkit.plan.interconnect import Range
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import StepTime, speed_row, step_time
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -114,7 +114,7 @@ def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -
         "host_bytes": memory.host.peak_bytes,
         "disk_bytes": memory.host.disk_bytes,
         **{name: getattr(speed, name, None) for name in ("communication_bytes_per_step", "communication_seconds")},
-        **{name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")},
+        **speed_row(speed),
         "dollars_per_million_tokens": dollars_per_million_tokens(price, speed),
     }
 
@@ -165,10 +165,12 @@ def _facts(choice: Candidate, request: RecommendRequest, price: float | None) ->
     if speed is None:
         return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
     low, high = speed.tokens_per_second_per_gpu
-    lines.append(
-        f"  speed     {low:,.0f} to {high:,.0f} tokens/s per GPU, MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, "
-        f"{seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])} per step"
-    )
+    lines += [
+        f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
+        f"MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, {seconds(speed.estimate_seconds)} per step "
+        f"({seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])})"
+    ]
+    lines += [f"  wider     because of {', '.join(speed.wider_for)}"] if speed.wider_for else []
     if speed.communication_bytes_per_step:
         fast, slow = speed.communication_seconds
         lines.append(

@@ -1,58 +1,90 @@
-"""Planned seconds of an optimizer step, tokens per second and MFU, each as a range from best to worst case.
+"""Planned seconds of an optimizer step, tokens per second and MFU: a best estimate, and a 90 % interval around it.
 
-Nothing here was fitted to or checked on a GPU by this project. Rates are published measurements, each with its source;
-`tests/plan/test_step_time.py` checks the range against MosaicML's published A100 runs (docs/concepts/communication.md).
+No GPU of this project measured anything here. The constants of `Calibration` are fitted to published rows, all others
+are published measurements, each with its source. `tests/plan/test_step_time.py` compares estimate and interval with
+every row that states enough, also with constants that were fitted without its source (docs/concepts/communication.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
-from toolkit.models.flops import flops_of
+from toolkit.models.activations import Activations
+from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
-from toolkit.models.shape import ModelShape
+from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
-from toolkit.plan.interconnect import Collective, Interconnect, Range
-from toolkit.plan.planned_job import TrainingSetup, stage_shape
+from toolkit.plan.interconnect import Collective, Estimate, Interconnect, Range
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
-# compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry.
+# compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry. The
+# shapes of a model's layers reach nine tenths of it.
 BEST_MATMUL_SHARE = {
-    "a100-40gb": 0.869,
-    "a100-80gb": 0.869,
-    "a100-40gb-pcie": 0.811,
-    "a100-80gb-pcie": 0.811,
-    "h100-sxm": 0.803,
-    "gh200-96gb": 0.836,
-    "mi250x": 0.767,
-    "mi300x": 0.601,
+    **{"a100-40gb": 0.869, "a100-80gb": 0.869, "a100-40gb-pcie": 0.811, "a100-80gb-pcie": 0.811, "h100-sxm": 0.803},
+    **{"h200": 0.803, "b200": 0.776, "gh200-96gb": 0.836, "mi250x": 0.767, "mi300x": 0.601},
 }
-UNLISTED_MATMUL_SHARE = 0.869
-# Share of the dense peak in eager training, communication included: torchtitan's Llama 3.1 8B, FSDP2 without
-# compilation on 8 H100, "33 % MFU" (benchmarks/llama3_h100_202412_torchtitan.md). An untuned model or a slower host
-# gets less.
-EAGER_TRAINING_SHARE = 0.33
+UNLISTED_MATMUL_SHARE, LAYER_MATMUL_SHARE = 0.869, 0.9
+# Share of the dense peak in attention's kernels, forward and backward, causal: FlashAttention 2 on A100 and on H100
+# (https://arxiv.org/abs/2307.08691, figures 4 and 7), FlashAttention 3 on H100 (https://arxiv.org/abs/2407.08608,
+# figures 5 and 6). SDPA has the second one.
+FLASH_2, FLASH_2_ON_HOPPER, FLASH_3 = 0.5, 0.33, 0.57
+# torch's kernels that are no matrix multiplications, per pass through a layer: an A100's cores read and write at 85 %
+# of the data sheet's bandwidth. Of what they move, tensor parallelism divides 24 of 34 bytes (Korthikanti et al.,
+# section 4.2.1, https://arxiv.org/abs/2205.05198).
+KERNEL_BANDWIDTH_SHARE = 0.85
+WHOLE_BYTES, SPLIT_BYTES = 10, 24
+LOGITS_BYTES_MOVED = 30  # logits, their fp32 copy, log-probabilities and the gradients of each, written and read
+DEQUANTIZED_BYTES = 2.5  # per 4-bit weight and pass: half a byte read, its bf16 copy written
+PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
 
-# Memory traffic that no kernel avoids, in the best case: each saved activation written once and read once (34 bytes per
-# element of the hidden size, of which tensor parallelism divides 24: Korthikanti et al., sections 4.1 and 4.2.1,
-# https://arxiv.org/abs/2205.05198), and fp32 logits and their gradient each written and read. In the worst case it is
-# part of the share above.
-WHOLE_BYTES_MOVED, SPLIT_BYTES_MOVED = 2 * 10, 2 * 24
-LOGITS_BYTES_MOVED = 4 * 4
+# Operations that the host launches per layer, counted in torch's dispatcher (a Llama in transformers 5.23, SDPA, views
+# left out): forward and backward, under autocast, and for each adapter in addition.
+HOST_OPERATIONS, AUTOCAST_OPERATIONS, ADAPTER_OPERATIONS = (38, 78), (54, 100), (6.6, 8.7)
+
+# Communication that nothing hides: kernels of collectives take cores and bandwidth from the computation, and the first
+# gather and the last reduction have nothing to overlap with. DeepSpeed's `overlap_comm` is off below stage 3.
+EXPOSED_SHARE = 0.3
+SHARDINGS_WITHOUT_OVERLAP = ("shard_optimizer", "shard_grad_op", "replicate")
 
 # An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
 UPDATE_BYTES, STATE_ACCESSES = 12, 2
-MEMORY_SHARE: Range = (0.6, 0.95)  # of the data sheet's bandwidth; STREAM-like kernels reach about 0.9
 # AdamW on the host, seconds per 1e9 parameters on all cores of a node: ZeRO-Offload paper, table 4 (DeepSpeed's CPU
 # Adam 0.22 to 0.26, torch's 1.4 to 1.5, two sockets, https://arxiv.org/abs/2101.06840).
-HOST_ADAM_SECONDS: dict[str, Range] = {"deepspeed": (0.22, 0.52), "fsdp2": (0.22, 1.5)}
-PCIE_SHARE: Range = (0.4, 0.87)  # 55 of 63 GB/s measured with pinned memory; two GPUs may share a switch
-DISK_BYTES_PER_SECOND: Range = (1 * GIGA, 25 * GIGA)  # of a node with one disk, or several; `--nvme-gb-per-second`
-# DeepSpeed's `overlap_comm` is off below stage 3, so the computation waits for reductions.
-SHARDINGS_WITHOUT_OVERLAP = ("shard_optimizer", "shard_grad_op", "replicate")
+HOST_ADAM_SECONDS: dict[str, Estimate] = {"deepspeed": (0.22, 0.24, 0.52), "fsdp2": (0.22, 0.57, 1.5)}
+PCIE_SHARE: Estimate = (0.87, 0.6, 0.4)  # 55 of 63 GB/s measured with pinned memory; two GPUs may share a switch
+# Of a node with one disk, or several; `--nvme-gb-per-second`.
+DISK_BYTES_PER_SECOND: Estimate = (25 * GIGA, 5 * GIGA, 1 * GIGA)
+
+# Half of the 90 % interval, as a logarithm, for one node of GPUs with published rows; and what widens it.
+SPREAD = 0.2
+# Highest published share of the dense peak, recomputation included, and the half of the scores that causal attention
+# needs: MosaicML's 7B, and its 13B with activation checkpointing; fms-acceleration's Llama 3 8B with LoRA, and its 70B
+# with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s.
+HIGHEST_SHARE = {"full": 0.63, "recomputed": 0.79, "lora": 0.63, "qlora": 0.71, "offload": 0.58}
+MEASURED_GPUS = ("a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Constants that are fitted to published speeds."""
+
+    kernel_bytes: float
+    """Bytes that a pass moves in kernels without matrix multiplication, per byte that its layer saves."""
+    liger_share: float  # share of those with Liger's kernels for norms, rotary embeddings and the MLP
+    adapter_bytes: float  # moved per pass and column of A or row of B of an adapter
+    host_seconds: float  # in which the host launches an operation
+
+
+# Least squares of the logarithms, each source with the square root of its rows as its weight; `host_seconds` is known
+# from one source only, of 2023 (QwenLM, 12 rows).
+CALIBRATION = Calibration(kernel_bytes=5.5, liger_share=0.43, adapter_bytes=8.5, host_seconds=15e-6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,32 +101,37 @@ def dimension_traffic(collectives: Iterable[Collective], interconnect: Interconn
     """Return the traffic of each dimension that has any, from the outermost to the innermost."""
     planned = tuple(collectives)
     by_dimension = {name: [each for each in planned if each.dimension == name] for name in DIMENSIONS}
-    return tuple(
-        DimensionTraffic(
-            dimension=name,
-            sent_bytes=communication_bytes(own),
-            seconds=_sum(map(interconnect.seconds, own)),
-            crosses_nodes=any(map(interconnect.crosses_nodes, own)),
-        )
-        for name, own in by_dimension.items()
-        if own
-    )
+    traffic = []
+    for name, own in by_dimension.items():
+        if own:
+            best, _, worst = _sum(map(interconnect.estimate, own))
+            crosses = any(map(interconnect.crosses_nodes, own))
+            sent = communication_bytes(own)
+            traffic.append(
+                DimensionTraffic(dimension=name, sent_bytes=sent, seconds=(best, worst), crosses_nodes=crosses)
+            )
+    return tuple(traffic)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
     """Planned times of one optimizer step; every range is (low, high)."""
 
+    estimate_seconds: float
     step_seconds: Range
-    compute_seconds: Range
-    communication_seconds: Range  # all collectives, without overlap
+    """Interval that has nine of ten published steps."""
+    seconds_at_ends: Range
+    """The estimate with interconnect, host and disk at their best rates, and at their worst."""
+    compute_seconds: float
+    communication_seconds: Range  # all collectives, without overlap, at the best rates and at the worst
     offload_seconds: Range  # transfers to and from host and disk, and AdamW on the host; (0, 0) without offload
-    optimizer_seconds: Range
-    tokens_per_second_per_gpu: Range
-    mfu: Range
+    optimizer_seconds: float
     communication_bytes_per_step: int
     tokens_per_step_per_gpu: int
     flops_per_token: int  # operations that MFU counts: full attention, all parameters that a token passes through
+    peak_flops: float
+    wider_for: tuple[str, ...] = ()
+    """Reasons for which the interval is wider than that of published rows."""
     offload_efficiency: Range | None = None
     """Share of its speed that a GPU keeps if transfers of model states overlap nothing; None without offload.
 
@@ -102,56 +139,155 @@ class StepTime:
     intensity AIT is the operations per transferred byte.
     """
 
+    @property
+    def tokens_per_second_per_gpu_estimate(self) -> float:
+        """Best estimate of the speed."""
+        return self.tokens_per_step_per_gpu / self.estimate_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> Range:
+        """Interval of the speed."""
+        fast, slow = self.step_seconds
+        return self.tokens_per_step_per_gpu / slow, self.tokens_per_step_per_gpu / fast
+
+    @property
+    def mfu(self) -> Range:
+        """Interval of the model FLOPs utilisation."""
+        low, high = self.tokens_per_second_per_gpu
+        return low * self.flops_per_token / self.peak_flops, high * self.flops_per_token / self.peak_flops
+
 
 def step_time(
-    setup: TrainingSetup, interconnect: Interconnect, *, nvme_bytes_per_second: int | None = None
+    setup: TrainingSetup,
+    interconnect: Interconnect,
+    *,
+    nvme_bytes_per_second: int | None = None,
+    calibration: Calibration = CALIBRATION,
 ) -> StepTime | None:
-    """Return the range from everything overlapping at the best rates to nothing overlapping at the worst.
-
-    None if the GPU's peak in the compute dtype is unknown.
-    """
-    preset, precision = setup.preset, setup.mixed_precision or setup.preset.mixed_precision
+    """Return the planned times; None if the GPU's peak in the compute dtype is unknown."""
+    preset, precision, job = setup.preset, setup.mixed_precision or setup.preset.mixed_precision, setup.job
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
     if peak is None:
         return None
     steps, ranks_per_batch = setup.accumulation_steps, 1 if setup.layout is None else setup.layout.ranks_per_batch
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
-    tokens, own_tokens = setup.job.tokens_per_micro_batch * steps // ranks_per_batch, setup.local_tokens * steps
+    tokens, own_tokens = job.tokens_per_micro_batch * steps // ranks_per_batch, setup.local_tokens * steps
     if preset.engine == "pipeline":  # each has all tokens, and some of the layers
         own_tokens //= ranks_per_batch
-    adapters, gpu, tp = setup.weights.num_trained if setup.weights.adapters else 0, interconnect.gpu, setup.engine.tp
-    length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
-    flops = flops_of(setup.shape, seq_length=length, num_adapter_params=adapters, recompute=recompute)
-    operations = flops.hardware_flops * tokens
-    low, high = compute_seconds(gpu, setup.shape, tp=tp, peak=peak, tokens=own_tokens, flops=operations)
-    bubble = _bubble_factor(setup)
-    compute = low * bubble, high * bubble
+    flops = _flops(setup, causal=False)
+    causal, tp = _flops(setup, causal=True), setup.engine.tp
+    on_gpu = compute_seconds(
+        interconnect.gpu,
+        setup.shape,
+        job,
+        calibration,
+        peak=peak,
+        tokens=tokens,
+        own_tokens=own_tokens,
+        flops=causal,
+        tp=tp,
+    )
+    on_gpu += _weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)
+    on_host = _host_seconds(setup, calibration)
+    compute = max(on_gpu, on_host) * _bubble_factor(setup)
     collectives = step_collectives(setup)
-    communication = _sum(map(interconnect.seconds, collectives))
-    blocking = sum(interconnect.seconds(collective)[0] for collective in collectives if collective.blocks)
+    communication = _sum(map(interconnect.estimate, collectives))
+    blocking = _sum(interconnect.estimate(collective) for collective in collectives if collective.blocks)
     optimizer = _optimizer_seconds(setup, interconnect)
     offload = _offload_seconds(setup, interconnect, nvme_bytes_per_second)
     serial = preset.engine == "deepspeed" and preset.sharding in SHARDINGS_WITHOUT_OVERLAP
-    overlapped = compute[0] + communication[0] if serial else max(compute[0] + blocking, communication[0])
-    low = max(overlapped, offload[0]) + optimizer[0]
-    high = compute[1] + communication[1] + offload[1] + optimizer[1]
-    speed = tokens / high, tokens / low
+
+    def seconds(place: int) -> float:
+        hidden = communication[place] - blocking[place]
+        exposed = hidden if serial else max(EXPOSED_SHARE * hidden, hidden - compute)
+        return compute + blocking[place] + exposed + offload[place] + optimizer
+
+    best, estimate, worst = map(seconds, range(3))
+    wider = dict(_wider(setup, interconnect, launch_bound=on_host > on_gpu))
+    spread = math.hypot(SPREAD, math.log(worst / best) / 2, *wider.values())
+    # No interval reaches above what anyone has measured.
+    fastest = tokens * causal.hardware_flops / (peak * _highest_share(setup))
+    low = max(estimate * math.exp(-spread), fastest)
     efficiency = None
     if preset.offload_optimizer or preset.offload_param:
-        efficiency = compute[0] / (compute[0] + offload[1]), compute[1] / (compute[1] + offload[0])
+        efficiency = compute / (compute + offload[2]), compute / (compute + offload[0])
     return StepTime(
-        step_seconds=(low, high),
+        estimate_seconds=max(estimate, low),
+        step_seconds=(low, max(estimate, low) * math.exp(spread)),
+        seconds_at_ends=(best, worst),
         compute_seconds=compute,
-        communication_seconds=communication,
-        offload_seconds=offload,
+        communication_seconds=(communication[0], communication[2]),
+        offload_seconds=(offload[0], offload[2]),
         optimizer_seconds=optimizer,
-        tokens_per_second_per_gpu=speed,
-        mfu=(speed[0] * flops.model_flops / peak, speed[1] * flops.model_flops / peak),
         communication_bytes_per_step=communication_bytes(collectives),
         tokens_per_step_per_gpu=tokens,
         flops_per_token=flops.model_flops,
+        peak_flops=peak,
+        wider_for=tuple(wider),
         offload_efficiency=efficiency,
     )
+
+
+def speed_row(speed: StepTime | None) -> dict[str, Any]:
+    """Return the intervals, the best estimates and what widens the former, as plans and recommendations print them."""
+    ranges = {name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")}
+    if speed is None:
+        estimates = dict.fromkeys(("step_seconds_estimate", "tokens_per_second_per_gpu_estimate"))
+        return {**ranges, **estimates, "speed_wider_for": None}
+    return {
+        **ranges,
+        "step_seconds_estimate": speed.estimate_seconds,
+        "tokens_per_second_per_gpu_estimate": speed.tokens_per_second_per_gpu_estimate,
+        "speed_wider_for": list(speed.wider_for),
+    }
+
+
+def _flops(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
+    adapters = setup.weights.num_trained if setup.weights.adapters else 0
+    length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
+    # In a ring, the rank with the end of a sequence attends to all of it, and the others wait: torchtitan's rings of 4
+    # and 8 (the table of its performance page) are as slow as that.
+    ring = setup.layout is not None and setup.layout.cp > 1
+    # MFU counts every parameter; the GPU multiplies with none that is only looked up.
+    return flops_of(
+        setup.shape,
+        seq_length=length,
+        num_adapter_params=adapters,
+        causal=causal and not ring,
+        recompute=recompute,
+        count_embeddings=not causal,
+    )
+
+
+def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[tuple[str, float]]:
+    """What widens an interval, and by how much; the range of rates of offload and networks is added to it."""
+    preset, gpu = setup.preset, interconnect.gpu
+    if gpu.name not in MEASURED_GPUS:
+        yield "a GPU without published rows", 0.2
+    if launch_bound:
+        yield "bound by kernel launches, which depend on the host", 0.35
+    if setup.job.load_in_4bit:
+        yield "4-bit kernels", 0.1
+    if setup.shape.num_experts:
+        yield "a mixture of experts", 0.3
+    if setup.layout is not None and setup.layout.cp > 1:
+        yield "a ring of GPUs that share a sequence", 0.5
+    elif preset.parallel:
+        yield "split layers or sequences", 0.2
+    if preset.offload_optimizer or preset.offload_param:
+        yield "offload", 0.0
+    if interconnect.num_nodes > 1:
+        given = interconnect.network_bytes_per_second is not None
+        yield "the network between nodes" if given else "the network between nodes, which is not given", 0.0
+
+
+def _highest_share(setup: TrainingSetup) -> float:
+    """Highest published share of the dense peak, recomputation included and causal attention counted once."""
+    if setup.preset.offload_optimizer or setup.preset.offload_param:
+        return HIGHEST_SHARE["offload"]
+    if setup.weights.adapters:
+        return HIGHEST_SHARE["qlora" if setup.job.load_in_4bit else "lora"]
+    return HIGHEST_SHARE["recomputed" if setup.job.activation_checkpointing else "full"]
 
 
 def _bubble_factor(setup: TrainingSetup) -> float:
@@ -169,21 +305,70 @@ def _bubble_factor(setup: TrainingSetup) -> float:
     return settings.bubble_factor(setup.accumulation_steps, slowest=max(work) / (sum(work) / len(work)))
 
 
-def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens: int, flops: int) -> Range:
-    """Return the seconds in which one GPU computes `flops` operations on `tokens` tokens of these layers.
+def compute_seconds(
+    gpu: Gpu,
+    shape: ModelShape,
+    job: PlannedJob,
+    calibration: Calibration = CALIBRATION,
+    *,
+    peak: float,
+    tokens: float,
+    flops: TokenFlops,
+    own_tokens: int | None = None,
+    tp: int = 1,
+) -> float:
+    """Return the seconds in which one GPU computes `tokens` tokens of these layers, with causal attention in `flops`.
 
-    `peak` is that of the compute dtype; with `tp` above 1 each layer is split over as many GPUs.
+    `peak` is that of the compute dtype. With `tp` above 1 each layer is split over as many GPUs, which each have
+    `own_tokens`, all tokens of a batch.
     """
-    best = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE)
-    moved = WHOLE_BYTES_MOVED + SPLIT_BYTES_MOVED / tp
-    token_bytes = moved * shape.hidden_size * shape.num_layers + LOGITS_BYTES_MOVED * shape.vocab_size
-    bandwidth = gpu.memory_bytes_per_second
-    slowest_moving, moving = (
-        0.0 if bandwidth is None else tokens * token_bytes / (bandwidth * share) for share in MEMORY_SHARE
-    )
-    matmuls = flops / (peak * best)
-    # A small model moves more than it computes: its share of the peak can be below that of any published run.
-    return matmuls + moving, max(flops / (peak * EAGER_TRAINING_SHARE), matmuls + slowest_moving)
+    own_tokens = round(tokens) if own_tokens is None else own_tokens
+    share = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE) * LAYER_MATMUL_SHARE
+    attention = flops.attention_forward * (2 if flops.recomputed else 1) + flops.attention_backward
+    operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
+    if gpu.memory_bytes_per_second is None:
+        return tokens * operations / peak
+    saved = _saved_bytes(shape).token_bytes(job.tokens_per_row)
+    moved = calibration.kernel_bytes * saved * (RECOMPUTED_PASSES if flops.recomputed else PASSES)
+    moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
+    moved *= calibration.liger_share if job.loss == "fused" else 1.0
+    moved += LOGITS_BYTES_MOVED * shape.vocab_size / tp
+    return tokens * operations / peak + own_tokens * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
+
+
+@lru_cache(maxsize=256)
+def _saved_bytes(shape: ModelShape) -> SavedBytes:
+    """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
+    return Activations(shape=shape).saved("none").layers
+
+
+def _attention_share(gpu: Gpu, job: PlannedJob) -> float:
+    name = job.attn_implementation or ""
+    if "flash_attention_3" in name or "flash_attention_4" in name:
+        return FLASH_3
+    return FLASH_2_ON_HOPPER if gpu.name.startswith(("h100", "h200", "gh200", "b200")) else FLASH_2
+
+
+def _weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calibration: Calibration) -> float:
+    """What adapters move per token, and 4-bit weights that are decoded in each pass."""
+    if not setup.weights.adapters or gpu.memory_bytes_per_second is None:
+        return 0.0
+    passes = RECOMPUTED_PASSES if setup.job.activation_checkpointing else PASSES
+    tensors = [tensor for unit in setup.weights.adapter_units for tensor in unit]
+    widths = sum(each.shape[-1] if ".lora_A." in each.name else each.shape[0] for each in tensors)
+    decoded = sum(tensor.num_elements * count for tensor, count in setup.weights.in_4bit) * DEQUANTIZED_BYTES
+    moved = own_tokens * calibration.adapter_bytes * widths + setup.accumulation_steps * decoded
+    return passes * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
+
+
+def _host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
+    """Launches of a step, without which a GPU that computes faster waits: short rows in small micro-batches."""
+    forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
+    operations = 1.0 * setup.part.num_layers * (forward * setup.forwards + backward * setup.accumulation_steps)
+    adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
+    passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
+    operations += adapters * sum(launched * times for launched, times in passes)
+    return operations * calibration.host_seconds
 
 
 def _optimizer_share(setup: TrainingSetup) -> float:
@@ -193,22 +378,22 @@ def _optimizer_share(setup: TrainingSetup) -> float:
     return sum(tensor.num_elements / sharing(tensor) for layer in setup.trained for tensor in layer)
 
 
-def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> Range:
+def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float:
     """Memory traffic of the optimizer on the GPU; an offloaded one is part of the offload."""
     bandwidth = interconnect.gpu.memory_bytes_per_second
     if setup.preset.offload_optimizer or bandwidth is None:
-        return 0.0, 0.0
+        return 0.0
     tensors = (UpdatedTensor(shape=tensor.shape) for layer in setup.trained for tensor in layer)
     states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
-    return moved / (bandwidth * MEMORY_SHARE[1]), moved / (bandwidth * MEMORY_SHARE[0])
+    return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
 
 
-def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Range:
+def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Estimate:
     """Between GPU and host, host and disk, and AdamW on the host's cores, which all GPUs of a node share."""
     preset, steps = setup.preset, setup.accumulation_steps
     if preset.offload_optimizer is None and preset.offload_param is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     trained, shard = _optimizer_share(setup), (setup.weights.num_trained + setup.weights.num_frozen) / setup.world_size
     element_bytes = setup.engine.element_bytes
     stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
@@ -224,15 +409,14 @@ def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int
         on_disk += element_bytes * (2 * steps * shard + trained)
     pcie, gpus = interconnect.gpu.pcie_bytes_per_second, min(interconnect.world_size, interconnect.gpus_per_node)
     on_disk *= gpus
-    slow_disk, fast_disk = DISK_BYTES_PER_SECOND if nvme is None else (0.5 * nvme, float(nvme))
+    disk = DISK_BYTES_PER_SECOND if nvme is None else (float(nvme), 0.75 * nvme, 0.5 * nvme)
     updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
-    fast_adam, slow_adam = HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]
-    fastest = max(on_host / (pcie * PCIE_SHARE[1]), on_disk / fast_disk, fast_adam * updated)
-    return fastest, on_host / (pcie * PCIE_SHARE[0]) + on_disk / slow_disk + slow_adam * updated
+    adam = [each * updated for each in HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]]
+    best = max(on_host / (pcie * PCIE_SHARE[0]), on_disk / disk[0], adam[0])
+    estimate, worst = (on_host / (pcie * PCIE_SHARE[end]) + on_disk / disk[end] + adam[end] for end in (1, 2))
+    return best, estimate, worst
 
 
-def _sum(ranges: Iterable[Range]) -> Range:
-    low = high = 0.0
-    for first, second in ranges:
-        low, high = low + first, high + second
-    return low, high
+def _sum(estimates: Iterable[Estimate]) -> Estimate:
+    best, estimate, worst = (math.fsum(values) for values in zip((0.0, 0.0, 0.0), *estimates, strict=True))
+    return best, estimate, worst

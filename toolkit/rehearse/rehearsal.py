@@ -29,7 +29,7 @@ from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_requi
 from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
-from toolkit.observe.words import check_divides_ranks_only, check_script
+from toolkit.observe.words import check_script, check_script_preset
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
@@ -130,7 +130,7 @@ def plan_script_rehearsal(
     output_dir: Path | None = None,
 ) -> Rehearsal:
     """Check what can be known of somebody's script. Raises ToolkitError for the first thing that is invalid."""
-    check_divides_ranks_only(preset)
+    check_script_preset(preset)
     check_rehearsal(preset, world_size=world_size, rank=rank, purpose="trace" if fake_tensors else "rehearse")
     check_script(script, module)
     return Rehearsal(

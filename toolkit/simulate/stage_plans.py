@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -43,7 +43,7 @@ from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, check_planned_job, check_size, model_part
-from toolkit.plan.step_time import compute_seconds
+from toolkit.plan.step_time import SPREAD, compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions
@@ -177,11 +177,12 @@ class StagedModel:
         peak, job = self.gpu.peak_flops("bf16"), self.job
         assert peak is not None
         recompute, tokens = job.activation_checkpointing, job.tokens_per_micro_batch
-        flops = flops_of(shape, seq_length=job.tokens_per_row, recompute=recompute, count_embeddings=False)
-        total = flops.hardware_flops
-        of_rank = round(total * (tokens / self.tp))
-        compute = compute_seconds(self.gpu, shape, tp=self.tp, peak=peak, tokens=tokens, flops=of_rank)
-        seconds = at_end(compute, end) / max(total, 1)
+        counted = partial(flops_of, shape, seq_length=job.tokens_per_row, recompute=recompute, count_embeddings=False)
+        flops, causal = counted(), counted(causal=True)
+        compute = compute_seconds(
+            self.gpu, shape, job, peak=peak, tokens=tokens / self.tp, own_tokens=tokens, flops=causal, tp=self.tp
+        )
+        seconds = at_end((compute / math.exp(SPREAD), compute * math.exp(SPREAD)), end) / max(flops.hardware_flops, 1)
         exchange = at_end(self._exchange_seconds(shape), end) / 2
         weight = flops.dense_backward // 2
         backward = flops.recomputed + flops.attention_backward + flops.dense_backward - weight

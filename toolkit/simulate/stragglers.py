@@ -306,7 +306,7 @@ def push_pull_seconds(interconnect: Interconnect, gradient_bytes: int, servers: 
     """
     local = min(interconnect.gpus_per_node, interconnect.world_size)
     through_server = interconnect.world_size * gradient_bytes // (servers or interconnect.num_nodes)
-    slow, fast = (max(local * gradient_bytes, through_server) / rate for rate in interconnect.network_rate)
+    slow, _, fast = (max(local * gradient_bytes, through_server) / rate for rate in interconnect.network_rate)
     (best, worst), (first, last) = CALL_SECONDS, interconnect.hop_seconds(between_nodes=True)
     return 2 * (fast + best + first), 2 * (slow + worst + last)
 

@@ -261,7 +261,9 @@ def expected_readings(arguments: Arguments) -> Values:
         "load_in_4bit": job.load_in_4bit,
         "quantized_storage_dtype": dtype_name(compute_dtype(training)) if job.load_in_4bit else None,
     }
+    freezes = job.is_lora or job.freeze or job.train_only
     where_given: Values = {  # unless None
+        "frozen_dtype": dtype_name(compute_dtype(training)) if freezes else None,
         "loss": None if job.loss == "auto" else job.loss,
         "loss_chunk_tokens": job.loss_chunk_tokens if job.loss == "chunked" else None,
         "activation_checkpointing": True if job.uses_activation_checkpointing else None,

@@ -40,8 +40,6 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         expected["layout"] = layout.degrees()
         unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
     dtype = dtype_name(compute_dtype(trainer.args))
-    if frozen_weights(trainer.model):
-        expected["frozen_dtype"] = dtype
     return expected | {
         "engine": "none" if unwrapped else preset.engine,
         "sharding": preset.sharding,

@@ -154,8 +154,9 @@ class RecomputeDetector:
         if self.detected is not None:
             self.hook.remove()
 
-    def _on_forward(self, *_: Any) -> None:
-        self.detected = self.detected or torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
+    def _on_forward(self, module: Any, *_: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
+        self.detected = self.detected or (in_backward and not getattr(module, "only_decodes", False))
 
 
 def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:

@@ -30,7 +30,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging
 
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
-from toolkit.observe.attest.tensors import constants
+from toolkit.models.nf4_experts import fused_experts, stand_in
+from toolkit.observe.attest.tensors import constants, quantized_modules
 from toolkit.presets.spec import uses_fsdp
 
 
@@ -50,7 +51,12 @@ def load_for_shards(load: Callable[[], Any]) -> Any:
             model = load()
     logging.set_verbosity(verbosity)
     for module in _linear_4bit_modules(model):
-        _expect_from_rank_0(module)
+        packed, state = _expected_from_rank_0(module.weight, module.quant_storage)
+        given = {"quant_state": state, "quant_storage": packed.dtype, "module": module, "bnb_quantized": True}
+        module.weight = Params4bit(packed, blocksize=NF4_BLOCK, quant_type=QUANT_TYPE, **given)
+    for module, name in list(fused_experts(model)):
+        storage = model.hf_quantizer.quantization_config.bnb_4bit_quant_storage
+        setattr(module, name, stand_in(*_expected_from_rank_0(getattr(module, name), storage)))
     return model
 
 
@@ -63,9 +69,15 @@ def _convert_on_device() -> Callable[..., dict[str, Any]]:
             name: [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
             for name, value in input_dict.items()
         }
-        return {name: value.to("cpu") for name, value in convert(self, moved, *args, **kwargs).items()}
+        return {name: _on_cpu(value) for name, value in convert(self, moved, *args, **kwargs).items()}
 
     return convert_on_device
+
+
+def _on_cpu(value: Any) -> Any:
+    if not hasattr(value, "packed"):
+        return value.to("cpu")
+    return stand_in(value.packed.to("cpu"), value.quant_state)
 
 
 def _without_weights() -> dict[str, Any]:
@@ -85,13 +97,16 @@ def _without_weights() -> dict[str, Any]:
 
 def make_shardable(model: Any) -> None:
     """Give 4-bit weights, adapters already added, the form that the engine shards; every rank must call it."""
-    for module in _linear_4bit_modules(model):
-        state = module.quant_state = module.weight.quant_state
-        state.to(PartialState().device)
+    linear = _linear_4bit_modules(model)
+    for module in linear:
+        module.quant_state = module.weight.quant_state
+    for module in quantized_modules(model):
+        module.quant_state.to(PartialState().device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            for tensor in constants(state):
+            for tensor in constants(module.quant_state):
                 dist.broadcast(tensor, 0)
-        if uses_fsdp():
+    if uses_fsdp():
+        for module in linear:
             packed = module.weight.data.as_subclass(torch.Tensor)
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
     if is_deepspeed_zero3_enabled():
@@ -100,9 +115,9 @@ def make_shardable(model: Any) -> None:
         deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
 
 
-def _expect_from_rank_0(module: Any) -> None:
-    """Replace a weight that was not read by an empty one of its packed size, with constants of zero."""
-    weight, storage, size = module.weight, module.quant_storage, module.weight.numel()
+def _expected_from_rank_0(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, QuantState]:
+    """An empty weight of the packed size in place of one that was not read, with constants of zero."""
+    size = weight.numel()
     blocks = -(-size // NF4_BLOCK)
     absmax, code = torch.zeros(-(-blocks // NF4_SECOND_BLOCK)), torch.zeros(NF4_SECOND_TABLE)
     second = QuantState(absmax=absmax, code=code, blocksize=NF4_SECOND_BLOCK, dtype=torch.float32)
@@ -111,9 +126,7 @@ def _expect_from_rank_0(module: Any) -> None:
     state = QuantState(
         absmax=absmax, shape=weight.shape, code=code, dtype=weight.dtype, offset=offset, state2=second, **kind
     )
-    packed = torch.empty(-(-size // (2 * storage.itemsize)), 1, dtype=storage)
-    given = {"quant_state": state, "quant_storage": storage, "module": module, "bnb_quantized": True}
-    module.weight = Params4bit(packed, **given, **kind)
+    return torch.empty(-(-size // (2 * storage.itemsize)), 1, dtype=storage), state
 
 
 def _linear_4bit_modules(model: Any) -> list[Any]:

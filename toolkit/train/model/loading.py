@@ -85,13 +85,13 @@ def load_model(
         if checkpoint is not None and arguments.lora_r is None:
             source = replace(arguments, model_name_or_path=str(checkpoint), revision="main")
     load = partial(from_pretrained, AutoModelForCausalLM, source, **extra)
-    if _is_sharded_4_bit(arguments):
+    if not arguments.load_in_4bit:
+        model = load()
+    else:
+        from toolkit.models.nf4_experts import load_with_experts_in_4_bits
         from toolkit.train.model.four_bit import load_for_shards
 
-        model = load_for_shards(load)
-    else:
-        model = load()
-    if arguments.load_in_4bit:
+        model = load_with_experts_in_4_bits(partial(load_for_shards, load) if _is_sharded_4_bit(arguments) else load)
         keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=adapter)
 
@@ -116,6 +116,10 @@ def prepare_model(
         for line in freeze(model, frozen=arguments.freeze, trained=arguments.train_only):
             if os.environ.get("RANK", "0") == "0":
                 print(line, flush=True)
+    if arguments.load_in_4bit:
+        from toolkit.models.nf4_experts import decode_experts_when_used
+
+        decode_experts_when_used(model)
     cast_weights(model, compute_dtype)
     if _is_sharded_4_bit(arguments):
         from toolkit.train.model.four_bit import make_shardable
