@@ -25,7 +25,7 @@ from toolkit.record.measurements import read_rows  # noqa: E402
 
 pytestmark = [pytest.mark.launch, pytest.mark.nightly]
 
-ENVIRONMENTS = cache_folder() / "peer-environments"
+ENVIRONMENTS = (cache_folder() / "peer-environments").resolve()
 # Program -> the module that it starts on each rank.
 MODULES = {"axolotl": "axolotl.cli.train", "llamafactory": "llamafactory.launcher", "ms-swift": "swift.cli.pt"}
 SETTING = Setting(steps=3, untimed_steps=1, max_length=32)
