@@ -28,8 +28,8 @@ PAGE_OF = {
 SECTIONS = {
     "tutorials": ["first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "from-other-tools"],
     "how-to": [
-        *("choose-a-preset", "your-own-script", "training", "data", "optimizers", "checkpoints", "faults"),
-        *("multi-node", "doctor", "simulate", "simulate-stragglers", "rehearsal", "report"),
+        *("choose-a-preset", "your-own-script", "training", "training-methods", "data", "optimizers", "checkpoints"),
+        *("faults", "multi-node", "doctor", "simulate", "simulate-stragglers", "rehearsal", "report"),
         *("offline-clusters", "report-a-problem"),
     ],
     "concepts": [

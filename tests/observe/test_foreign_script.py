@@ -200,7 +200,15 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
     assert [row.step for row in first] == [row.step for row in second] == [1, 2]
     digests = {row.batch_sha256 for row in (*first, *second)}
     assert digests == {""} if script in ("grpo", "rloo") else len(digests) == 4
-    assert read(tmp_path / "run" / "attestation.json")["verdict"] == "attested"
+    attestation = read(tmp_path / "run" / "attestation.json")
+    assert attestation["verdict"] == "attested"
+    if script == "dpo":  # TRL shards its reference under ZeRO-3 and FSDP2, the latter as a whole
+        references = [reading["other_models"]["ref_model"] for reading in attestation["ranks"]]
+        is_sharded = preset in ("zero3", "fsdp2")
+        assert [each["sharding"] for each in references] == ["full_shard" if is_sharded else "replicate"] * 2
+        assert sum(each["bytes"] for each in references) >= references[0]["whole_bytes"] * (1 if is_sharded else 2)
+        assert references[0].get("fsdp2_groups") == (1 if preset == "fsdp2" else None)
+        assert "ref_model: " in ended.stdout
 
 
 # -- the command line

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from launching import read, torchrun
 
-from toolkit.observe.batches import BATCH_FACTS, ObservedCollator, take_facts
+from toolkit.observe.batches import BATCH_FACTS, ObservedCollator, label_shift_of, take_facts, tensor_facts
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
 
@@ -56,7 +59,37 @@ def test_the_same_rows_have_the_same_digest_and_a_model_never_sees_it() -> None:
     flat, tall, again = collator([[1, 2, 3, 4]]), collator([[1, 2], [3, 4]]), collator([[1, 2, 3, 4]])
     assert flat[BATCH_FACTS] == again[BATCH_FACTS]
     assert flat[BATCH_FACTS].sha256 != tall[BATCH_FACTS].sha256
-    assert (flat[BATCH_FACTS].supervised_tokens, tall[BATCH_FACTS].supervised_tokens) == (3, 2)
     assert take_facts(flat) is not None
     assert set(flat) == {"input_ids", "labels"}
     assert take_facts([[1, 2]]) is None  # a collator that returns rows
+
+
+def test_what_a_batch_does_not_show_is_not_counted() -> None:
+    ids = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
+    mask, labels, images = (ids > 0).long(), torch.where(ids > 0, ids, -100), torch.ones(2, 3)
+
+    def counts(batch: dict[str, Any], shift: int | None = None) -> tuple[int | None, ...]:
+        facts = tensor_facts((), batch, label_shift=shift)
+        return facts.tokens, facts.non_padding_tokens, facts.supervised_tokens
+
+    text = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    assert (counts(text), counts(text, 0), counts(text, 1)) == ((8, 4, None), (8, 4, 4), (8, 4, 2))
+    assert counts({"pixel_values": images, "labels": torch.tensor([1, 2])}, 0) == (None, None, None)  # of an image
+    # masks of something else, and token ids without a mask
+    assert counts(text | {"pixel_attention_mask": images}, 0) == (8, 4, 4)
+    assert counts(text | {"decoder_input_ids": ids}, 0) == (16, None, 4)
+    # batches in any shape have a digest of their own
+    nested = [{"images": [images]}, {"images": images}, [images, ids], (ids, images)]
+    assert len({tensor_facts((), batch).sha256 for batch in nested}) == 4
+
+
+def test_labels_are_shifted_by_causal_language_models_only() -> None:
+    names = {
+        "LlamaForCausalLM": 1,
+        "GPT2LMHeadModel": 1,
+        "BertForTokenClassification": 0,
+        "ViTForImageClassification": None,
+    }
+    assert {name: label_shift_of(type(name, (), {})()) for name in names} == names
+    seq2seq = SimpleNamespace(is_encoder_decoder=True)
+    assert label_shift_of(type("T5ForConditionalGeneration", (), {"config": seq2seq})()) == 0

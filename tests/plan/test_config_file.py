@@ -70,6 +70,37 @@ def test_the_number_of_processes_and_the_epochs_come_from_the_file(tmp_path: Pat
     assert planned(tmp_path, "axolotl.yaml", AXOLOTL).num_train_epochs == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("trl dpo --use_peft --beta 0.2", {"method": "dpo", "beta": 0.2, "lora_r": 16, "vllm": None}),
+        ("trl kto --precompute_ref_log_probs", {"method": "kto", "precompute_ref_log_probs": True, "lora_r": None}),
+        (
+            "accelerate launch --num_processes 2 trl/scripts/grpo.py --num_generations 4 --use_vllm"
+            " --vllm_gpu_memory_utilization 0.5",
+            {"method": "grpo", "num_generations": 4, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.5},
+        ),
+    ],
+)
+def test_a_trl_command_has_its_method_and_what_decides_its_memory(
+    command: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    options = planned(tmp_path, "trl.sh", f"{command} --model_name_or_path MODEL --per_device_train_batch_size 2")
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert options.per_device_train_batch_size == 2
+
+
+def test_a_trl_yaml_is_of_the_method_that_the_command_line_names(tmp_path: Path) -> None:
+    text = "model_name_or_path: MODEL\ndataset_name: trl-lib/ultrafeedback_binarized\nbeta: 0.0\n"
+    options = planned(tmp_path, "rloo.yaml", text, "method", method="rloo")
+    assert (options.method, options.beta) == ("rloo", 0.0)
+
+
+def test_a_number_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="beta is 'much', expected a number"):
+        planned(tmp_path, "trl.sh", "trl dpo --model_name_or_path MODEL --beta much")
+
+
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
     options = planned(tmp_path, "trl.sh", TRL, "max_seq_length", "preset", max_seq_length=64, preset=("fsdp2",))
     assert (options.max_seq_length, options.preset, options.num_processes) == (64, ("fsdp2",), (4,))

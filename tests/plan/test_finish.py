@@ -12,6 +12,7 @@ from launching import LLAMA_8B_CONFIG
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.finish import Work, read_prices, work_of
+from toolkit.plan.methods import Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
 
@@ -75,6 +76,12 @@ def test_packed_rows_are_counted_with_the_models_tokenizer(tmp_path: Path, tiny_
     assert 20 <= work.tokens <= 90  # two words, ten times
     with pytest.raises(ToolkitError, match="has no tokenizer"):
         work_of(options, PlannedJob(packing=True), str(LLAMA_8B_CONFIG))
+
+
+def test_no_time_is_planned_for_methods_whose_speed_is_unknown() -> None:
+    job = PlannedJob(method=Method(method="dpo"))
+    with pytest.raises(ToolkitError, match="no speed of dpo is known"):
+        work_of(PlanOptions(dataset_tokens=10), job, "MODEL")
 
 
 def test_prices_are_read_by_name_and_refused_if_they_are_none() -> None:

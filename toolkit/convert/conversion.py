@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,12 +29,20 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
 
     Raises ToolkitError for a file that cannot be read or recognised, and for training that has no counterpart.
     """
+    tool, values = read_settings(path, tool)
+    return convert_settings(tool, values, path)
+
+
+def read_settings(path: Path, tool: str | None = None, *, methods: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Return the tool that a file is for, and its settings; of TRL's commands for `methods`, `method` is one.
+
+    Raises ToolkitError for a file that cannot be read or recognised.
+    """
     if tool is not None and tool not in TOOLS:
         raise ToolkitError(f"--from is {shown(tool)}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
     if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
-        values, tool = trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path), "trl"
-    else:
-        values = read_configuration(path)
+        return "trl", trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path, methods=methods)
+    values = read_configuration(path)
     if tool is None:
         # The tool that most of the settings belong to.
         counts = {each: len(set(load_dialect(each).markers) & set(values)) for each in TOOLS}
@@ -43,6 +53,11 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
         if "distributed_type" in values or "compute_environment" in values:
             hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
         raise ToolkitError(f"{path} is not recognised", hint=hint)
+    return tool, values
+
+
+def convert_settings(tool: str, values: Mapping[str, Any], path: Path) -> Conversion:
+    """Convert the settings of a file. Raises ToolkitError for training that has no counterpart."""
     try:
         return TOOLS[tool](values, path)
     except ToolkitError as error:  # a setting is checked where the file's name is not known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +22,44 @@ ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2"
 ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 
 
-def read_command(text: str, path: Path) -> dict[str, Any]:
+def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings of a `trl sft ...` or `accelerate launch ... sft.py ...` command, and of its `--config`.
 
-    Raises ToolkitError if there is no such command.
+    A command for one of `methods` has that as its `method`. Raises ToolkitError if there is no such command.
     """
+    scripts = (*SCRIPTS, *(script for method in methods for script in (f"{method}.py", f"trl.scripts.{method}")))
     for line in text.replace("\\\n", " ").splitlines():
         with contextlib.suppress(ValueError):  # an open quote: text that is not this command
-            words = shlex.split(line, comments=True) if any(name in line for name in ("trl", *SCRIPTS)) else []
-            if (flags := _training_flags(words, path)) is not None:
+            words = shlex.split(line, comments=True) if any(name in line for name in ("trl", *scripts)) else []
+            if (flags := _training_flags(words, path, scripts, methods)) is not None:
                 return _settings(flags, path)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
     raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
 
 
-def _training_flags(words: Sequence[str], path: Path) -> list[str] | None:
+def _training_flags(
+    words: Sequence[str], path: Path, scripts: Collection[str], methods: Collection[str]
+) -> list[str] | None:
     """The flags of a command line, those of its launcher first; None if it does not train with TRL."""
     names = [Path(word).name for word in words]
     if "trl" in names:
         start = names.index("trl") + 2
         command = "".join(names[start - 1 : start])
-        if command == "sft":
-            return list(words[start:])
+        if command in ("sft", *methods):
+            return [*_method_flag(command), *words[start:]]
         if command in OTHER_COMMANDS:
             hint = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
             raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=hint)
-    script = next((number for number, name in enumerate(names) if name in SCRIPTS), None)
+    script = next((number for number, name in enumerate(names) if name in scripts), None)
     if script is None:
         return None
     launcher = next((number for number, name in enumerate(names) if name in ("launch", "torchrun", "run")), script)
-    return [*(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
+    method = _method_flag(names[script].removesuffix(".py").rpartition(".")[2])
+    return [*method, *(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
+
+
+def _method_flag(method: str) -> list[str]:
+    return [] if method == "sft" else [f"--method={method}"]
 
 
 def _settings(flags: Sequence[str], path: Path) -> dict[str, Any]:

@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from toolkit.observe.attest.tensors import raw_bytes
+from toolkit.observe.attest.tensors import raw_bytes, without_adapters
 
 IGNORED = -100  # the label that PyTorch's cross entropy ignores
 BATCH_FACTS = "batch_facts"
@@ -26,7 +26,7 @@ class BatchFacts:
 
     tokens: int | None  # all tokens, with padding
     non_padding_tokens: int | None
-    supervised_tokens: int | None  # labels that are not ignored after the causal shift
+    supervised_tokens: int | None  # labels that are not ignored, after the shift of a causal language model
     sha256: str  # fingerprint of the batch: equal wherever the same rows are trained on in the same order
     rows: tuple[int, ...] = ()
     """Indices of the rows in the data set as it was read; of all documents if rows are packed."""
@@ -36,24 +36,55 @@ CountBatch = Callable[[Sequence[Any], MutableMapping[str, Any]], BatchFacts]
 """Returns the facts of a batch, given the rows that the collator had and the batch that it made."""
 
 
-def tensor_facts(rows: Sequence[Any], batch: MutableMapping[str, Any]) -> BatchFacts:
-    """Count a batch of any script: the digest is of all tensors by name, shape and content."""
+def tensor_facts(rows: Sequence[Any], batch: Any, *, label_shift: int | None = None) -> BatchFacts:
+    """Count a batch of any script: the digest is of all tensors by name, shape and content.
+
+    `label_shift` is the model's (see below): without it no supervised token is counted.
+    """
     del rows
-    digest, tensors = hashlib.sha256(), {name: batch[name] for name in sorted(batch) if torch.is_tensor(batch[name])}
-    for name, tensor in tensors.items():
+    digest, found = hashlib.sha256(), dict(named_tensors(batch))
+    for name, tensor in found.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(raw_bytes(tensor))
-
-    def total(ending: str, count: Callable[[torch.Tensor], Any]) -> int | None:
-        counts = [int(count(tensor)) for name, tensor in tensors.items() if name.endswith(ending)]
-        return sum(counts) if counts else None
-
+    ids = {name: tensor for name, tensor in found.items() if name.endswith("input_ids")}
+    masks = [found.get(name.removesuffix("input_ids") + "attention_mask") for name in ids]
+    masked = [
+        int(m.sum()) for m, each in zip(masks, ids.values(), strict=True) if m is not None and m.shape == each.shape
+    ]
+    labels = [labels for name, labels in found.items() if name.endswith("labels") and labels.dim() > 1]
+    supervised = [int((each[..., label_shift:] != IGNORED).sum()) for each in labels if label_shift is not None]
     return BatchFacts(
-        tokens=total("input_ids", torch.numel),
-        non_padding_tokens=total("attention_mask", torch.sum),
-        supervised_tokens=total("labels", lambda labels: (labels[..., 1:] != IGNORED).sum()),
+        tokens=sum(map(torch.numel, ids.values())) if ids else None,
+        non_padding_tokens=sum(masked) if ids and len(masked) == len(ids) else None,
+        supervised_tokens=sum(supervised) if supervised else None,
         sha256=digest.hexdigest(),
     )
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a batch in the order of their names: `input_ids`, or `0.pixel_values` within a list.
+
+    >>> [name for name, _ in named_tensors({"labels": torch.ones(2), "images": [torch.ones(1)]})]
+    ['images.0', 'labels']
+    """
+    if torch.is_tensor(value):
+        yield name, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        inner = sorted(value.items(), key=lambda item: str(item[0])) if isinstance(value, Mapping) else enumerate(value)
+        for key, each in inner:
+            yield from named_tensors(each, f"{name}.{key}" if name else str(key))
+
+
+def label_shift_of(model: Any) -> int | None:
+    """Return the positions by which a model shifts its labels: 1 for a causal language model, 0 where every label is
+    its own position's, None where the class does not show it."""
+    plain = without_adapters(model)
+    name = type(plain).__name__
+    if getattr(getattr(plain, "config", None), "is_encoder_decoder", False):
+        return 0
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        return 1
+    return 0 if name.endswith(("ForTokenClassification", "ForMaskedLM")) else None
 
 
 class ObservedCollator:

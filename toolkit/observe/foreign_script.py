@@ -1,5 +1,7 @@
 """Run somebody's script unchanged, and observe every `transformers.Trainer` that it trains.
 
+A loop on accelerate alone has a line of its own (`toolkit.observe.accelerate_loop`), and joins this run's folder.
+
     ScriptRun(Words.read(["--require", "zero3", "dpo.py", "--its", "--own", "--arguments"])).run()
 
 `Trainer.__init__` is wrapped: each instance is observed from its `train()` on, when its own class has finished making
@@ -13,6 +15,7 @@ import functools
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, AttestationFailed
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
+from toolkit.observe.accelerate_loop import LoopedTraining, ObservedLoop
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
@@ -116,7 +120,8 @@ class ScriptRun:
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
-            hint = "scripts that train with a `transformers.Trainer` are observed, or with accelerate alone: `observe`"
+            hint = "a loop on accelerate alone is observed by a line of its own: `with observe(accelerator=..., "
+            hint += "model=..., optimizer=...):`, from toolkit"
             print(f"error: {told}\n  hint: {hint}", file=sys.stderr, flush=True)
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
@@ -146,6 +151,7 @@ class ScriptRun:
             trainer.__class__ = type(own.__name__, (own,), {"train": train})
 
         Trainer.__init__ = init
+        ObservedLoop.launched = self._join_loop
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         stops = self._observe(trainer)
@@ -159,26 +165,13 @@ class ScriptRun:
         return output
 
     def _observe(self, trainer: Any) -> StopOnSignal | None:
-        """Observe a training: the first in the run folder, each later one in a folder of its own below it."""
-        self.trainings += 1
-        first = self.trainings == 1
-        path = self.folder.path if first else self.folder.path / f"training-{self.trainings}"
+        path, first = self._next_folder()
         args, words = trainer.args, self.words
-        if self.ranks != args.world_size:
-            raise AttestationFailed(
-                f"{self.ranks} ranks were started, and each of them trains alone: world_size is {args.world_size}",
-                hint="make the process group before the Trainer, or start the script with `accelerate launch`",
-            )
-        preset = words.require_preset
-        shards = None if preset is None else preset.dp_shard_size(args.world_size)
-        expected = ExpectedRun(
-            preset=preset, world_size=args.world_size, dp_shard_size=shards, settings=words.require_settings
-        )
         observer = observe(
             trainer,
             path,
-            require=preset,
-            parts=ObserverParts(expected=expected),
+            require=words.require_preset,
+            parts=ObserverParts(expected=self._expected(args.world_size)),
             untimed_steps=words.untimed_steps,
             complete_saves=words.complete_saves,
             prepared=first,
@@ -199,6 +192,28 @@ class ScriptRun:
         stops.listen()
         trainer.add_callback(stops)
         return stops
+
+    def _next_folder(self) -> tuple[Path, bool]:
+        """The first training is in the run folder, each later one in a folder of its own below it."""
+        self.trainings += 1
+        first = self.trainings == 1
+        return (self.folder.path if first else self.folder.path / f"training-{self.trainings}"), first
+
+    def _expected(self, world_size: int) -> ExpectedRun:
+        preset = self.words.require_preset
+        shards = None if preset is None else preset.dp_shard_size(world_size)
+        settings = self.words.require_settings
+        return ExpectedRun(preset=preset, world_size=world_size, dp_shard_size=shards, settings=settings)
+
+    def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
+        """Let a loop on accelerate join the run; what the script's own line requires counts where no option does."""
+        path, first = self._next_folder()
+        expected = self._expected(training.world_size)
+        if expected.preset is None and not expected.settings:
+            expected = training.expected
+        stop, untimed = self.words.stop_after_steps, self.words.untimed_steps
+        joined = replace(training, folder=path, prepared=first, expected=expected)
+        return replace(joined, stop_after_steps=stop, untimed_steps=untimed)
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]

@@ -11,6 +11,8 @@ each step and rank, and what was really in effect.
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.batches import ObservedCollator, take_facts
+from toolkit.observe.batches import ObservedCollator, label_shift_of, take_facts, tensor_facts
 from toolkit.observe.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.hang_detection import Watchdog
@@ -194,7 +197,8 @@ def observe(
     trainer.__class__ = type(f"Observed{own.__name__}", (ObservedTrainer, own), {})
     # accelerate may send the batches of an iterable data set to other ranks, and sends tensors only
     if not isinstance(trainer.train_dataset, IterableDataset) or parts.collates_on_each_rank:
-        trainer.data_collator = ObservedCollator(trainer.data_collator, parts.batch_facts)
+        count = parts.batch_facts or functools.partial(tensor_facts, label_shift=label_shift_of(trainer.model))
+        trainer.data_collator = ObservedCollator(trainer.data_collator, count)
     for callback in (step_timer, verification):
         trainer.add_callback(callback)
     return observer
@@ -203,8 +207,13 @@ def observe(
 def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: bool = False) -> ObservedRun:
     """Open the run folder of a script that has none of its own, and start this rank's heartbeat. Collective.
 
-    `prepared`: this program has made the folder its own already.
+    `prepared`: this program has made the folder its own already. Raises AttestationFailed where each rank is alone.
     """
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != args.world_size:
+        raise AttestationFailed(
+            f"{started} ranks were started, and each of them trains alone: world_size is {args.world_size}",
+            hint="make the process group before the Trainer, or start the script with `accelerate launch`",
+        )
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
     if not prepared:
         if writes:
@@ -216,8 +225,9 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
     run = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
     name, files = (None, {}) if preset is None else (preset.name, preset.texts())
     numbers = ("seed", "max_steps", "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps")
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    spec = {key: getattr(args, key) for key in numbers} | {"global_batch_size": batch}
+    spec = {key: getattr(args, key, None) for key in numbers}  # a loop on accelerate does not show all
+    if hasattr(args, "train_batch_size"):
+        spec["global_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     run.open(prepared=prepared, preset=name, preset_files=files, seed=args.seed, nodes=nodes, spec=spec)
     Watchdog(progress, ranks=folder.path / "ranks", rank=run.rank).start()
     return run

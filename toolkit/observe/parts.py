@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.observe.attest.differences import Values
-from toolkit.observe.batches import CountBatch, tensor_facts
+from toolkit.observe.batches import CountBatch
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
 
@@ -40,7 +40,8 @@ class ObserverParts:
     """A reader that needs forwards of its own, called with `trainer`; it may raise AttestationFailed."""
     reduce_dtype: Callable[[Any], str | None] = lambda _: None
     """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""
-    batch_facts: CountBatch = tensor_facts
+    batch_facts: CountBatch | None = None
+    """None counts what the batches of any script show."""
     counts_tokens: bool = True
     """False on a rank that trains on the rows of another one: their tokens are counted there."""
     compiles: bool = False

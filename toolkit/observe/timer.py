@@ -27,6 +27,7 @@ from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.parts import ObserverParts
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.record.measurements import MemoryByPhase, drop_rows_after
+from toolkit.units import number
 
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
 
@@ -165,6 +166,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         """Start the step in progress now; what came before is not part of its time."""
         self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
         self.step.own_work = [self.step.start]
+        self.step.data_waits.clear()
         self.step.compiler = CompilerEvents.read() if self.parts.compiles else None
 
     # -- the Trainer's events
@@ -280,7 +282,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
             "cpu_seconds": step.cpu_seconds,
             **{name: tokens(name) for name in ("tokens", "non_padding_tokens", "supervised_tokens")},
-            "loss": math.fsum(loss.item() for loss in step.losses),
+            "loss": math.fsum(loss.item() for loss in step.losses) if step.losses else None,
             **grad_norm_facts(step.grad_norm),
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),
             **step.memory,
@@ -304,13 +306,15 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def _print(self, row: dict[str, Any]) -> None:
         """Print on rank 0, at most one line per second, and always the last step."""
-        if self.rank != 0 or (time.monotonic() - self.printed_at < 1 and row["step"] < self.max_steps):
+        is_last = 0 < self.max_steps <= row["step"]
+        if self.rank != 0 or (time.monotonic() - self.printed_at < 1 and not is_last):
             return
         self.printed_at = time.monotonic()
         norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
         speed = "" if row["tokens"] is None else f"  {row['tokens'] / row['seconds']:,.0f} tokens/s"
-        loss = f"on rank 0: loss {row['loss']:.4f}  {row['seconds']:.2f} s"
-        print(f"step {row['step']}/{self.max_steps}{norm}  {loss}{speed}", flush=True)
+        loss = f"on rank 0: loss {number(row['loss'], 4)}  {row['seconds']:.2f} s"
+        of_steps = f"/{self.max_steps}" if self.max_steps > 0 else ""  # a loop on accelerate does not tell
+        print(f"step {row['step']}{of_steps}{norm}  {loss}{speed}", flush=True)
 
 
 def time_waits_in_forward(model: Any, timer: StepTimer) -> None:

@@ -22,11 +22,12 @@ from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
+from toolkit.plan.methods import SFT, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import unsupported
+from toolkit.presets.support import Known, unsupported
 from toolkit.units import gib
 
 # Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.
@@ -72,7 +73,8 @@ class RecommendRequest:
     def micro_batches(self) -> list[int]:
         """Divisors of a group's sequences, ascending; those that fill a pipeline."""
         share, pipeline = self.sequences_per_group, self.job.pipeline
-        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        smallest = self.job.method.smallest_batch
+        sizes = [size for size in range(smallest, share + 1) if share % size == 0] or [smallest]
         return [size for size in sizes if pipeline is None or not pipeline.problem(micro_batches=share // size)]
 
     def job_with(self, *, micro_batch: int, checkpointing: bool) -> PlannedJob:
@@ -181,7 +183,8 @@ def refusal(request: RecommendRequest, preset: PresetSpec, purpose: Purpose = "r
     # the accumulation steps are to be found: any number that suits the stages
     job = replace(request.job.as_trained, gradient_accumulation_steps=request.job.pp or 1)
     limits = request.job.limits_on(request.shape)
-    reason = unsupported(preset, job, world_size=request.world_size, device=device, model=limits, purpose=purpose)
+    known: Known = {"world_size": request.world_size, "device": device, "model": limits, "purpose": purpose}
+    reason = not_planned(request.job.method, preset) or unsupported(preset, job, **known)
     return None if reason is None else reason.why
 
 
@@ -257,6 +260,9 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
     words = training_words(candidate.job, model, output="OUTPUT_DIR")
     preset, nodes = candidate.preset, request.interconnect.num_nodes
+    if candidate.job.method.method != SFT:
+        script = f"--script {candidate.job.method.method}.py -- {words}"
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script}"
     if nodes == 1:
         return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
     config = f"accelerate_configs/{preset.name}.yaml"
@@ -272,5 +278,29 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
 def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     """Return the training arguments of a planned job, for a shell."""
     folder = str(Path(model).parent) if model.endswith("config.json") else model
+    if job.method.method != SFT:
+        return shlex.join(trl_words(job, folder, output=output))
     values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
     return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
+
+
+def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
+    """Return the arguments of TRL's own scripts for a planned job."""
+    method = job.method
+    values: dict[str, object] = {"model_name_or_path": model, "dataset_name": "DATASET"}
+    values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    if not method.generates:
+        values["max_length"] = job.tokens_per_row
+    values["gradient_checkpointing"] = job.activation_checkpointing
+    if job.lora_r is not None:
+        values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
+        values |= {"load_in_4bit": True} if job.load_in_4bit else {}
+    trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
+    if method.vllm in ("colocate", "server"):
+        trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}
+    values |= trl_options | ({} if output is None else {"output_dir": output})
+    return [
+        word
+        for name, value in values.items()
+        for word in (f"--{name}", str(value).lower() if value is True or value is False else str(value))
+    ]

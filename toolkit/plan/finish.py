@@ -20,6 +20,7 @@ from toolkit.files.reading import is_file
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import config_path
 from toolkit.plan.interconnect import Range
+from toolkit.plan.methods import SFT
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
@@ -79,6 +80,11 @@ def work_of(options: PlanOptions, job: PlannedJob, model: str) -> Work | None:
         raise ToolkitError(f"--max-steps is {max_steps}, expected 1 or more")
     if options.dataset_tokens is not None and options.dataset_tokens < 1:
         raise ToolkitError(f"--dataset-tokens is {options.dataset_tokens}, expected 1 or more")
+    if job.method.method != SFT and (options.dataset_tokens is not None or options.dataset is not None):
+        raise ToolkitError(
+            f"time and cost are planned for --method {SFT} only: no speed of {job.method.method} is known",
+            hint="leave out `--dataset` and `--dataset-tokens`",
+        )
     if max_steps is not None or options.dataset_tokens is not None:
         return Work(epochs=options.num_train_epochs, max_steps=max_steps, tokens=options.dataset_tokens)
     if options.dataset is None:

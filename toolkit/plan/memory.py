@@ -16,7 +16,15 @@ from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
 from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
+from toolkit.plan.methods import (
+    SFT,
+    TILE_TOKENS,
+    TILE_VOCABULARY,
+    adapter_input_bytes,
+    reference_buffer_bytes,
+    reference_bytes,
+)
+from toolkit.plan.model_states import FP32_BYTES, JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.planned_job import (
     ACTIVATION_BYTES,
     LOG_PROBABILITY_BYTES,
@@ -38,8 +46,9 @@ WITHOUT_CHUNKED_LOSS = frozenset(
         *("xlnet", "xmod"),
     )
 )
-PARTS = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
-PHASES = ("load", "forward", "backward", "step")
+PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
+STATES = PARTS[:4]
+PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step")
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
 # Share of a plan, apart from the model states, by which the plan may be wrong. Assumed: no GPU has checked it yet.
@@ -56,19 +65,21 @@ class PhaseMemory:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    reference_bytes: int = 0  # parameters of a second model, which is not trained
     activation_bytes: int = 0
     logits_bytes: int = 0
     buffer_bytes: int = 0  # buckets, gathered layers, copies of weights and gradients
+    generation_bytes: int = 0  # vLLM on the same GPU, or the cached keys and values of transformers' own generation
 
     @property
     def state_bytes(self) -> int:
         """Model states on the GPU."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return sum(getattr(self, f"{part}_bytes") for part in STATES)
 
     @property
     def allocated_bytes(self) -> int:
         """Sum of all parts."""
-        return self.state_bytes + self.activation_bytes + self.logits_bytes + self.buffer_bytes
+        return sum(getattr(self, f"{part}_bytes") for part in PARTS)
 
     def as_row(self) -> dict[str, int]:
         """Return the parts as `toolkit plan --json` prints them."""
@@ -120,14 +131,15 @@ def plan_engine_memory(
     shape: ModelShape, engine: EngineSettings, job: PlannedJob, *, load: StageLoad | None = None
 ) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset; `load` is that of a stage."""
-    shape = part_of_rank(shape, engine.layout)
+    shape = part_of_rank(job.method.model(shape), engine.layout)
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
+    allocated = max(phase.allocated_bytes - phase.generation_bytes for phase in phases)  # vLLM's share has its own
     return MemoryPlan(
         states=states,
         phases=phases,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=max(phase.allocated_bytes for phase in phases)),
+        overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
         host=host_memory(engine, weights, states, job),
         activations_known=shape.activations_from != "llama",
     )
@@ -165,6 +177,9 @@ def logits_bytes(
     head_bytes: int = 0,
     element_bytes: int = 2,
     chunk_tokens: int = LOSS_CHUNK_TOKENS,
+    scored: int = 0,
+    row_bytes: int = 2,
+    output_bytes: int = 2,
 ) -> tuple[int, int]:
     """Return the bytes of logits and loss at the end of the forward and at the start of the backward.
 
@@ -180,8 +195,34 @@ def logits_bytes(
     - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
       `fused_linear_cross_entropy`).
     - `chunked_output`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
+    - `log_probs`: TRL's (`kernels/chunked_logprob.py`). A tile of logits, the rows of the hidden states of the `scored`
+      tokens, an element of which takes `row_bytes`, and all rows that they are taken from; in the backward the fp32
+      gradients of these rows and of the head, each then converted.
+    - `orpo`, `simpo`: TRL's, in multiples of logits of `output_bytes`, which are fp32 under autocast. SimPO's
+      log-probabilities save the logits as they are, and their gradient is one more; beside them, ORPO's likelihood of
+      the chosen half of the rows saves a copy of it and its log-probabilities, which have gradients too.
+    - `scores`: nothing of note.
     """
     logits, head = tokens * vocab_size, vocab_size * hidden_size
+    if loss == "scores":
+        return 0, 0
+    if loss == "orpo":
+        return 2 * output_bytes * logits, 3 * output_bytes * logits
+    if loss == "simpo":  # under autocast the bf16 logits are alive while they are converted
+        return (output_bytes + (output_bytes - element_bytes)) * logits, 2 * output_bytes * logits
+    if loss == "log_probs":
+        tile_tokens = min(scored, TILE_TOKENS)
+        tile = element_bytes * tile_tokens * TILE_VOCABULARY
+        if row_bytes > element_bytes:  # under autocast, casts of the rows of a tile
+            tile += element_bytes * tile_tokens * hidden_size
+        if head_bytes > element_bytes:  # and of the head's columns
+            tile += element_bytes * min(TILE_VOCABULARY, vocab_size) * hidden_size
+        rows = row_bytes * scored * hidden_size
+        columns = element_bytes * min(TILE_VOCABULARY, max(0, vocab_size - TILE_VOCABULARY)) * hidden_size
+        again = columns if head_bytes > element_bytes else 0  # the last columns live until the next are cast
+        gradients = again + FP32_BYTES * (scored * hidden_size + (head if head_bytes else 0))
+        converted = (rows if row_bytes < FP32_BYTES else 0) + (head_bytes * head if head_bytes < FP32_BYTES else 0)
+        return rows + tile + row_bytes * tokens * hidden_size, rows + tile + gradients + converted
     if loss == "full":
         return (10 + saved_bytes) * logits, (12 + saved_bytes) * logits
     if loss == "chunked_output":
@@ -230,9 +271,14 @@ class _Phases:
         waiting = never_freed or job.gradient_accumulation_steps > 1
         self.gradients_in_forward = self.gradients if waiting else 0
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
-        self.tokens = -(-job.tokens_per_micro_batch // engine.ranks_per_sequence) * fp32_factor
-        self._set_activations(shape)
+        self.tokens = -(-job.tokens_per_forward // engine.ranks_per_sequence) * fp32_factor
+        self.method = job.method
         self.head = shape.vocab_size * shape.hidden_size // engine.tp
+        # TRL's losses run while FSDP2 holds one layer beside the root.
+        self.prefetched = 0
+        if job.method.spec.loss == "log_probs" and engine.kind == "fsdp2" and engine.sharding != "shard_grad_op":
+            self.prefetched = engine.element_bytes * weights.largest_layer(engine.ranks_sharing)
+        self._set_activations(shape)
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
         self.tied_gradients = 2 * fp32_factor * (4 if engine.autocasts else 2) * self.head if tied else 0
@@ -260,7 +306,7 @@ class _Phases:
         self.layer_copies = saved.largest_layer.fixed + dequantized
         all_copies = saved.layers.fixed + dequantized
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
-            rows = job.per_device_train_batch_size
+            rows = job.rows
             self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)
             self.saved = self.tokens * activations.residual_bytes * shape.hidden_size * shape.num_layers + self.masks
             self.saved_copies = dequantized
@@ -270,15 +316,25 @@ class _Phases:
         self.forward_copies = all_copies if activations.casts_weights else self.saved_copies
         if job.activation_checkpointing and frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
+        self._set_method(shape, activations, length)
         self.head_copy = activations.head_copy_bytes
         self.exchanged = self.tokens * activations.exchanged_bytes_per_token
         # Ranks that train on the same rows need the full logits (`--loss full`).
         splits_batch = layout is not None and layout.ranks_per_batch > 1
         needs_full = splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
         loss = "full" if job.loss == "chunked" and needs_full else job.loss
+        method = job.method
+        if method.method != SFT:
+            loss = method.spec.loss
+        if loss == "log_probs":  # the head's input and its copy of the weights are in the loss
+            self.head_copy = 0
+            self.outer -= 0 if frozen else 2 * self.tokens * shape.hidden_size
         self.logits = logits_bytes(
             loss=loss,
             tokens=job.tokens_per_micro_batch if loss == "chunked" else self.tokens,
+            scored=method.scored_tokens(job.rows, length),
+            row_bytes=activations.residual_bytes,
+            output_bytes=4 if self.engine.autocasts else self.engine.element_bytes,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             saved_bytes=saved.logit_bytes,
@@ -287,6 +343,37 @@ class _Phases:
             element_bytes=self.engine.element_bytes,
             chunk_tokens=job.loss_chunk_tokens,
         )
+
+    def _set_method(self, shape: ModelShape, activations: Activations, length: int) -> None:
+        """What a method adds to supervised fine-tuning: a reference model, peft's casts, generation."""
+        job, method, engine, frozen = self.job, self.method, self.engine, bool(self.weights.frozen)
+        residual, width = activations.residual_bytes, shape.intermediate_size * (shape.experts_per_token or 1)
+        one_forward = 2 * residual * shape.hidden_size + 6 * width  # per token, what a layer makes at once
+        self.one_forward = self.tokens * one_forward
+        self.kept_rows = residual * method.scored_tokens(job.rows, length) * shape.hidden_size
+        self.num_params = shape.num_params
+        # Autocast casts the inputs of peft's adapters, unless TRL made those bf16, as it does beside 4-bit weights.
+        if frozen and engine.autocasts and not job.load_in_4bit and method.method != SFT:
+            copies = self.tokens * adapter_input_bytes(shape)
+            self.one_layer += copies // shape.num_layers
+            self.saved += 0 if job.activation_checkpointing else copies
+            # Their gradients are fp32 too: of the last projection's input, and of its output.
+            self.layer_backward += self.tokens * FP32_BYTES * (width + shape.hidden_size)
+        reference, buffers = 0, 0
+        if method.scores_reference and not frozen:
+            reference = reference_bytes(engine, shape, method) if engine.offload_param is None else 0
+            buffers = reference_buffer_bytes(engine, activations, method, self.buffers.forward_bytes)
+        elif method.scores_reference and engine.kind == "fsdp2":  # an untied head is gathered apart from its unit
+            buffers = self.prefetched + (
+                self.prefetched if shape.tied_embeddings else 2 * engine.element_bytes * self.head
+            )
+        self.scoring_reference, self.scoring_buffers = reference, buffers
+        self.reference = reference if method.has_reference(lora=frozen) else 0
+        # Keys are in the dtype of the cosines, values in bf16; the cache of a layer is copied when it grows.
+        rows = job.per_device_train_batch_size * job.gradient_accumulation_steps
+        per_token = (residual + 2) * shape.num_kv_heads * shape.head_dim
+        self.cache = per_token * (shape.num_layers + 1) * rows * length
+        self.prefill = one_forward * rows * (length - method.completion_tokens(length))
 
     def peaks(self) -> tuple[PhaseMemory, ...]:
         """Return the moment of each phase that allocates most."""
@@ -306,14 +393,56 @@ class _Phases:
             "forward",
             activations=self.saved + self.outer,
             logits=self.logits[0],
-            buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy,
+            buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy + self.prefetched,
             gradients=self.gradients_in_forward,
         )
-        moments = [load, last_layer, end, *self._backward(), step]
-        return tuple(
-            max((moment for moment in moments if moment.phase == phase), key=lambda moment: moment.allocated_bytes)
-            for phase in PHASES
-        )
+        moments = [load, *self._without_graph(), last_layer, end, *self._scoring(), *self._backward(), step]
+        found = {moment.phase: moment for moment in sorted(moments, key=lambda moment: moment.allocated_bytes)}
+        return tuple(found[phase] for phase in PHASES if phase in found)
+
+    def _scoring(self) -> list[PhaseMemory]:
+        """The forward of a reference model, or of the policy without its adapters, which keeps nothing."""
+        if not self.method.scores_reference or self.method.precompute_ref_log_probs:
+            return []
+        has_graph = not self.method.generates
+        kept, graph_buffers = 0, 0
+        if has_graph:
+            kept = self.saved + self.outer + self.kept_rows
+            graph_buffers = self.saved_copies + self.buffers.loss_bytes
+        return [
+            self._phase(
+                "score",
+                activations=kept + max(0, self.one_forward - self.logits[0]),
+                logits=self.logits[0],
+                buffers=self.scoring_buffers + graph_buffers,
+                gradients=self.gradients_in_forward,
+            )
+        ]
+
+    def _without_graph(self) -> list[PhaseMemory]:
+        """The reference's log-probabilities of the entire data set, before the optimizer exists; and generation."""
+        method, forward = self.method, max(0, self.one_forward - self.logits[0])
+        moments = []
+        if method.precompute_ref_log_probs:
+            # Under FSDP2 TRL loads a reference for it, since the policy is sharded only when training starts.
+            loads = self.engine.kind == "fsdp2" and not self.weights.frozen
+            precompute = PhaseMemory(
+                phase="precompute",
+                parameter_bytes=0 if loads else self.parameters,
+                reference_bytes=self.scoring_reference if loads else 0,
+                activation_bytes=forward,
+                logits_bytes=self.logits[0],
+                buffer_bytes=self.scoring_buffers,
+            )
+            moments.append(precompute)
+        if not method.generates:
+            return moments
+        zero3 = self.engine.kind == "deepspeed" and self.engine.shards_parameters
+        gathered = self.engine.element_bytes * self.num_params if zero3 else self.buffers.forward_bytes
+        values = {"activations": self.prefill, "buffers": gathered, "generation": self.cache}
+        if method.vllm not in (None, "none"):
+            values = {"generation": method.vllm_bytes}
+        return [*moments, self._phase("generate", gradients=self.gradients_in_forward, **values)]
 
     def _backward(self) -> list[PhaseMemory]:
         """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
@@ -325,7 +454,7 @@ class _Phases:
             "backward",
             activations=self.saved + self.outer,
             logits=self.logits[1],
-            buffers=self.buffers.loss_bytes + self.saved_copies + self.head_copy,
+            buffers=self.buffers.loss_bytes + self.saved_copies + self.head_copy + self.prefetched,
             gradients=in_forward,
         )
         copies = self.layer_copies if checkpointing else self.saved_copies
@@ -345,8 +474,16 @@ class _Phases:
         return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
 
     def _phase(
-        self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, gradients: int
+        self,
+        name: str,
+        *,
+        activations: int = 0,
+        logits: int = 0,
+        buffers: int = 0,
+        gradients: int,
+        generation: int = 0,
     ) -> PhaseMemory:
+        resident = name != "generate" and not self.method.vllm_enable_sleep_mode
         accumulated = self.buffers.accumulated_bytes if name != "step" else 0
         if accumulated:  # they are freed layer by layer as the last backward makes the shards, which are no larger
             gradients = 0
@@ -355,6 +492,8 @@ class _Phases:
             parameter_bytes=self.parameters,
             gradient_bytes=gradients,
             optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
+            reference_bytes=self.reference,
+            generation_bytes=generation + (self.method.vllm_bytes if resident else 0),
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
             buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated,

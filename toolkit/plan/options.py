@@ -48,6 +48,31 @@ class JobAndGpuOptions:
         str | None,
         Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards"),
     ] = None
+    method: Annotated[str, Option(help="sft, or as TRL trains it: dpo, kto, orpo, simpo, reward, grpo, rloo")] = "sft"
+    beta: Annotated[float | None, Option(help="of the method; 0 leaves out the reference model of grpo and rloo")] = (
+        None
+    )
+    precompute_ref_log_probs: Annotated[
+        bool,
+        Option("--precompute-ref-log-probs", help="dpo, kto: score with the reference before training, then drop it"),
+    ] = False
+    ref_dtype: Annotated[
+        str | None, Option(help="dtype of the reference model without DeepSpeed: float32 (the default) or bfloat16")
+    ] = None
+    num_generations: Annotated[int | None, Option(help="grpo, rloo: completions per prompt; default: TRL's")] = None
+    max_completion_length: Annotated[
+        int | None, Option(help="tokens of a row that are scored or generated; default: all of --max-seq-length")
+    ] = None
+    vllm: Annotated[str | None, Option(help="grpo, rloo: none (transformers generates), colocate, or server")] = None
+    vllm_gpu_memory_utilization: Annotated[
+        float | None, Option(help="share of each GPU that a colocated vLLM takes; default: 0.3")
+    ] = None
+    vllm_enable_sleep_mode: Annotated[
+        bool, Option("--vllm-enable-sleep-mode", help="a colocated vLLM frees its memory while the model trains")
+    ] = False
+    use_liger_kernel: Annotated[bool, Option("--use-liger-kernel", help="Liger's kernels; sft: its fused loss too")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from rich.table import Table
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
 from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
+from toolkit.plan.methods import SFT
 from toolkit.plan.planner import (
     LARGEST_WORLD_SIZE,
     VERDICT_TEXT,
@@ -23,7 +24,7 @@ from toolkit.plan.planner import (
     simplest_fast,
     verdict_of_batch,
 )
-from toolkit.units import GIB, NOT_AVAILABLE, gib, number, percent, seconds
+from toolkit.units import GIB, MIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 TABLE_COLUMNS = 100
 # Two lines of heading for each column.
@@ -32,14 +33,7 @@ COLUMNS = (
     *("other\n", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
 )
 GPU_COLUMNS = (
-    "GPU\n",
-    "GPUs\n",
-    "preset\n",
-    "torch\nGiB",
-    "smi\nGiB",
-    "of\nGiB",
-    "tokens/s\nper GPU",
-    "$ per M\ntokens",
+    *("GPU\n", "GPUs\n", "preset\n", "torch\nGiB", "smi\nGiB", "of\nGiB", "tokens/s\nper GPU", "$ per M\ntokens"),
 )
 TEXT_COLUMNS = {"GPU\n", "preset\n", "verdict\n"}
 MAX_GPUS_SHOWN = 12
@@ -98,9 +92,12 @@ def print_plans(answer: PlanAnswer) -> None:
     if not are_states_checked(request):
         exact = f"Model states are counted from config.json, and not checked for {checked}."
     disk = max(plan.memory.host.disk_bytes for plan in plans)
+    advice = [f"{plan.preset}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
     legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
-    lines = (*_layout_lines(plans), *_wider_lines(plans), *_finish_lines(plans, answer), *legend, exact)
+    methods = () if answer.any_gpu else (*_phase_lines(plans), *advice)
+    more = (*_wider_lines(plans), *methods, *_finish_lines(plans, answer))
+    lines = (*_layout_lines(plans), *more, *legend, exact)
     for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
 
@@ -191,7 +188,11 @@ def _heading(answer: PlanAnswer) -> str:
 def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
     sizes = [peak.allocated_bytes, memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes]
-    sizes += [peak.logits_bytes, peak.buffer_bytes + memory.overhead_bytes, memory.host.peak_bytes]
+    sizes += [
+        peak.logits_bytes,
+        peak.buffer_bytes + peak.generation_bytes + memory.overhead_bytes,
+        memory.host.peak_bytes,
+    ]
     counts = (plan.largest_micro_batch, plan.smallest_world_size)
     return [
         *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
@@ -247,6 +248,18 @@ def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
             where = "between nodes" if traffic.crosses_nodes else "within a node"
             sent = f"{traffic.sent_bytes / GIGA:,.2f} GB {where}"
             yield f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}"
+
+
+def _phase_lines(plans: Sequence[Plan]) -> Iterator[str]:
+    """The phases of a method that scores, generates or holds more than one model, each with its parts."""
+    for plan in plans:
+        if plan.method == SFT:
+            continue
+        yield f"{plan.preset}, {plan.world_size} GPUs, allocated by phase:"
+        for phase in plan.memory.phases:
+            parts = ((part, getattr(phase, f"{part}_bytes")) for part in PARTS)
+            shown = ", ".join(f"{part} {gib(size)}" for part, size in parts if size >= MIB)
+            yield f"  {phase.phase:<10} {gib(phase.allocated_bytes):>10}: {shown}"
 
 
 def are_states_checked(request: PlanRequest) -> bool:

@@ -27,6 +27,7 @@ from toolkit.models.split import WORDS, part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
 from toolkit.plan.model_states import JobWeights, job_weights
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.spec import PresetSpec, default_accumulate
@@ -54,6 +55,7 @@ class PlannedJob(Job):
     """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
     activation_checkpointing: bool = False
     gpus_per_node: int = 8
+    method: Method = SUPERVISED
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
@@ -75,7 +77,9 @@ class PlannedJob(Job):
         names = (*PLANNED_ARGUMENTS, "accumulate", "activation_checkpointing", "loss", "gpus_per_node")
         given = {name: getattr(options, name) for name in names if hasattr(options, name)}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
-        return cls(**given, lengths_differ=False if full_length else None)
+        if getattr(options, "use_liger_kernel", False) and given.get("loss", "chunked") == "chunked":
+            given["loss"] = "fused"
+        return cls(**given, method=Method.from_options(options), lengths_differ=False if full_length else None)
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -87,9 +91,19 @@ class PlannedJob(Job):
         return (self.accumulate or default_accumulate(preset)) if self.gradient_accumulation_steps > 1 else None
 
     @property
+    def rows(self) -> int:
+        """Rows of a forward: a preference pair is two."""
+        return self.method.spec.rows * self.per_device_train_batch_size
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """Tokens of a forward, all rows at full length."""
+        return self.rows * self.tokens_per_row
+
+    @property
     def is_padded(self) -> bool:
         """True if rows of one micro-batch differ in length. Packed rows are full."""
-        differ = self.per_device_train_batch_size > 1 if self.lengths_differ is None else self.lengths_differ
+        differ = self.rows > 1 if self.lengths_differ is None else self.lengths_differ
         return differ and not self.packing
 
     def packs_without_mask(self, shape: ModelShape) -> bool:
@@ -134,9 +148,10 @@ class PlannedJob(Job):
     @property
     def method_text(self) -> str:
         """Training method, for people."""
+        name = "" if self.method.method == SFT else f"{self.method.method.upper()}, "
         if self.lora_r is None:
-            return "full fine-tune"
-        return f"{'QLoRA' if self.load_in_4bit else 'LoRA'} r={self.lora_r}"
+            return f"{name}full fine-tune"
+        return f"{name}{'QLoRA' if self.load_in_4bit else 'LoRA'} r={self.lora_r}"
 
 
 # -- the stages of a pipeline: the one with the head has its logits, the first one the most micro-batches in flight
@@ -261,6 +276,13 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
         if isinstance(value, int) and not isinstance(value, bool):
             limits = ARGUMENTS[name].metadata.get("limits") if name in ARGUMENTS else None
             check_size("--" + name.replace("_", "-"), value, LARGEST_DEGREE if limits is None else int(limits.highest))
+    rows, is_lora = job.per_device_train_batch_size, job.lora_r is not None
+    check_method(job.method, rows=rows, row_tokens=job.tokens_per_row, lora=is_lora)
+    if job.method.method != SFT and (job.packing or job.loss not in ("chunked", "fused")):
+        option = "--packing" if job.packing else "--loss"
+        raise ToolkitError(
+            f"{option} is for --method {SFT}: {job.method.method} has a loss of its own", hint="leave it out"
+        )
     if job.loss not in LOSSES:
         raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
     if job.accumulate not in (None, *ACCUMULATE):

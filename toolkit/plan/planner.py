@@ -22,6 +22,8 @@ from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
+from toolkit.plan.method_advice import method_advice
+from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
@@ -70,6 +72,8 @@ class Plan:
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     accumulate: str | None = None
     """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
+    method: str = SFT
+    advice: tuple[str, ...] = ()
 
     @property
     def headroom_bytes(self) -> int:
@@ -91,6 +95,7 @@ class Plan:
         memory, peak, speed = self.memory, self.memory.peak, self.speed
         return {
             "preset": self.preset,
+            "method": self.method,
             "world_size": self.world_size,
             "gpu": self.gpu,
             "verdict": self.verdict,
@@ -113,6 +118,7 @@ class Plan:
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
+            "advice": list(self.advice),
             **speed_row(speed),
         }
 
@@ -135,13 +141,18 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
+    if options.verify and options.method != SFT:
+        raise ToolkitError(f"--verify rehearses --method {SFT} only", hint="leave it out")
+    if any_gpu and options.vllm == "colocate":
+        raise ToolkitError("--vllm colocate takes a share of a GPU, and none is named", hint="add `--gpu h100`")
     check_unquantized(model)
+    # a rehearsal's rows all have the full length
+    job = PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify)
     return PlanRequest(
         shape=read_model(model),
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or ([] if any_gpu else [visible_world_size()]),
-        # a rehearsal's rows all have the full length
-        job=PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify),
+        job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
         gpu=gpu,
         host_memory_bytes=host_bytes,
         strict=bool(options.preset),
@@ -174,6 +185,8 @@ def check_request(request: PlanRequest) -> None:
     check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
+        completions = world_size * request.job.per_device_train_batch_size * request.job.gradient_accumulation_steps
+        check_generations(request.job.method, completions)
         Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
 
 
@@ -215,7 +228,9 @@ def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -
     """Return why a preset does not train the job on that many GPUs; None if it does."""
     job = _job_of(request, preset)
     limits = job.limits_on(request.shape)
-    return unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
+    return not_planned(job.method, preset) or unsupported(
+        preset, job.as_trained, world_size=world_size, model=limits, purpose="plan"
+    )
 
 
 def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
@@ -320,4 +335,6 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
         accumulate=job.accumulate_under(preset),
+        method=job.method.method,
+        advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=memory)),
     )

@@ -26,6 +26,7 @@ from toolkit.plan.candidates import (
     memory_refusal,
     why_refused,
 )
+from toolkit.plan.methods import check_generations
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, scaled
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
@@ -57,7 +58,8 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         )
     check_unquantized(model)
     shape, job = read_model(model), PlannedJob.from_options(options, full_length=options.equal_lengths)
-    check_planned_job(job, shape)
+    # the micro-batch is to be found
+    check_planned_job(replace(job, per_device_train_batch_size=job.method.smallest_batch), shape)
     world_size = visible_world_size() if options.num_processes is None else options.num_processes
     check_world_size(world_size)
     if options.global_batch_size is not None:
@@ -68,12 +70,14 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         tflops=options.gpu_tflops,
         link_gb_per_second=options.gpu_link_gb_per_second,
     )
+    global_batch_size = options.global_batch_size or -(-DEFAULT_GLOBAL_BATCH // world_size) * world_size
+    check_generations(job.method, global_batch_size)
     return RecommendRequest(
         shape=shape,
         gpu=gpu,
         world_size=world_size,
-        global_batch_size=options.global_batch_size or -(-DEFAULT_GLOBAL_BATCH // world_size) * world_size,
-        job=job,
+        global_batch_size=global_batch_size,
+        job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
         network_bytes_per_second=scaled("--network-gb-per-second", options.network_gb_per_second, GIGA),
         nvme_bytes_per_second=scaled("--nvme-gb-per-second", options.nvme_gb_per_second, GIGA),
         host_memory_bytes=scaled("--host-memory-gib", options.host_memory_gib, GIB),

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.plan.candidates import Candidate, RecommendRequest, train_command, training_words
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
+from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
@@ -163,7 +164,10 @@ def _facts(choice: Candidate, request: RecommendRequest, price: float | None) ->
         f"{gib(memory.host.peak_bytes)} of host memory per node{disk}"
     ]
     if speed is None:
-        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
+        why = "the GPU's peak is not known (`--gpu-tflops`)"
+        if choice.job.method.method != SFT:
+            why = f"speeds are planned for --method {SFT} only; the preset that shards least is taken"
+        return [*lines, f"  speed     n/a: {why}"]
     low, high = speed.tokens_per_second_per_gpu
     lines += [
         f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
@@ -212,7 +216,7 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
     A comparison has one degree per dimension, and gives ranks that share a batch as many times its size: candidates
     that need something else are left out, and if the first does there is no command.
     """
-    if request.interconnect.num_nodes > 1:
+    if request.interconnect.num_nodes > 1 or request.job.method.method != SFT:
         return None
     sizes, degrees = dict[str, int](), dict[str, int]()
     for candidate in compared:

@@ -21,6 +21,7 @@ from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Collective, Estimate, Interconnect, Range
+from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
@@ -167,7 +168,7 @@ def step_time(
     """Return the planned times; None if the GPU's peak in the compute dtype is unknown."""
     preset, precision, job = setup.preset, setup.mixed_precision or setup.preset.mixed_precision, setup.job
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
-    if peak is None:
+    if peak is None or setup.job.method.method != SFT:  # of other methods no speed is planned
         return None
     steps, ranks_per_batch = setup.accumulation_steps, 1 if setup.layout is None else setup.layout.ranks_per_batch
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.

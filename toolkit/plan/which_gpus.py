@@ -8,7 +8,7 @@ from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
-from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens
+from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
 from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict
 from toolkit.plan.planner import (
     LARGEST_WORLD_SIZE,
@@ -55,7 +55,9 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
         return None
 
     def cost(plan: Plan) -> tuple[float, int]:
-        return dollars_per_million_tokens(plan, prices) or 0.0, plan.world_size * plan.gpu_memory_bytes
+        dollars, hourly = dollars_per_million_tokens(plan, prices), price_of(plan, prices) or 0.0
+        dollars = hourly * plan.world_size if dollars is None else dollars
+        return dollars, plan.world_size * plan.gpu_memory_bytes
 
     found = sorted(filter(None, map(fewest, gpus)), key=cost)
     if not found:

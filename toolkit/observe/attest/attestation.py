@@ -32,6 +32,13 @@ from toolkit.observe.parts import ObserverParts
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
+from toolkit.units import gib
+
+# FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
+WHOLE_MODEL_HINT = (
+    "FSDP2 gathers this model as a whole, since its layers are not known: set `_no_split_modules = ['Layer']` on the "
+    "model's class, or `fsdp_transformer_layer_cls_to_wrap` in the accelerate file"
+)
 
 # transformers 5.19 has the second alone; 5.23 has both.
 CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
@@ -40,8 +47,8 @@ CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
 class Attestation(TrainerCallback):  # type: ignore[misc]
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
 
-    The `timer` has the digests of this rank's first batches, and leaves out the time that a verification takes. If the
-    run differs, it ends where `strict` (AttestationFailed on every rank).
+    `trainer` is a Trainer, or an `ObservedLoop`. The `timer` has the digests of this rank's first batches, and leaves
+    out the time that a verification takes. A run that differs ends where `strict` (AttestationFailed on every rank).
     """
 
     def __init__(
@@ -110,17 +117,23 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
         expected, preset, path = self.expected_values(), self.parts.expected.preset, self.run.folder.attestation_json
         found = self.differences(expected, ranks, norms)
-        clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm)}
+        clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
             write_json(path, attestation_json(preset, expected, [reading | clipped for reading in ranks], found))
             if preset is None:
                 print("attestation: no preset is known for this run, so its readings are not checked", flush=True)
             elif not found:
                 print(verified_line(preset, ranks[0]), flush=True)
+            for name, other in ranks[0].get("other_models", {}).items():
+                print(other_model_line(name, other, None if preset is None else preset.sharding), flush=True)
+            if found and not self.strict:
+                print(f"warning: {found[0]}", flush=True)
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
+            whole = ranks[0].get("fsdp2_groups") == 1 and any(difference.name == "sharding" for difference in found)
+            hint = f"{WHOLE_MODEL_HINT}; " if whole else ""
             raise AttestationFailed(
-                f"the run does not match its preset and arguments: {first}", hint=f"all values are in {path}"
+                f"the run does not match its preset and arguments: {first}", hint=f"{hint}all values are in {path}"
             )
 
     def differences(self, expected: Values, ranks: list[Values], norms: list[Values]) -> list[Difference]:
@@ -128,7 +141,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         layout = self.parts.expected.layout
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout)
-        found += clipping_differences(norms, self.trainer.args.max_grad_norm, replicas=gradient_replicas(ranks))
+        threshold = self.trainer.args.max_grad_norm or 0.0
+        found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         return found or byte_differences(ranks)
 
@@ -138,10 +152,12 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         preset, at_load = expected.preset, expected.layout_at_load
         # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
         fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
-        given = any(getattr(args, name, False) for name in CHECKPOINTING_ARGUMENTS)
-        checkpointing = bool(given or fsdp.get("fsdp_activation_checkpointing"))
-        settings = {"gradient_clipping": args.max_grad_norm} | expected.settings
-        settings.setdefault("activation_checkpointing", checkpointing)
+        given = [fsdp.get("fsdp_activation_checkpointing")]
+        given += [getattr(args, name, None) for name in CHECKPOINTING_ARGUMENTS]
+        # a loop on accelerate may show neither clipping nor checkpointing
+        checkpointing = any(given) if set(given) != {None} else None
+        known = {"gradient_clipping": args.max_grad_norm, "activation_checkpointing": checkpointing}
+        settings = {name: value for name, value in known.items() if value is not None} | expected.settings
         if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
@@ -172,3 +188,19 @@ def verified_line(preset: PresetSpec, reading: Values) -> str:
     dtypes += "" if reading["frozen_dtype"] is None else f", {reading['frozen_dtype']} frozen weights"
     engine = f"{reading['engine']}, {reading['sharding']}"
     return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"
+
+
+def other_model_line(name: str, reading: Values, sharding: str | None) -> str:
+    """Return the log line of a model that is not trained, a warning if it is whole where the preset shards the other.
+
+    >>> sizes = {"dtype": "float32", "bytes": 2**29, "whole_bytes": 2**30}
+    >>> other_model_line("ref_model", sizes | {"sharding": "full_shard", "fsdp2_groups": 1}, "full_shard")
+    'ref_model: 0.50 GiB of 1.00 GiB on each rank (float32), gathered as a whole in its forward'
+    """
+    whole, dtype = gib(reading["whole_bytes"]), reading["dtype"]
+    if reading["sharding"] != "replicate":
+        together = ", gathered as a whole in its forward" if reading.get("fsdp2_groups") == 1 else ""
+        return f"{name}: {gib(reading['bytes'])} of {whole} on each rank ({dtype}){together}"
+    warns = sharding in ("full_shard", "hybrid_shard")
+    beside = ", where the preset shards the trained model" if warns else ""
+    return f"{'warning: ' * warns}{name}: whole on each rank ({dtype}, {whole}){beside}"

@@ -135,7 +135,7 @@ def updated_tensors(trainer: Any) -> list[UpdatedTensor]:
 
 def hidden_matrices(model: Any) -> set[int]:
     """Return the ids of the weights that Muon trains: those of linear layers, but not the head."""
-    head = model.get_output_embeddings()
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # a model class of one's own has none
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     return {id(weight) for weight in linear if weight.ndim == 2 and weight.requires_grad} - embeddings

@@ -28,13 +28,14 @@ def is_fsdp2(model: Any) -> bool:
 
 def read(model: Any, parameters: list[Any]) -> Values:
     """Read what differs from a model that nothing shards, after the first step."""
-    groups = _parameter_groups(model)
+    groups = parameter_groups(model)
     dtype = next(p.dtype for p in parameters if p.requires_grad)
     offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
     shards = [[size for placement, size in _data_parallel(p) if is_shard(placement)] for p in parameters]
     return {
         "engine": "fsdp2",
         "sharding": _sharding(groups, parameters),
+        "fsdp2_groups": len(groups),
         "dp_shard_size": next((math.prod(sizes) for sizes in shards if sizes), None),
         "compute_dtype": "+".join(sorted({dtype_name(g.mp_policy.param_dtype or dtype) for g in groups})),
         "offload_optimizer": offload,
@@ -44,7 +45,7 @@ def read(model: Any, parameters: list[Any]) -> Values:
 
 def reduce_dtype(model: Any) -> str:
     """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
-    policy, parameter = _parameter_groups(model)[0].mp_policy, next(model.parameters())
+    policy, parameter = parameter_groups(model)[0].mp_policy, next(model.parameters())
     return dtype_name(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
 
 
@@ -53,7 +54,7 @@ def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:
 
     torch 2.13 (`to_accumulated_grad_if_needed`) keeps them apart where the reduction has another dtype.
     """
-    for group in _parameter_groups(model):
+    for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             computed = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
             yield from (each for each in (computed, parameter.unsharded_accumulated_grad) if each is not None)
@@ -68,7 +69,7 @@ def is_replicated_over_data_parallelism(tensor: Any) -> bool:
     return not hasattr(tensor, "placements") or names == ("tp",)
 
 
-def _parameter_groups(model: Any) -> list[Any]:
+def parameter_groups(model: Any) -> list[Any]:
     """Parameters that are gathered and resharded together, over all modules; the attribute's name follows torch's."""
     groups: list[Any] = []
     for module in model.modules():

@@ -63,6 +63,7 @@ def read_rank(
         "neftune_noise_alpha": _neftune(plain),
         "attn_implementation": getattr(getattr(plain, "config", None), "_attn_implementation", None),
         **read_layout(trainer, plain),
+        **read_other_models(trainer, plain),
     }
     for read in readers:
         reading |= read(trainer, plain)
@@ -82,6 +83,36 @@ def _neftune(plain: Any) -> float | None:
     hooks = getattr(embedding, "_forward_hooks", {})  # a later stage of a pipeline has no embedding
     hooked = any("neftune" in getattr(hook, "__name__", "") for hook in hooks.values())
     return getattr(embedding, "neftune_noise_alpha", None) if hooked else None
+
+
+def read_other_models(trainer: Any, plain: Any) -> Values:
+    """Return `other_models`: each module of the Trainer with weights that are not the trained model's, by its name.
+
+    Reference, reward and value models of TRL, lists of them included. Nothing is returned where there is none.
+    """
+    trained = {id(p) for p in plain.parameters()}
+    named: dict[str, Any] = {}
+    for name, value in vars(trainer).items():
+        several = isinstance(value, (list, tuple))
+        named |= {f"{name}.{n}": each for n, each in enumerate(value)} if several else {name: value}
+    modules = {name: each for name, each in named.items() if isinstance(each, torch.nn.Module)}
+    other = {name: module for name, module in modules.items() if {id(p) for p in module.parameters()} - trained}
+    return {"other_models": {name: _read_other_model(module) for name, module in other.items()}} if other else {}
+
+
+def _read_other_model(module: Any) -> Values:
+    parameters = list(module.parameters())
+    zero3 = any(hasattr(p, "ds_id") for p in parameters)
+    held = read_deepspeed.zero3_parameters(parameters) if zero3 else parameters
+    is_divided = zero3 or any(map(read_fsdp2.is_shard, (d for p in parameters for d in getattr(p, "placements", ()))))
+    groups = read_fsdp2.parameter_groups(module)
+    return {
+        "sharding": "full_shard" if is_divided else "replicate",
+        "dtype": tensors.dtype_names(held),
+        "bytes": tensors.local_bytes(held),
+        "whole_bytes": sum(tensors.full_size(p) * p.element_size() for p in parameters),
+        **({"fsdp2_groups": len(groups)} if groups else {}),
+    }
 
 
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
@@ -207,7 +238,7 @@ def read_layout(trainer: Any, model: Any) -> Values:
         group = manager._dense_mesh["tp"].get_group()
     elif config is None or max(config.cp_size, config.sp_size) == 1:
         return {"layout": None, "batch_group": None}
-    elif trainer.is_deepspeed_enabled:
+    elif hasattr(trainer.model_wrapped, "zero_optimization_stage"):
         from deepspeed.utils import groups
 
         group = groups._get_sequence_parallel_group()

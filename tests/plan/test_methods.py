@@ -1,0 +1,393 @@
+"""Planned memory of DPO, KTO, ORPO, SimPO, reward models, GRPO and RLOO, against TRL's defaults and traces."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly, read, run_warm, toolkit
+from model_configs import LLAMA, NUM_PARAMS, config_file
+
+from toolkit.errors import ToolkitError
+from toolkit.models.read_model import read_model
+from toolkit.plan.memory import MemoryPlan, PhaseMemory, logits_bytes, plan_memory
+from toolkit.plan.method_advice import method_advice
+from toolkit.plan.methods import METHODS, Method, check_generations, check_method, not_planned
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.presets import list_presets, load_preset
+from toolkit.units import GIB
+
+LORA_R = 16
+FIXTURES = ROOT / "tests" / "fixtures"
+FIXTURE_MODELS = {"llama": "llama-8b", "qwen3": "qwen3-1.7b"}
+OLMO2 = {
+    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16},
+    **{"num_key_value_heads": 16, "vocab_size": 100_352, "tie_word_embeddings": False},
+}
+ARCHITECTURES = (*FIXTURE_MODELS, "olmo2")
+LLAMA_8B = FIXTURES / "llama-8b" / "config.json"
+
+
+def planned(preset: str = "single", world_size: int = 1, *, rows: int = 2, **given: Any) -> MemoryPlan:
+    """The plan of a tiny Llama with rows of 64 tokens."""
+    settings = {name: given.pop(name) for name in list(given) if name in Method.__dataclass_fields__}
+    job = PlannedJob(
+        method=Method(**settings),
+        per_device_train_batch_size=rows,
+        max_seq_length=64,
+        lengths_differ=False,
+        **given,
+    )
+    return plan_memory(tiny(), load_preset(preset), world_size=world_size, job=job)
+
+
+@cache
+def tiny() -> Any:
+    from toolkit.models.config_fields import ConfigFields
+    from toolkit.models.decoders import llama_shape
+
+    return llama_shape("llama", ConfigFields(LLAMA, "config.json"))
+
+
+def phase(plan: MemoryPlan, name: str) -> PhaseMemory:
+    return next(each for each in plan.phases if each.phase == name)
+
+
+def trl_folder() -> Path:
+    found = find_spec("trl")
+    assert found is not None
+    return Path(str(found.origin)).parent
+
+
+@cache
+def trl_defaults(module: str) -> dict[str, Any]:
+    """Defaults of a configuration's fields, read from its source: importing it takes seconds."""
+    tree = ast.parse((trl_folder() / module).read_text())
+    defaults: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call) and isinstance(node.target, ast.Name):
+            for keyword in node.value.keywords:
+                if keyword.arg == "default":
+                    defaults[node.target.id] = ast.literal_eval(keyword.value)
+    return defaults
+
+
+# -- what TRL does, as far as its source says it in one place
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "grpo", "rloo"])
+def test_the_default_beta_is_that_of_trl(method: str) -> None:
+    assert METHODS[method].beta == trl_defaults(f"trainer/{method}_config.py")["beta"]
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_generation_has_the_defaults_of_trl(method: str) -> None:
+    defaults = trl_defaults(f"trainer/{method}_config.py")
+    assert METHODS[method].num_generations == defaults["num_generations"]
+    assert (defaults["use_vllm"], defaults["vllm_mode"]) == (False, "colocate")
+    assert (defaults["vllm_gpu_memory_utilization"], defaults["vllm_enable_sleep_mode"]) == (0.3, False)
+    assert defaults["ds3_gather_for_generation"] is True
+
+
+def test_trl_precomputes_nothing_unless_it_is_told_to() -> None:
+    assert all(not trl_defaults(f"trainer/{name}_config.py")["precompute_ref_log_probs"] for name in ("dpo", "kto"))
+
+
+def test_tiles_of_logits_have_the_size_of_trls() -> None:
+    from toolkit.plan.methods import TILE_TOKENS, TILE_VOCABULARY
+
+    folder = trl_folder()
+    assert f"TOKEN_CHUNK_SIZE = {TILE_TOKENS}\n" in (folder / "kernels" / "chunked_logprob.py").read_text()
+    assert f"_CHUNKED_LOGPROB_CHUNK_SIZE = {TILE_VOCABULARY}\n" in (folder / "trainer" / "utils.py").read_text()
+
+
+# -- model states of a reference
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "expected"),
+    [
+        ("single", 1, 4 * NUM_PARAMS),
+        ("ddp", 4, 4 * NUM_PARAMS),
+        ("zero1", 4, 2 * NUM_PARAMS),
+        ("zero2", 4, 2 * NUM_PARAMS),
+        # all of its tensors are below DeepSpeed's default threshold, so each is whole beside its shard
+        ("zero3", 4, 2 * (NUM_PARAMS // 4) + 2 * NUM_PARAMS),
+        # 253 of 1009 rows of embedding and head, a quarter of the rest
+        ("fsdp2", 4, 4 * (NUM_PARAMS // 4 + 2 * (253 * 4 - 1009) * 64 // 4)),
+    ],
+)
+def test_a_reference_is_whole_under_ddp_and_zero2_and_sharded_under_zero3_and_fsdp2(
+    preset: str, ranks: int, expected: int
+) -> None:
+    assert phase(planned(preset, ranks, method="dpo"), "step").reference_bytes == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "sft"},
+        {"method": "orpo"},
+        {"method": "reward"},
+        {"method": "dpo", "lora_r": 4},
+        {"method": "dpo", "precompute_ref_log_probs": True},
+        {"method": "grpo"},
+        {"method": "rloo", "beta": 0.0},
+    ],
+)
+def test_there_is_no_reference_with_adapters_precomputed_scores_or_a_beta_of_zero(given: dict[str, Any]) -> None:
+    assert phase(planned(**given), "step").reference_bytes == 0
+
+
+@pytest.mark.parametrize("given", [{"method": "dpo", "beta": 0.0}, {"method": "grpo", "beta": 0.1}, {"method": "rloo"}])
+def test_a_reference_is_held_wherever_its_scores_are_used(given: dict[str, Any]) -> None:
+    assert phase(planned(**given), "step").reference_bytes == 4 * NUM_PARAMS
+
+
+def test_a_bf16_reference_is_half_as_large_and_autocast_copies_none_of_it() -> None:
+    whole, half = (phase(planned(method="dpo", ref_dtype=dtype), "score") for dtype in (None, "bfloat16"))
+    assert whole.reference_bytes == 2 * half.reference_bytes
+    linear = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    assert whole.buffer_bytes - half.buffer_bytes == 2 * linear
+
+
+def test_fsdp2_gathers_a_reference_as_one_unit() -> None:
+    score = phase(planned("fsdp2", 4, method="dpo"), "score")
+    assert score.buffer_bytes >= 2 * 2 * NUM_PARAMS
+
+
+# -- rows, logits and phases
+
+
+def test_a_preference_pair_is_two_rows() -> None:
+    rows = {name: PlannedJob(method=Method(method=name), per_device_train_batch_size=2).rows for name in METHODS}
+    pairs = dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 4)
+    assert rows == dict.fromkeys(("sft", "kto", "grpo", "rloo"), 2) | pairs
+
+
+@pytest.mark.parametrize(
+    ("loss", "autocast", "expected"),
+    [("orpo", True, (8, 12)), ("orpo", False, (4, 6)), ("simpo", True, (6, 8)), ("simpo", False, (2, 4))],
+)
+def test_orpo_and_simpo_hold_these_bytes_per_token_and_vocabulary_entry(
+    loss: str, autocast: bool, expected: tuple[int, int]
+) -> None:
+    """Slopes of traced peaks: `test_the_bytes_per_logit_are_read_off_a_trace` repeats them."""
+    output = 4 if autocast else 2
+    found = logits_bytes(loss=loss, tokens=10, vocab_size=7, hidden_size=3, output_bytes=output)
+    assert found == tuple(10 * 7 * each for each in expected)
+
+
+def test_log_probabilities_need_no_logits_of_prompts() -> None:
+    """Rows of hidden states of the scored tokens, and their fp32 gradient: nothing grows with the vocabulary."""
+    sizes = {"loss": "log_probs", "tokens": 8192, "vocab_size": 50_000, "hidden_size": 64, "head_bytes": 0}
+    more, fewer = (logits_bytes(**sizes, scored=scored)[1] for scored in (8192, 4096))
+    assert more - fewer == 4096 * 64 * (2 + 4 + 2)
+
+
+def test_colocated_vllm_is_there_in_every_phase_unless_it_sleeps() -> None:
+    on_gpu = {"method": "grpo", "vllm": "colocate", "gpu_memory_bytes": 10 * GIB, "max_completion_length": 32}
+    awake, asleep = (planned(**on_gpu, vllm_enable_sleep_mode=sleeps) for sleeps in (False, True))
+    assert [phase(awake, name).generation_bytes for name in ("generate", "backward")] == [3 * GIB, 3 * GIB]
+    assert [phase(asleep, name).generation_bytes for name in ("generate", "backward")] == [3 * GIB, 0]
+    assert phase(planned(**on_gpu | {"vllm": "server"}), "generate").generation_bytes == 0
+
+
+def test_zero3_gathers_all_weights_to_generate() -> None:
+    assert phase(planned("zero3", 4, method="grpo"), "generate").buffer_bytes >= 2 * NUM_PARAMS
+
+
+def test_precomputing_is_a_phase_before_the_optimizer_exists() -> None:
+    before = phase(planned("zero2", 4, method="dpo", precompute_ref_log_probs=True), "precompute")
+    assert (before.parameter_bytes, before.optimizer_bytes, before.gradient_bytes) == (2 * NUM_PARAMS, 0, 0)
+
+
+# -- advice and invalid input
+
+
+def advice(preset: str, ranks: int, **given: Any) -> str:
+    plan = planned(preset, ranks, **given)
+    settings = {name: given.pop(name) for name in list(given) if name in Method.__dataclass_fields__}
+    job = PlannedJob(method=Method(**settings), per_device_train_batch_size=2, max_seq_length=64, **given)
+    return "\n".join(method_advice(tiny(), load_preset(preset), world_size=ranks, job=job, memory=plan))
+
+
+def test_precomputing_is_advised_for_full_fine_tuning_and_not_for_adapters() -> None:
+    assert "`--precompute-ref-log-probs` lowers the peak by" in advice("zero2", 4, method="dpo")
+    assert "precomputing saves no memory" in advice("zero2", 4, method="dpo", lora_r=4)
+    assert "saves no memory with adapters" in advice("zero2", 4, method="dpo", lora_r=4, precompute_ref_log_probs=True)
+
+
+def test_zero3_is_advised_where_fsdp2_gathers_the_reference() -> None:
+    assert "`--preset zero3`" in advice("fsdp2", 4, method="dpo")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"method": "dop"}, "did you mean `dpo`?"),
+        ({"method": "sft", "beta": 0.1}, "leave it out, or `--method dpo`"),
+        ({"method": "orpo", "precompute_ref_log_probs": True}, "leave it out, or `--method dpo`"),
+        ({"method": "dpo", "vllm": "colocate"}, "leave it out, or `--method grpo`"),
+        ({"method": "grpo", "vllm_gpu_memory_utilization": 0.5}, "add `--vllm colocate`"),
+        ({"method": "grpo", "vllm": "server", "vllm_enable_sleep_mode": True}, "add `--vllm colocate`"),
+        (
+            {"method": "grpo", "vllm": "colocate", "vllm_gpu_memory_utilization": 1.0},
+            "`--vllm-gpu-memory-utilization 0.3`, TRL's default",
+        ),
+        ({"method": "grpo", "max_completion_length": 64}, "`--max-seq-length 128`"),
+    ],
+)
+def test_settings_of_another_method_and_contradictions_are_refused(given: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        check_method(Method(**given), rows=2, row_tokens=64, lora=False)
+    assert refused.value.hint == hint
+
+
+def test_kto_needs_two_rows_and_generations_need_whole_groups() -> None:
+    with pytest.raises(ToolkitError) as refused:
+        check_method(Method(method="kto"), rows=1, row_tokens=64, lora=False)
+    assert refused.value.hint == "`--per-device-train-batch-size 2`"
+    with pytest.raises(ToolkitError) as refused:
+        check_generations(Method(method="grpo"), 12)
+    assert refused.value.hint == "`--num-generations 6`"
+
+
+def test_every_preset_of_data_parallelism_is_planned() -> None:
+    refused = {preset.name for preset in list_presets() if not_planned(Method(method="dpo"), preset)}
+    assert refused == {preset.name for preset in list_presets() if preset.parallel or preset.engine == "pipeline"}
+
+
+def test_a_plan_of_dpo_prints_its_phases_and_its_advice() -> None:
+    done = toolkit("plan", LLAMA_8B, "--gpu", "h100", "--num-processes", "8", "--preset", "zero2", "--method", "dpo")
+    assert done.returncode == 0, done.stderr
+    assert "zero2, 8 GPUs: the reference model takes 14.96 GiB, whole on each GPU" in done.stdout
+    assert "  score " in done.stdout
+
+
+def test_a_recommendation_of_dpo_names_trls_arguments() -> None:
+    done = toolkit("recommend", LLAMA_8B, "--gpu", "h100", "--num-processes", "8", "--method", "dpo")
+    assert done.returncode == 0, done.stderr
+    assert "--script dpo.py -- --model_name_or_path" in done.stdout
+
+
+# -- traces of TRL's own training_step
+
+
+def traced(cases: list[dict[str, Any]], tokenizer: Any, folder: Path) -> list[dict[str, Any]]:
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(SCRIPTS / "trace_methods.py"), str(folder / "cases.json"), str(folder / "tokenizer")]
+    ended = run_warm(command, cpu_environment(), cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"case"')]
+
+
+def difference(found: dict[str, Any]) -> float:
+    """Planned over traced peak, minus one; the reference to the byte."""
+    case = found["case"]
+    generates = METHODS[case["method"]].num_generations > 0
+    method = Method(method=case["method"], max_completion_length=case["completion"] if generates else None)
+    job = PlannedJob(
+        method=method,
+        per_device_train_batch_size=case["rows"],
+        max_seq_length=case["length"],
+        lora_r=case["lora_r"],
+        lengths_differ=False,
+    )
+    plan = plan_memory(read_model(case["config"]), load_preset(case["preset"]), world_size=case["world_size"], job=job)
+    assert phase(plan, "step").reference_bytes == found["states"]["reference"]
+    phases = [each for each in plan.phases if each.phase in {"score", *found["peaks"]}]
+    peak = max(each["total_bytes"] for each in found["peaks"].values())
+    error = max(each.allocated_bytes for each in phases) / peak - 1
+    lora = "LoRA" if case["lora_r"] else "full"
+    print(f"| {case['method']} | {case['model']} | {case['preset']} | {lora} | {case['length']:,} | {error:+.2%} |")
+    return error
+
+
+def cases_of(preset: str, ranks: int, folder: Path, models: tuple[str, ...], lengths: tuple[int, ...]) -> list[Any]:
+    paths = {name: f"{FIXTURES}/{model}/config.json" for name, model in FIXTURE_MODELS.items()}
+    paths["olmo2"] = str(config_file(folder, "olmo2", OLMO2))
+    return [
+        {
+            **{"method": method, "model": model, "config": paths[model], "preset": preset, "world_size": ranks},
+            **{"rows": 2, "length": length, "completion": length // 2, "lora_r": lora_r},
+        }
+        for model in models
+        for method in ("dpo", "kto", "orpo", "simpo", "reward", "grpo", "rloo")
+        for length in lengths
+        for lora_r in (None, LORA_R)
+    ]
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+@pytest.mark.parametrize(("preset", "ranks"), [("single", 1), ("fsdp2", 8)])
+def test_planned_peaks_agree_with_traces_of_trls_own_step(
+    preset: str, ranks: int, tokenizer: Any, tmp_path: Path
+) -> None:
+    cases = cases_of(preset, ranks, tmp_path, ARCHITECTURES, (512, 2048))
+    errors = [abs(difference(found)) for found in traced(cases, tokenizer, tmp_path)]
+    print(f"{preset}: {len(errors)} cases, mean error {mean(errors):.2%}, worst {max(errors):.2%}")
+    assert len(errors) == len(cases)
+    assert (mean(errors) <= 0.01, max(errors) <= 0.05) == (True, True)
+
+
+@pytest.mark.launch
+def test_a_planned_dpo_agrees_with_a_trace(tokenizer: Any, tmp_path: Path) -> None:
+    cases = [case for case in cases_of("fsdp2", 8, tmp_path, ("qwen3",), (512,)) if case["method"] == "dpo"]
+    assert [abs(difference(found)) < 0.02 for found in traced(cases, tokenizer, tmp_path)] == [True, True]
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["single", "fsdp2"])
+@pytest.mark.parametrize("method", ["orpo", "simpo"])
+def test_the_bytes_per_logit_are_read_off_a_trace(method: str, preset: str, tokenizer: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    path = config_file(tmp_path, "llama", sizes | {"num_key_value_heads": 4, "vocab_size": 128_256})
+    one = {"method": method, "config": str(path), "preset": preset, "world_size": 1 if preset == "single" else 8}
+    cases = [one | {"rows": rows, "length": 2048, "lora_r": 8, "completion": 1024} for rows in (2, 4)]
+    found = [each["peaks"] for each in traced(cases, tokenizer, tmp_path)]
+    logits = 2 * 2 * 2048 * 128_256
+    slopes = [
+        (found[1][name]["parts"]["logits"] - found[0][name]["parts"]["logits"]) / logits
+        for name in ("forward", "backward")
+    ]
+    output = 4 if preset == "single" else 2
+    expected = logits_bytes(loss=method, tokens=1, vocab_size=1, hidden_size=1, output_bytes=output)
+    assert [round(slope, 2) for slope in slopes] == list(expected)
+
+
+# -- real ranks
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", nightly("ddp", "zero2", "zero3", "fsdp2"))
+def test_real_ranks_hold_the_planned_reference_and_model_states(preset: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+    words = [
+        "--output-dir",
+        str(tmp_path / "run"),
+        str(SCRIPTS / "dpo_with_reference.py"),
+        str(tiny_model),
+        str(tmp_path),
+    ]
+    ended = accelerate_launch(config, *words, module="toolkit.observe")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    job = PlannedJob(method=Method(method="dpo"), per_device_train_batch_size=1, max_seq_length=32)
+    shape = read_model(str(tiny_model / "config.json"))
+    plan = plan_memory(shape, load_preset(preset), world_size=2, job=job)
+    held = max(int(read(tmp_path / f"reference{rank}.json")) for rank in range(2))  # type: ignore[call-overload]
+    assert held == phase(plan, "step").reference_bytes
+    attested = read(tmp_path / "run" / "attestation.json")["ranks"][0]
+    states = plan.states
+    parts = {f"{part}_bytes": getattr(states, f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")}
+    assert {name: attested[name] for name in parts} == parts

@@ -1,0 +1,381 @@
+"""Observe a training loop on accelerate alone, without a Trainer.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with observe(accelerator=accelerator, model=model, optimizer=optimizer, folder="runs/mine"):
+        for batch in loader:
+            ...  # forward, accelerator.backward(loss), accelerator.clip_grad_norm_, optimizer.step()
+
+An optimizer step is a call of `optimizer.step` for which accelerate synchronises gradients. Batches of the prepared
+loaders are counted by their collator, and belong to the step in which the model's forward sees their tensors. What the
+loop does by itself (`loss.backward()`, batches of its own) is None in the rows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any, ClassVar, Self
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from transformers import TrainerControl, TrainerState
+
+from toolkit.errors import ToolkitError
+from toolkit.models.optimizers import OPTIMIZERS
+from toolkit.observe.attest.attestation import Attestation
+from toolkit.observe.batches import BATCH_FACTS, BatchFacts, label_shift_of, named_tensors, tensor_facts
+from toolkit.observe.failure_report import report_failure
+from toolkit.observe.observer import UNTIMED_STEPS, open_record
+from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.timer import StepTimer, time_waits_in_forward
+from toolkit.presets.preset import load_preset
+from toolkit.presets.spec import PresetSpec
+from toolkit.record import status
+
+_BATCH = "batch"
+_LATE_BATCHES = 64  # that a loop may fetch before it trains on them
+_OPTIM_OF_CLASS = {spec.class_name: spec.optim for spec in OPTIMIZERS.values() if spec.class_name.startswith("torch.")}
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopArguments:
+    """What a loop shows of its arguments, by the names of `TrainingArguments`."""
+
+    process_index: int
+    world_size: int
+    device: torch.device
+    mixed_precision: str
+    optim: str
+    optim_args: str | None
+    seed: int
+    learning_rate: float
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None = None
+    """None until the loop has clipped the gradients of the model."""
+    activation_checkpointing: None = None  # the model's own business
+
+    @property
+    def fp16(self) -> bool:
+        return self.mixed_precision == "fp16"
+
+    @classmethod
+    def read(cls, accelerator: Any, optimizer: Any) -> Self:
+        """Read them from what accelerate has prepared."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = getattr(inner, "optimizer", inner)  # DeepSpeed's has the loop's own inside
+        name = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
+        momentum = inner.param_groups[0].get("momentum")
+        return cls(
+            process_index=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            device=accelerator.device,
+            mixed_precision=accelerator.mixed_precision,
+            optim=_OPTIM_OF_CLASS.get(name, name),
+            optim_args=f"momentum={momentum}" if momentum else None,
+            seed=torch.initial_seed(),
+            learning_rate=inner.param_groups[0]["lr"],
+            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopedTraining:
+    """What a loop is verified against, and how it is recorded."""
+
+    folder: Path
+    world_size: int
+    expected: ExpectedRun
+    untimed_steps: int = UNTIMED_STEPS
+    stop_after_steps: int | None = None
+    prepared: bool = False  # the launcher has made the run folder this run's own
+
+
+class ObservedLoop:
+    """Observes one loop until `close`, or the end of its `with` block. `observe_loop` makes it.
+
+    `accelerator`, `model`, `model_wrapped`, `optimizer` and `args` are what the verification reads of a Trainer too.
+    """
+
+    current: ClassVar[ObservedLoop | None] = None
+    """The loop that is observed in this process."""
+    launched: ClassVar[Callable[[LoopedTraining], LoopedTraining] | None] = None
+    """What `python -m toolkit.observe` makes of a loop's own wishes, where it runs the script."""
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any, training: LoopedTraining) -> None:
+        self.accelerator, self.model_wrapped, self.optimizer = accelerator, model, optimizer
+        self.model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        self.args, self.training = LoopArguments.read(accelerator, optimizer), training
+        preset, parts = training.expected.preset, ObserverParts(expected=training.expected)
+        self.run = open_record(training.folder, self.args, preset, prepared=training.prepared)
+        self.progress, self.untimed_steps = self.run.progress, training.untimed_steps
+        self.timer = StepTimer(
+            self.run, parts, device=self.args.device, untimed_steps=self.untimed_steps, stops_if_diverged=False
+        )
+        strict = preset is not None or bool(training.expected.settings)
+        self.attestation = Attestation(self.run, parts, self.timer, trainer=self, strict=strict)
+        self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.batches: deque[tuple[BatchFacts, set[int]]] = deque(maxlen=_LATE_BATCHES)
+        """Batches that the loop has, with the addresses of their tensors, until a forward sees them."""
+        self.forwarded: list[BatchFacts] = []
+        self.trains_in_mode: bool | None = None  # `model.training` in the loop's first forward
+        self.between_steps, self.clock_restarted = True, False
+        self.is_deepspeed = hasattr(model, "zero_optimization_stage")
+        self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
+        self.undo: list[Callable[[], None]] = []
+        self._start()
+
+    def _start(self) -> None:
+        hook = self.model_wrapped.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
+        self.undo.append(hook.remove)
+        time_waits_in_forward(self.model_wrapped, self.timer)
+        self._wrap(self.accelerator, "backward", self._backward)
+        self._wrap(self.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
+        self._wrap(self.accelerator, "save_state", self._save_state)
+        self._wrap(self.accelerator, "end_training", self._end_training)
+        self._wrap(self.optimizer, "step", self._step)
+        if self.is_deepspeed:  # its backward takes the step too
+            self._wrap(self.model_wrapped, "step", self._engine_step)
+        ObservedLoop.current, DataLoaderShard.__iter__ = self, _iterate_observed
+        atexit.register(self._left_open)
+        self.timer.on_train_begin(self.args, self.state, self.control)
+        self.attestation.on_train_begin(self.args, self.state, self.control)
+
+    def _wrap(self, owner: Any, name: str, observed: Callable[..., Any]) -> None:
+        original, was_own = getattr(owner, name), name in vars(owner)
+
+        @functools.wraps(original)
+        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return observed(original, *args, **kwargs)
+
+        setattr(owner, name, MethodType(method, owner))  # torch's schedulers wrap a method again
+        self.undo.append(lambda: setattr(owner, name, original) if was_own else delattr(owner, name))
+
+    # -- what passes in a step
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of a prepared loader without their facts, and time how long the loop waits for them."""
+        batches = _iterate(loader)
+        while True:
+            if self.between_steps:
+                self.timer.restart_clock()
+                self.clock_restarted = True
+            if self.progress.phase != "evaluate":
+                self.progress.phase = "data"
+            self.timer.begin_data()
+            batch = next(batches, self)
+            self.timer.end_data()
+            if batch is self:
+                return
+            batch, facts = _without_facts(batch)
+            if facts is not None:
+                self.batches.append((facts, _addresses(batch)))
+            yield batch
+
+    def _on_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self.trains_in_mode is None and torch.is_grad_enabled():
+            self.trains_in_mode = module.training
+        if not torch.is_grad_enabled() or module.training != self.trains_in_mode:
+            self._leave_step("evaluate")
+            return
+        if self.progress.phase == "evaluate":
+            self.progress.enter("train")
+        if self.between_steps and not self.clock_restarted:
+            self.timer.restart_clock()
+        self.between_steps = self.clock_restarted = False
+        seen = _addresses((args, kwargs))
+        for known in reversed(tuple(self.batches)):  # an older batch may have had the same memory
+            if known[1] & seen:
+                seen -= known[1]
+                self.batches.remove(known)
+                self.forwarded.append(known[0])
+        self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
+
+    def _leave_step(self, phase: str) -> None:
+        if self.progress.phase != phase:
+            self.progress.enter(phase)
+        self.between_steps, self.clock_restarted = True, False
+
+    def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
+        self.progress.phase = "backward"
+        self.timer.enter_backward()
+        self.timer.add_loss(loss.detach() / self.accelerator.gradient_accumulation_steps)
+        self._add_batches()
+        backward(loss, **kwargs)
+        self.progress.phase = "step"
+        self.progress.record_memory("backward")
+        if not self.accelerator.sync_gradients:
+            self.attestation.on_substep_end()
+
+    def _add_batches(self) -> None:
+        for facts in self.forwarded:
+            self.timer.add_batch(facts)
+        self.forwarded.clear()
+
+    def _clip_grad_norm_(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        clipped = [parameters] if torch.is_tensor(parameters) else list(parameters)
+        norm = clip(clipped, max_norm, norm_type)
+        if norm_type == 2 and {id(p) for p in clipped if p.requires_grad} == self.parameters:
+            self.args.max_grad_norm, self.timer.step.grad_norm = float(max_norm), norm
+            self.attestation.norms.add_grad_norm(norm)
+        return norm
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip as the loop does: the verification tries it on a gradient of its own."""
+        return type(self.accelerator).clip_grad_norm_(self.accelerator, model.parameters(), self.args.max_grad_norm)
+
+    def _engine_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.progress.record_memory("backward")
+        self.timer.on_pre_optimizer_step()
+        return step(*args, **kwargs)
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.accelerator.sync_gradients:
+            return step(*args, **kwargs)
+        self.progress.phase = "step"
+        self._add_batches()
+        if not self.is_deepspeed:
+            self.timer.on_pre_optimizer_step()
+            self.attestation.on_pre_optimizer_step()
+        result = step(*args, **kwargs)
+        self.state.global_step += 1
+        for observer in (self.timer, self.attestation):
+            observer.on_step_end(self.args, self.state, self.control)
+        self.progress.phase = "train"
+        if self.state.global_step == self.training.stop_after_steps:
+            self.close()
+            raise SystemExit(0)
+        return result
+
+    def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.timer.flush(wait=True)  # no checkpoint without the rows of its steps
+        self._leave_step("save")
+        saved = save(*args, **kwargs)
+        self.progress.enter("train")
+        return saved
+
+    def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.close()  # the process group ends with it
+        return end(*args, **kwargs)
+
+    # -- the end
+
+    @property
+    def is_open(self) -> bool:
+        return ObservedLoop.current is self
+
+    def close(self) -> None:
+        """Complete the record, and leave the loop as it was. Collective."""
+        if self.is_open:
+            self._release()
+            self.timer.on_train_end()
+            self.run.complete(untimed_steps=self.untimed_steps)
+
+    def _release(self) -> None:
+        for undo in self.undo:
+            undo()
+        ObservedLoop.current = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif self.is_open:
+            self._release()
+            if isinstance(error, SystemExit):
+                self._write_failure(f"the script called sys.exit({error.code})")
+            else:
+                report_failure(error, self.progress)
+
+    def _left_open(self) -> None:
+        """At the end of the process, without `with` and `close`: other ranks may be gone."""
+        if self.is_open:
+            raised = getattr(sys, "last_value", None)
+            hint = "the loop ended without `observer.close()`: use `with observe(...):`"
+            self._write_failure(hint if raised is None else f"{type(raised).__name__}: {raised}")
+
+    def _write_failure(self, message: str) -> None:
+        if self.run.writes:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            self.run.folder.update_run(status=status.FAILED, exit_code=1, message=message)
+
+
+def observe_loop(
+    *,
+    accelerator: Any,
+    model: Any = None,
+    optimizer: Any = None,
+    folder: str | Path | None = None,
+    require: PresetSpec | str | None = None,
+    untimed_steps: int = UNTIMED_STEPS,
+) -> ObservedLoop:
+    """Observe a loop on accelerate from here on. Every rank must call it, after `accelerator.prepare`.
+
+    The folder is by default `runs/` and the script's name; under `python -m toolkit.observe` it is always its own. With
+    `require`, a run that is not what the preset specifies ends with AttestationFailed after its first optimizer step.
+    Raises ToolkitError for objects that are not prepared, and for a folder that holds a finished or a running run.
+    """
+    given = {"model": model, "optimizer": optimizer}
+    unprepared = [name for name, each in given.items() if not getattr(each, "_is_accelerate_prepared", False)]
+    for name in unprepared[:1]:
+        raise ToolkitError(
+            f"observe(accelerator=..., {name}=...): this {name} is not one that the accelerator has prepared",
+            hint="pass `model=` and `optimizer=` as `accelerator.prepare` returned them",
+        )
+    if ObservedLoop.current is not None:
+        raise ToolkitError("a loop is observed already", hint="close its observer first: `observer.close()`")
+    preset, ranks = load_preset(require) if isinstance(require, str) else require, accelerator.num_processes
+    shards = None if preset is None else preset.dp_shard_size(ranks)
+    expected = ExpectedRun(preset=preset, world_size=ranks if preset else None, dp_shard_size=shards)
+    path = Path(folder or Path("runs") / (Path(sys.argv[0]).stem or "loop"))
+    training = LoopedTraining(folder=path, world_size=ranks, expected=expected, untimed_steps=untimed_steps)
+    if ObservedLoop.launched is not None:
+        training = ObservedLoop.launched(training)
+    return ObservedLoop(accelerator, model, optimizer, training)
+
+
+# -- batches of prepared loaders
+
+
+class _LoopCollator:
+    """A loader's collator that returns each batch with its facts."""
+
+    def __init__(self, collate: Callable[[Any], Any], count: Callable[[Sequence[Any], Any], BatchFacts]) -> None:
+        self.collate, self.count = collate, count
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        batch = self.collate(rows)
+        return {_BATCH: batch, BATCH_FACTS: self.count(rows, batch)}
+
+
+def _addresses(value: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(value)}
+
+
+def _without_facts(batch: Any) -> tuple[Any, BatchFacts | None]:
+    has_facts = isinstance(batch, dict) and batch.keys() == {_BATCH, BATCH_FACTS}
+    return (batch[_BATCH], batch[BATCH_FACTS]) if has_facts else (batch, None)
+
+
+_iterate = DataLoaderShard.__iter__
+
+
+def _iterate_observed(loader: Any) -> Iterator[Any]:
+    """Stand for `DataLoaderShard.__iter__`: loaders may be prepared, or made by `skip_first_batches`, later."""
+    loop, inner = ObservedLoop.current, loader.base_dataloader
+    own = inner.collate_fn
+    if loop is not None and not isinstance(own, _LoopCollator):
+        inner.collate_fn = _LoopCollator(own, loop.count)
+    try:
+        # workers that persist add facts after the loop was closed
+        yield from (_without_facts(batch)[0] for batch in _iterate(loader)) if loop is None else loop.iterate(loader)
+    finally:
+        inner.collate_fn = own
