@@ -28,26 +28,33 @@ pytestmark = [pytest.mark.launch, pytest.mark.nightly]
 ENVIRONMENTS = (cache_folder() / "peer-environments").resolve()
 # Program -> the module that it starts on each rank.
 MODULES = {"axolotl": "axolotl.cli.train", "llamafactory": "llamafactory.launcher", "ms-swift": "swift.cli.pt"}
-SETTING = Setting(steps=3, untimed_steps=1, max_length=32)
+# Without bf16, ddp's YAML still computes in it, and the presets of DeepSpeed do not. With bf16, axolotl also loads the
+# weights in it, which ddp's specification contradicts.
+COMPARED = {"axolotl": ("fp32", "zero1", "zero2")}
+IN_BF16 = ("bf16", "ddp", "zero2")
 
 
 @functools.cache
-def build(program: str) -> None:
-    """Build a program's environment unless it is there; skip its tests where pip cannot."""
+def reason_unbuilt(program: str) -> str | None:
+    """Build a program's environment unless it is there, and return why pip cannot, or None."""
     try:
         environments.build(program, ENVIRONMENTS)
     except environments.Unbuildable as reason:
-        pytest.skip(f"pip cannot build the environment of {program}: {reason}")
+        return str(reason)
     environments.compile_ops(program, ENVIRONMENTS)
+    return None
 
 
 def run(program: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m toolkit` in the program's environment, on its own job file or words."""
-    build(program)
+    if (reason := reason_unbuilt(program)) is not None:
+        pytest.skip(f"pip cannot build the environment of {program}: {reason}")
     python = environments.python_of(program, ENVIRONMENTS)
-    model, rows = prepare(folder / "job", SETTING)
+    precision, *_ = COMPARED.get(program, IN_BF16)
+    setting = Setting(steps=3, untimed_steps=1, max_length=32, precision=precision)
+    model, rows = prepare(folder / "job", setting)
     # Without an engine: the preset is the toolkit's.
-    job = Job(preset="ddp", method="full", setting=SETTING, model=model, rows=rows)
+    job = Job(preset="ddp", method="full", setting=setting, model=model, rows=rows)
     launch = PROGRAMS[program](job, str(python), folder)
     for name, text in launch.files.items():
         (folder / name).write_text(text)
@@ -73,8 +80,9 @@ def test_another_programs_training_is_verified_under_a_preset(program: str, pres
 
 @pytest.mark.parametrize("program", MODULES)
 def test_another_programs_training_is_the_same_under_two_presets(program: str, tmp_path: Path) -> None:
-    presets = ["--preset", "ddp", "--preset", "zero2"]
-    ended = run(program, tmp_path, "compare", *presets, "--stop-after-steps", "3", "--repeats", "1")
+    _, first, second = COMPARED.get(program, IN_BF16)
+    words = ["--preset", first, "--preset", second, "--stop-after-steps", "3", "--repeats", "1"]
+    ended = run(program, tmp_path, "compare", *words)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     rows = read(tmp_path / "run" / "results.json")["rows"]
     assert [row["status"] for row in rows] == ["completed", "completed"], [row["message"] for row in rows]
