@@ -54,8 +54,9 @@ def main(mode, output_dir, *more):
         return
     saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6} if mode in ("lost", "ended") else {}
     if mode == "compared":  # saves and evaluates wherever it can
-        saves = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "bf16": True}
-        saves |= {"eval_on_start": True, "kind": Drifting if "drifts" in more else Trainer}
+        saves = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        saves |= {"kind": Drifting if "drifts" in more else Trainer, "eval_on_start": True}
+        saves |= {"bf16": True, "max_steps": 40}
         if "without-deepspeed" in more:
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
     trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0, **saves)

@@ -141,7 +141,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     The training script and the engine are the real ones; the other ranks are simulated.
 
     After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
-    without --output_dir, no files are kept.
+    without --output_dir, no files are kept. With --script or --module: the arguments of that script.
     """
     from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import (
@@ -175,7 +175,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
             output_dir=options.output_dir,
         )
     if on_cpu and options.cpu is None and not options.fake_tensors:
-        print_message("no GPU is visible: rehearsing on the CPU in fp32")
+        print_message("no GPU is visible: rehearsing on the CPU")
     result, run = rehearse_once(planned, on_line=print_message)
     if result.failure is not None:
         print_failure(result.status, result.failure)

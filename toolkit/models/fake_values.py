@@ -42,6 +42,7 @@ LARGEST_KNOWN = 2**22  # elements; hidden states and logits are larger, and foll
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # Errors of torch 2.13 for what reads memory without an operator: `.numpy()`, `.tolist()`, `.data_ptr()`.
 READS_MEMORY = ("tensor subclasses", "access data pointer", "doesn't have storage", "data_ptr")
+WITHOUT_TRACE = "leave --fake-tensors out: this rank is then rehearsed with real tensors"
 # Frames of these are not where a program reads a value.
 LIBRARY = Path(torch.__file__).parent
 TOOLKIT = Path(__file__).parents[1]
@@ -88,7 +89,8 @@ class ValueAnswers(TorchDispatchMode):  # type: ignore[misc]
         self.know(fake, values)
         return fake
 
-    def _values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a tensor, None if they are not known."""
         if isinstance(tensor, FakeTensor):
             return self.known.get(tensor)
         return tensor if tensor.numel() <= LARGEST_KNOWN and tensor.device.type == "cpu" else None
@@ -96,11 +98,12 @@ class ValueAnswers(TorchDispatchMode):  # type: ignore[misc]
     def _compute(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether the operator's values are known, and the values."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func.namespace != "aten" or any(self._values(tensor) is None for tensor in tensors):
+        is_arbitrary = "empty" in func.__name__ or torch.Tag.nondeterministic_seeded in func.tags
+        if is_arbitrary or func.namespace != "aten" or any(self.values(tensor) is None for tensor in tensors):
             return False, None
         # An operator that fails on the values (a kernel of another device) leaves them unknown.
         with _disable_current_modes(), contextlib.suppress(RuntimeError, NotImplementedError):
-            known_args, known_kwargs = tree_map_only(torch.Tensor, self._values, (args, kwargs))
+            known_args, known_kwargs = tree_map_only(torch.Tensor, self.values, (args, kwargs))
             return True, func(*known_args, **known_kwargs)
         return False, None
 
@@ -141,10 +144,8 @@ def _everywhere(answers: ValueAnswers, mask: Any) -> tuple[str, Any]:
 
 
 def _masked(answers: ValueAnswers, tensor: Any, mask: Any) -> tuple[str, Any]:
-    del answers
-    return "all elements where a mask selects", tensor.new_empty(
-        (torch.broadcast_shapes(tensor.shape, mask.shape).numel(),)
-    )
+    whole = torch.broadcast_shapes(tensor.shape, mask.shape)
+    return _indexed(answers, tensor.expand(whole), [mask if mask.shape == whole else mask.expand(whole)])
 
 
 def _indexed(answers: ValueAnswers, tensor: Any, indices: Iterable[Any]) -> tuple[str, Any]:
@@ -205,5 +206,5 @@ def unanswered(error: BaseException) -> ToolkitError | None:
         text = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
     return ToolkitError(
         f"{place}: {what} that fake tensors do not have" + (f": `{text[:120]}`" if text else ""),
-        hint="leave --fake-tensors out, for this rank with real tensors; or train without what that line does",
+        hint=WITHOUT_TRACE,
     )

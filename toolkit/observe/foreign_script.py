@@ -23,7 +23,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
 from toolkit.observe.accelerate_loop import LoopedTraining, ObservedLoop
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
@@ -116,16 +116,15 @@ class ScriptRun:
 
     def _close_folder(self, code: int, told: str | None) -> int:
         """Write how the script ended, and return the exit code."""
-        done = (self.folder.read_run() or {}).get("status") == status.COMPLETED
+        done, hint = (self.folder.read_run() or {}).get("status") == status.COMPLETED, None
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
             hint = "a loop on accelerate alone is observed by a line of its own: `with observe(accelerator=..., "
             hint += "model=..., optimizer=...):`, from toolkit"
-            print(f"error: {told}\n  hint: {hint}", file=sys.stderr, flush=True)
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
-            print(f"error: {message}", file=sys.stderr, flush=True) if told and self.trainings else None
+            report_failure(RunFailed(message, hint=hint), self.progress)  # as the launcher and a comparison read it
             self.folder.update_run(status=status.FAILED, exit_code=code, message=message)
         return code
 

@@ -39,11 +39,13 @@ def main(argv: Sequence[str]) -> int:
             output_dir=options.output_dir,
             stop_after_steps=options.steps,
             untimed_steps=UNTIMED_STEPS,
+            require_preset=preset,
+            trial=True,
         )
         with garbage_collector_off():
             prepare_environment()
             from toolkit.rehearse.script_rank import RehearsedScript
-        return RehearsedScript(words, rehearsed, preset).run()
+        return RehearsedScript(words, rehearsed).run()
     with garbage_collector_off():
         prepare_environment()
         from toolkit.rehearse import rank_script

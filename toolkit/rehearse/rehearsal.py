@@ -277,7 +277,7 @@ def _traced_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         parts = ", ".join(f"{part} {gib(size)}" for part, size in peak["parts"].items() if size >= MIB)
         yield f"  {phase:<10} {gib(peak['total_bytes']):>10}: {parts}"
     if facts.get("made_up"):
-        yield "made up, where the script or a library reads a value that follows from weights:"
+        yield "made up, where code reads a value that follows from weights or other ranks:"
         yield from (f"  {what}" + (f", {times} times" if times > 1 else "") for what, times in facts["made_up"].items())
 
 

@@ -2,7 +2,7 @@
 
 On real tensors its first training runs for a few steps under the observer, with a fake process group. On fake tensors
 its models are made from their `config.json` without weights, and one optimizer step of its Trainer is traced. What the
-script would do after that training is left out, and its output goes to a temporary folder.
+script would do after that training is left out, as in a trial of a comparison.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -20,21 +19,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedModel, TrainingArguments, modeling_utils
+from transformers import GenerationMixin, PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.initialization import no_init_weights
 
+from toolkit.errors import EXIT_DONE, ToolkitError
 from toolkit.models.fake_tensors import LiveMemory, patched_for, replaced
-from toolkit.models.fake_values import ValueAnswers, unanswered
+from toolkit.models.fake_values import WITHOUT_TRACE, ValueAnswers, unanswered
+from toolkit.observe.accelerate_loop import LoopedTraining
+from toolkit.observe.attest.read_deepspeed import zero3_parameters
+from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.foreign_script import ScriptRun, StopAfter
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.trial import StepsAlone
 from toolkit.observe.words import Words
-from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.rehearse.rank_script import measured_facts
 from toolkit.rehearse.rehearsal import RehearsedRank
@@ -49,30 +52,22 @@ from toolkit.rehearse.trace import Facts, prepare, trace_step
 
 # Of the script's own batches, the largest is traced.
 BATCHES_LOOKED_AT = 50
-# A rehearsal saves, evaluates and reports nothing, whatever the script's arguments are.
-FORCED = {
-    **{"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False, "report_to": "none"},
-    **{"push_to_hub": False, "auto_find_batch_size": False},
-}
-
-
-class RehearsalOver(BaseException):
-    """Leaves the script when its first training has been rehearsed."""
+AFTERWARDS = "what the script gathers from other ranks, and what it does after its first training"
+GENERATION = "the memory of generation: its key-value cache, and its forwards"
 
 
 class RehearsedScript(ScriptRun):
     """The script in this process, which writes the run folder whatever its rank is."""
 
-    def __init__(self, words: Words, rehearsed: RehearsedRank, preset: PresetSpec) -> None:
-        join_fake_world(rehearsed, preset)
+    def __init__(self, words: Words, rehearsed: RehearsedRank) -> None:
+        assert words.require_preset is not None
+        join_fake_world(rehearsed, words.require_preset)
         super().__init__(words)
-        self.rehearsed, self.preset, self.writes = rehearsed, preset, True
-        self.fake = FakeModels(preset.engine) if rehearsed.fake_tensors else None
+        self.rehearsed, self.writes = rehearsed, True
+        self.fake = FakeModels(words.require_preset.engine) if rehearsed.fake_tensors else None
 
     def run(self) -> int:
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as outputs, contextlib.ExitStack() as patches:
-            patches.enter_context(_forced_arguments(outputs))
-            patches.enter_context(_shards_filled() if self.fake is None else self.fake.patches())
+        with _shards_filled() if self.fake is None else self.fake.patches():
             return super().run()
 
     def _open_folder(self) -> None:
@@ -80,16 +75,20 @@ class RehearsedScript(ScriptRun):
 
     def _form_group(self) -> None:
         enable_fsdp_on_cpu()
+        if torch.cuda.is_available():
+            return
+        make = TrainingArguments.__post_init__
 
-    def _start(self) -> None:
-        with contextlib.suppress(RehearsalOver):
-            super()._start()
+        def post_init(args: Any) -> None:
+            args.use_cpu = True
+            make(args)
+
+        TrainingArguments.__post_init__ = post_init
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # to resume or not
         self.trainings += 1
-        shards = self.preset.dp_shard_size(self.rehearsed.world_size)
-        expected = ExpectedRun(preset=self.preset, world_size=self.rehearsed.world_size, dp_shard_size=shards)
+        expected = self._expected(self.rehearsed.world_size)
         run = ObservedRun(
             folder=self.folder,
             progress=self.progress,
@@ -101,41 +100,35 @@ class RehearsedScript(ScriptRun):
         facts = self._measure(trainer, run, expected) if self.fake is None else self.fake.trace(trainer, expected)
         facts |= asdict(self.rehearsed) | {"script": self.words.target, "device": trainer.args.device.type}
         run.write_completion(rehearsal=facts)
-        raise RehearsalOver
+        raise SystemExit(EXIT_DONE)  # what follows would save, evaluate, or train something else
+
+    def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
+        del training
+        raise ToolkitError("a loop on accelerate alone is not rehearsed", hint="`toolkit train --script` runs it")
 
     def _measure(self, trainer: Any, run: ObservedRun, expected: ExpectedRun) -> Facts:
         observer = observe(
             trainer,
             record=run,
-            require=self.preset,
+            require=expected.preset,
             parts=ObserverParts(expected=expected),
             untimed_steps=self.words.untimed_steps,
             timer=RehearsedTimer,
             attestation=RehearsedAttestation,
         )
         trainer.add_callback(FakeOtherRanks(trainer))
-        trainer.add_callback(StopAfter(self.words.stop_after_steps or 1))
+        for callback in (StepsAlone(), StopAfter(self.words.stop_after_steps or 1)):
+            trainer.add_callback(callback)
         fill_shards(trainer.model)
         trainer.train()
         rows = trainer.args.per_device_train_batch_size
-        return measured_facts(run, self.rehearsed, observer, untimed_steps=self.words.untimed_steps) | {
+        facts = measured_facts(run, self.rehearsed, observer, untimed_steps=self.words.untimed_steps)
+        facts["not_measured"] += [AFTERWARDS]
+        return facts | {
+            "other_model_bytes": {name: _held_bytes(model) for name, model in other_models(trainer).items()},
             "batch": f"batches of {rows} rows as its collator makes them",
             "random_weights": False,
         }
-
-
-@contextlib.contextmanager
-def _forced_arguments(outputs: str) -> Iterator[None]:
-    """Let the script's TrainingArguments name a temporary folder, and switch off what a rehearsal leaves out."""
-    own = TrainingArguments.__post_init__
-    forced = FORCED | {"output_dir": outputs} | ({} if torch.cuda.is_available() else {"use_cpu": True})
-
-    def post_init(self: Any) -> None:
-        vars(self).update(forced)
-        own(self)
-
-    with replaced(TrainingArguments, "__post_init__", post_init):
-        yield
 
 
 @contextlib.contextmanager
@@ -157,7 +150,7 @@ class FakeModels:
 
     def __init__(self, engine: str) -> None:
         self.engine, self.memory, self.answers = engine, LiveMemory(), ValueAnswers()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode, self.generates = FakeTensorMode(allow_non_fake_inputs=True), False
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -202,6 +195,9 @@ class FakeModels:
             replaced(modeling_utils, "_get_resolved_checkpoint_files", files),
             replaced(modeling_utils, "log_state_dict_report", lambda *_, **__: None),
             replaced(fsdp, "fully_shard", self._entered_in(fsdp.fully_shard)),
+            replaced(
+                GenerationMixin, "generate", lambda model, *args, **kwargs: self._generated(model, *args, **kwargs)
+            ),
         ):
             yield
 
@@ -212,15 +208,41 @@ class FakeModels:
 
         return inside
 
+    def _generated(self, model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Return completions of the greatest length, without an end-of-text token: true lengths follow from weights."""
+        config = generation_config or model.generation_config
+        prompts = self.answers.values(kwargs.get("input_ids") if inputs is None else inputs)
+        length = kwargs.get("max_new_tokens") or config.max_new_tokens
+        if prompts is None or not length:
+            raise ToolkitError("generate() is traced with known prompts and max_new_tokens only", hint=WITHOUT_TRACE)
+        ends = set(tree_leaves((config.eos_token_id, config.pad_token_id)))
+        token = next(number for number in range(len(ends) + 1) if number not in ends)
+        self.answers.made_up[f"{length} tokens for each completion that generate() makes"] += 1
+        self.generates = True
+        with unset_fake_temporarily():
+            rows = prompts.repeat_interleave(config.num_return_sequences or 1, dim=0)
+            return torch.cat([rows, rows.new_full((len(rows), length), token)], dim=1)
+
     def trace(self, trainer: Any, expected: ExpectedRun) -> Facts:
         """Trace an optimizer step on the largest of the script's first batches. Raises ToolkitError for what cannot."""
+        args = trainer.args
+        given = {
+            "an optimizer of the script's own": trainer.optimizer is not None,
+            "torch_compile": args.torch_compile,
+            "use_liger_kernel": args.use_liger_kernel,
+            "offload of activations": (args.activation_checkpointing_kwargs or {}).get("offload", False),
+        }
+        for what in (name for name, is_given in given.items() if is_given):
+            raise ToolkitError(f"{what} is not traced", hint=WITHOUT_TRACE)
         batches, num_items, described = largest_batches(trainer)
         try:
-            return self._trace(trainer, batches, num_items, expected) | {
+            facts = self._trace(trainer, batches, num_items, expected) | {
                 "batch": described,
                 "made_up": dict(self.answers.made_up.most_common()),
                 "random_weights": True,
             }
+            facts["not_measured"] += [GENERATION] if self.generates else []
+            return facts
         except Exception as error:
             refused = unanswered(error)
             if refused is None:
@@ -295,6 +317,11 @@ def other_models(trainer: Any) -> dict[str, Any]:
             if isinstance(model, torch.nn.Module) and id(model) not in own:
                 found[name if model is value else f"{name}[{number}]"] = model
     return found
+
+
+def _held_bytes(model: Any) -> int:
+    parameters = list(model.parameters())
+    return local_bytes(zero3_parameters(parameters) if hasattr(parameters[0], "ds_tensor") else parameters)
 
 
 def largest_batches(trainer: Any) -> tuple[list[Any], Any, str]:

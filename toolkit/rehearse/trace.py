@@ -91,7 +91,8 @@ def prepare(trainer: Any, memory: LiveMemory) -> None:
         plugin.cpu_ram_efficient_loading = False
     if training.activation_checkpointing:
         given = {"use_reentrant": False} | (training.activation_checkpointing_kwargs or {})
-        trainer.model.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
+        every = given.pop("every_n_layers", 1)
+        trainer.model.activation_checkpointing_enable(activation_checkpointing_kwargs=given, every_n_layers=every)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         wrapped, _ = trainer._prepare_for_training(STEPS, None, None)

@@ -120,9 +120,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
             write_json(path, attestation_json(preset, expected, [reading | clipped for reading in ranks], found))
-            if preset is None:
-                print("attestation: no preset is known for this run, so its readings are not checked", flush=True)
-            elif not found:
+            if preset is None or not found:
                 print(verified_line(preset, ranks[0]), flush=True)
             for name, other in ranks[0].get("other_models", {}).items():
                 print(other_model_line(name, other, None if preset is None else preset.sharding), flush=True)
@@ -181,13 +179,15 @@ def attestation_json(
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def verified_line(preset: PresetSpec, reading: Values) -> str:
-    """Return the log line of a verified run."""
+def verified_line(preset: PresetSpec | None, reading: Values) -> str:
+    """Return the log line of a verified run, or of what is in effect where no preset is required."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
     dtypes += "" if reading["frozen_dtype"] is None else f", {reading['frozen_dtype']} frozen weights"
-    engine = f"{reading['engine']}, {reading['sharding']}"
-    return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"
+    engine, ranks = f"{reading['engine']}, {reading['sharding']}", reading["world_size"]
+    what = f"in effect: {engine}" if preset is None else f"verified: {preset.name} ({engine})"
+    ending = "; no preset is required" if preset is None else ""
+    return f"{what}, {ranks} rank{'s' * (ranks != 1)}, {dtypes}; {trained}{ending}"
 
 
 def other_model_line(name: str, reading: Values, sharding: str | None) -> str:
