@@ -79,8 +79,12 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def has_fused_kernels(row: dict[str, str]) -> bool:
     """Return True for kernels such as Liger's: those of fms-acceleration are called foak."""
-    notes = row["notes"]
-    return "foak" in notes or ("Liger" in notes and "no Liger" not in notes)
+    return "foak" in row["notes"] or has_liger(row)
+
+
+def has_liger(row: dict[str, str]) -> bool:
+    """Return True for Liger's cross-entropy."""
+    return "liger" in row["notes"].replace("no Liger", "").replace("a100_80gb_liger", "").lower()
 
 
 def used_mib(row: dict[str, str]) -> int:
@@ -91,10 +95,10 @@ def used_mib(row: dict[str, str]) -> int:
 
 def measured_jobs() -> list[MeasuredJob]:
     """Return all rows of `measured_speed.csv`."""
-    return [_measured(row) for row in rows("measured_speed")]
+    return [measured(row) for row in rows("measured_speed")]
 
 
-def _why_not(row: dict[str, str]) -> str:
+def _why_not(row: dict[str, str], *, memory: bool) -> str:
     checkpointing, notes = row["grad_ckpt"], row["notes"]
     if "fp8" in row["precision"] or "float8" in row["precision"]:
         return "trains in 8 bits"
@@ -104,6 +108,8 @@ def _why_not(row: dict[str, str]) -> str:
         return "checkpoints some layers or operations"
     if row["compile"].startswith("yes"):
         return "compiled"
+    if memory:
+        return ""
     if "packs taken as full" in notes:
         return "its rows are not known to be full"
     if "baseline-peft-bnb" in notes:
@@ -117,10 +123,15 @@ def _why_not(row: dict[str, str]) -> str:
     return ""
 
 
-def _measured(row: dict[str, str]) -> MeasuredJob:
+def measured(row: dict[str, str], *, memory: bool = False) -> MeasuredJob:
+    """Return the job of a row, for the comparison of its speed, or of its memory.
+
+    For memory, only Liger's cross-entropy is a fused one; rows that are not full are as large as full ones, and no
+    figure of the GPU matters.
+    """
     name = f"{row['model'].split(' (')[0]} {row['method']} {row['strategy'].split(' (')[0]} {row['gpus']}x"
     name = f"{name}{GPU_NAMES.get(row['gpu'], row['gpu'])} {row['micro_batch']}x{row['seq_len']}"
-    source, why_not = row["source"].split(" ")[0].partition("/")[0], _why_not(row)
+    source, why_not = row["source"].split(" ")[0].partition("/")[0], _why_not(row, memory=memory)
     speed = float(row["tokens_per_s_per_gpu"] or 0)
     if why_not:
         return MeasuredJob(row=row, source=source, name=name, why_not=why_not, tokens_per_second=speed)
@@ -134,7 +145,7 @@ def _measured(row: dict[str, str]) -> MeasuredJob:
         gradient_accumulation_steps=int(row["grad_accum"]),
         activation_checkpointing=row["grad_ckpt"].startswith("yes"),
         load_in_4bit=row["method"] == "qlora",
-        loss="fused" if has_fused_kernels(row) else "full",
+        loss="fused" if (has_liger if memory else has_fused_kernels)(row) else "full",
         lengths_differ=False,
         attn_implementation="flash_attention_3" if row["attention"] in FLASH_3 else None,
         **adapters,
@@ -145,7 +156,7 @@ def _measured(row: dict[str, str]) -> MeasuredJob:
     network = {"network 400 Gb/s": 50 * GIGA, "network 800 Gb/s": 100 * GIGA}
     rate = next((value for words, value in network.items() if words in row["notes"]), None)
     interconnect = Interconnect(
-        gpu=find_gpu(GPU_NAMES[row["gpu"]]), world_size=gpus, gpus_per_node=8, network_bytes_per_second=rate
+        gpu=find_gpu(GPU_NAMES.get(row["gpu"], "h100")), world_size=gpus, gpus_per_node=8, network_bytes_per_second=rate
     )
     return MeasuredJob(
         row=row, source=source, name=name, setup=setup, interconnect=interconnect, tokens_per_second=speed

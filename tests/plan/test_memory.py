@@ -10,9 +10,11 @@ import pytest
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.plan.engine_buffers import PROCESS_BYTES
-from toolkit.plan.memory import MemoryPlan, fit_verdict, logits_bytes, memory_verdict, plan_memory
+from toolkit.plan.logits import logits_bytes
+from toolkit.plan.memory import MemoryPlan, fit_verdict, memory_verdict, plan_memory
 from toolkit.plan.planned_job import LOSSES, PlannedJob
 from toolkit.presets import load_preset
+from toolkit.units import GIB
 
 
 def planned(preset: str, ranks: int = 8, model_type: str = "llama", **job: Any) -> MemoryPlan:
@@ -21,12 +23,12 @@ def planned(preset: str, ranks: int = 8, model_type: str = "llama", **job: Any) 
 
 
 def test_a_verdict_leaves_a_margin_for_everything_but_the_model_states() -> None:
-    sizes = {"planned_peak_bytes": 100, "exact_bytes": 40}  # 60 may be off by 9
-    words = [fit_verdict(memory_bytes=memory, **sizes) for memory in (109, 108, 91, 90)]
+    sizes = {"planned_peak_bytes": 100 * GIB, "exact_bytes": 40 * GIB}  # 60 may be off by 9
+    words = [fit_verdict(memory_bytes=memory * GIB, **sizes) for memory in (109, 108, 91, 90)]
     assert words == ["fits", "too_close", "too_close", "does_not_fit"]
     # An architecture that cannot be counted has a wider one.
     known, unknown = llama_8b(), replace(llama_8b(), counted_on="meta device", why_not_counted="it looks into values")
-    plans = [plan_memory(shape, load_preset("zero2"), world_size=8, job=PlannedJob()) for shape in (known, unknown)]
+    plans = [plan_memory(shape, load_preset("ddp"), world_size=8, job=PlannedJob()) for shape in (known, unknown)]
     assert plans[0].peak == plans[1].peak  # the same numbers, less believed
     memory = round(1.2 * plans[0].planned_peak_bytes)
     assert [memory_verdict(plan, memory_bytes=memory) for plan in plans] == ["fits", "too_close"]

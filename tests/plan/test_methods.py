@@ -17,7 +17,8 @@ from model_configs import LLAMA, NUM_PARAMS, config_file
 
 from toolkit.errors import ToolkitError
 from toolkit.models.read_model import read_model
-from toolkit.plan.memory import MemoryPlan, PhaseMemory, logits_bytes, plan_memory
+from toolkit.plan.logits import logits_bytes
+from toolkit.plan.memory import MemoryPlan, PhaseMemory, plan_memory
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import METHODS, Method, check_generations, check_method, not_planned
 from toolkit.plan.planned_job import PlannedJob
@@ -101,7 +102,7 @@ def test_trl_precomputes_nothing_unless_it_is_told_to() -> None:
 
 
 def test_tiles_of_logits_have_the_size_of_trls() -> None:
-    from toolkit.plan.methods import TILE_TOKENS, TILE_VOCABULARY
+    from toolkit.plan.logits import TILE_TOKENS, TILE_VOCABULARY
 
     folder = trl_folder()
     assert f"TOKEN_CHUNK_SIZE = {TILE_TOKENS}\n" in (folder / "kernels" / "chunked_logprob.py").read_text()

@@ -85,7 +85,7 @@ def test_where_data_parallelism_fits_split_presets_are_not_considered() -> None:
 
 def test_a_sequence_too_long_for_one_gpu_is_divided_and_the_command_has_the_degree() -> None:
     presets = [preset for preset in list_presets() if preset.offload_optimizer is None]
-    long = asked(length=131_072, memory_gib=60)
+    long = asked(length=131_072, memory_gib=64)
     choice = recommend(long, presets).choice
     assert choice.preset.name in ("cp", "ulysses")
     ((name, degree),) = choice.job.degrees.items()

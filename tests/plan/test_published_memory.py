@@ -195,7 +195,7 @@ def mpt_plan(row: dict[str, str], accumulate: str | None = None) -> MemoryPlan:
     return plan_memory(shape, load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
 
 
-@pytest.mark.parametrize(("accumulate", "refused", "gib_of_30b"), [(None, 0, 72), ("whole", 20, 116)])
+@pytest.mark.parametrize(("accumulate", "refused", "gib_of_30b"), [(None, 0, 70), ("whole", 20, 112)])
 def test_what_ran_at_mosaicml_on_full_rows_is_not_called_impossible_except_with_whole_gradients(
     accumulate: str | None, refused: int, gib_of_30b: int
 ) -> None:

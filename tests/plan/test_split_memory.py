@@ -51,7 +51,10 @@ LIVE = [
 def test_planned_states_are_those_of_live_ranks(preset: str, model: str, ranks: int, job: Any, live: Any) -> None:
     planned, chosen = PlannedJob(**job), load_preset(preset)
     states = plan_memory(small_shape(model), chosen, world_size=ranks, job=planned, mixed_precision="no").states
-    assert (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes) == live
+    # A pipeline's plan is that of the last rank, whose logits need most; live was rank 0, which has no final norm.
+    norm = 4 * small_shape(model).hidden_size if "pp" in job else 0
+    planned_bytes = (states.parameter_bytes - norm, states.gradient_bytes - norm, states.optimizer_bytes - 2 * norm)
+    assert planned_bytes == live
 
 
 def on_gpus(preset: str, *, length: int, ranks: int = 8, shape: ModelShape | None = None, **job: Any) -> MemoryPlan:

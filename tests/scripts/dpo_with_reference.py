@@ -47,9 +47,9 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 8),
     )
-    trainer.train()
     rank = trainer.args.process_index
     Path(folder, f"reference{rank}.json").write_text(json.dumps(held_bytes(trainer.ref_model)))
+    trainer.train()
 
 
 if __name__ == "__main__":

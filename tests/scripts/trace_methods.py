@@ -216,15 +216,10 @@ def prepared(trainer: Any) -> Any:
 def score(trainer: Any, case: dict[str, Any]) -> None:
     """Take the reference's log-probabilities, as `_generate_and_score_completions` does."""
     import torch
-    from trl.trainer.utils import use_adapter
 
     rows = torch.zeros(case["rows"], case["length"], dtype=torch.int64)
     given = {"input_ids": rows, "attention_mask": rows + 1, "logits_to_keep": case["completion"]}
-    if trainer.ref_model is not None:
-        trainer._get_per_token_logps_and_entropies(trainer.ref_model, **given, batch_size=case["rows"])
-        return
-    with use_adapter(trainer.accelerator.unwrap_model(trainer.model), adapter_name=None):
-        trainer._get_per_token_logps_and_entropies(trainer.model, **given, batch_size=case["rows"])
+    trainer._get_per_token_logps_and_entropies(trainer.ref_model, **given, batch_size=case["rows"])
 
 
 def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
@@ -262,7 +257,7 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
         with memory.phase("step"):
             trainer.optimizer.step()
         wrapped.zero_grad()
-        if case["method"] in ("grpo", "rloo") and trainer.beta:
+        if case["method"] in ("grpo", "rloo") and trainer.ref_model is not None:
             with memory.phase("score"), torch.no_grad():
                 score(trainer, case)
         with memory.phase("backward"):

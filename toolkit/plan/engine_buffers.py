@@ -34,21 +34,21 @@ CONTEXT_BYTES = 700 * MIB
 COMMUNICATOR_BYTES = 800 * MIB
 # torch's allocator takes memory from the driver in blocks of 2 MiB (small) and 20 MiB (large).
 ROUNDING_BYTES = 64 * MIB
-# Share of the allocated memory that is reserved and unusable at the peak. Reported: ZeRO-2 36.2 of 36.5 GB used; FSDP1
-# 43.9 of 70.1 GB, because of streams and `recordStream`, which FSDP2 does not use. The others are assumed.
-FRAGMENTATION = {"none": 0.02, "ddp": 0.02, "pipeline": 0.02, "fsdp2": 0.04, "replicate": 0.02, "shard_optimizer": 0.02}
-FRAGMENTATION |= {"shard_grad_op": 0.02, "full_shard": 0.06, "hybrid_shard": 0.06}
+# Reserved beside what is allocated at the peak: blocks that fit nothing else. Model states stay where they are;
+# activations come and go with every layer, and the full logits are copied, cast and shifted by a row. Shares of these,
+# from what fms-acceleration measured with both figures on one GPU (21 jobs); they hold for ZeRO-2 and ZeRO-3 of other
+# sources (docs/evidence/plan-accuracy.md). FSDP1 reserves more, because of `recordStream`, which FSDP2 does not use.
+UNUSABLE_OF_ACTIVATIONS, UNUSABLE_OF_LOGITS = 0.12, 0.45
 
 # The training script with deepspeed and peft imported and nothing loaded: at most 476 MB resident (torch's CPU build).
 # CUDA's libraries add to it on a GPU; that has not been measured.
 PROCESS_BYTES = 500 * MIB
 
 
-def overhead_bytes(engine: EngineSettings, *, allocated_bytes: int) -> int:
+def overhead_bytes(engine: EngineSettings, *, activation_bytes: int, logits_bytes: int) -> int:
     """Return the GPU memory that belongs to no tensor: CUDA context, NCCL, rounding and fragmentation."""
-    key = engine.sharding if engine.kind == "deepspeed" else engine.kind
-    fragmentation = int(allocated_bytes * FRAGMENTATION[key])
-    return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES + ROUNDING_BYTES + fragmentation
+    unusable = int(UNUSABLE_OF_ACTIVATIONS * activation_bytes + UNUSABLE_OF_LOGITS * logits_bytes)
+    return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES + ROUNDING_BYTES + unusable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

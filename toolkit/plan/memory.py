@@ -6,20 +6,17 @@ and `toolkit.models.activations`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
 from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings
+from toolkit.plan.logits import logits_bytes
 from toolkit.plan.methods import (
     SFT,
-    TILE_TOKENS,
-    TILE_VOCABULARY,
     adapter_input_bytes,
     reference_buffer_bytes,
     reference_bytes,
@@ -34,6 +31,7 @@ from toolkit.plan.planned_job import (
     stage_shape,
 )
 from toolkit.presets.spec import PresetSpec
+from toolkit.units import GIB
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
 # causal models of transformers 5.23 were tried that build from their default configuration.
@@ -51,10 +49,14 @@ STATES = PARTS[:4]
 PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step")
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
-# Share of a plan, apart from the model states, by which the plan may be wrong. Assumed: no GPU has checked it yet.
-UNCERTAINTY = 0.15
+# Share of a plan, apart from the model states, by which the plan may be wrong: 56 of 64 published peaks are inside
+# (`tests/plan/test_measured_memory.py`). Those of ZeRO-2 and ZeRO-3 are closer. No peak of FSDP2 is published; of FSDP1
+# with adapters all but two rows need up to half more, for a reason that a trace of torch 2.13 does not show.
+UNCERTAINTY, UNCERTAINTY_DEEPSPEED, UNCERTAINTY_FSDP2_ADAPTERS = 0.15, 0.10, 0.5
 # The same if Llama's activations stand in for those of an architecture that could not be counted.
 UNCERTAINTY_UNKNOWN = 0.5
+# The least of it: what others report for CUDA's context and a communicator differs by as much.
+LEAST_MARGIN_BYTES = 1 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +97,8 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
     host: HostMemory
-    activations_known: bool = True
-    """False if Llama's activations stand in for those of an architecture that could not be counted."""
+    uncertainty: float
+    """Share of all but the model states by which the plan may be wrong."""
 
     @property
     def peak(self) -> PhaseMemory:
@@ -135,21 +137,34 @@ def plan_engine_memory(
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
-    allocated = max(phase.allocated_bytes - phase.generation_bytes for phase in phases)  # vLLM's share has its own
     return MemoryPlan(
         states=states,
         phases=phases,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
+        # what was reserved in any phase stays reserved
+        overhead_bytes=overhead_bytes(
+            engine,
+            activation_bytes=max(phase.activation_bytes for phase in phases),
+            logits_bytes=max(phase.logits_bytes for phase in phases),
+        ),
         host=host_memory(engine, weights, states, job),
-        activations_known=shape.activations_from != "llama",
+        uncertainty=_uncertainty(engine, weights),
     )
+
+
+def _uncertainty(engine: EngineSettings, weights: JobWeights) -> float:
+    if weights.shape.activations_from == "llama":
+        return UNCERTAINTY_UNKNOWN
+    if engine.kind == "fsdp2" and weights.frozen:
+        return UNCERTAINTY_FSDP2_ADAPTERS
+    measured = engine.kind == "deepspeed" and not engine.offload_optimizer
+    return UNCERTAINTY_DEEPSPEED if measured else UNCERTAINTY
 
 
 def fit_verdict(
     *, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY
 ) -> str:
     """Return the verdict for a peak of which `exact_bytes`, the model states, are certain."""
-    margin = int(uncertainty * (planned_peak_bytes - exact_bytes))
+    margin = max(int(uncertainty * (planned_peak_bytes - exact_bytes)), LEAST_MARGIN_BYTES)
     if planned_peak_bytes + margin <= memory_bytes:
         return FITS
     return DOES_NOT_FIT if planned_peak_bytes - margin > memory_bytes else TOO_CLOSE
@@ -163,83 +178,8 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         planned_peak_bytes=plan.planned_peak_bytes,
         exact_bytes=plan.peak.state_bytes,
         memory_bytes=memory_bytes,
-        uncertainty=UNCERTAINTY if plan.activations_known else UNCERTAINTY_UNKNOWN,
+        uncertainty=plan.uncertainty,
     )
-
-
-def logits_bytes(
-    *,
-    loss: str,
-    tokens: int,
-    vocab_size: int,
-    hidden_size: int,
-    saved_bytes: int = 0,
-    head_bytes: int = 0,
-    element_bytes: int = 2,
-    chunk_tokens: int = LOSS_CHUNK_TOKENS,
-    scored: int = 0,
-    row_bytes: int = 2,
-    output_bytes: int = 2,
-) -> tuple[int, int]:
-    """Return the bytes of logits and loss at the end of the forward and at the start of the backward.
-
-    `saved_bytes` are saved per logit before the loss; `head_bytes` is the size of an element of the head's gradient, 0
-    if the head is frozen. Compute is in `element_bytes`.
-
-    - `chunked`: the default of `toolkit train` (docs/concepts/plan.md). One chunk of logits and its fp32 copy (2 + 4),
-      the gradient of the hidden states, and, from two chunks on, the head's gradient in fp32; then that in its own
-      dtype. The gradients are alive until the backward takes them.
-    - `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the
-      log-probabilities and the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
-      `cross_entropy`.
-    - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
-      `fused_linear_cross_entropy`).
-    - `chunked_output`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
-    - `log_probs`: TRL's (`kernels/chunked_logprob.py`). A tile of logits, the rows of the hidden states of the `scored`
-      tokens, an element of which takes `row_bytes`, and all rows that they are taken from; in the backward the fp32
-      gradients of these rows and of the head, each then converted.
-    - `orpo`, `simpo`: TRL's, in multiples of logits of `output_bytes`, which are fp32 under autocast. SimPO's
-      log-probabilities save the logits as they are, and their gradient is one more; beside them, ORPO's likelihood of
-      the chosen half of the rows saves a copy of it and its log-probabilities, which have gradients too.
-    - `scores`: nothing of note.
-    """
-    logits, head = tokens * vocab_size, vocab_size * hidden_size
-    if loss == "scores":
-        return 0, 0
-    if loss == "orpo":
-        return 2 * output_bytes * logits, 3 * output_bytes * logits
-    if loss == "simpo":  # under autocast the bf16 logits are alive while they are converted
-        return (output_bytes + (output_bytes - element_bytes)) * logits, 2 * output_bytes * logits
-    if loss == "log_probs":
-        tile_tokens = min(scored, TILE_TOKENS)
-        tile = element_bytes * tile_tokens * TILE_VOCABULARY
-        if row_bytes > element_bytes:  # under autocast, casts of the rows of a tile
-            tile += element_bytes * tile_tokens * hidden_size
-        if head_bytes > element_bytes:  # and of the head's columns
-            tile += element_bytes * min(TILE_VOCABULARY, vocab_size) * hidden_size
-        rows = row_bytes * scored * hidden_size
-        columns = element_bytes * min(TILE_VOCABULARY, max(0, vocab_size - TILE_VOCABULARY)) * hidden_size
-        again = columns if head_bytes > element_bytes else 0  # the last columns live until the next are cast
-        gradients = again + FP32_BYTES * (scored * hidden_size + (head if head_bytes else 0))
-        converted = (rows if row_bytes < FP32_BYTES else 0) + (head_bytes * head if head_bytes < FP32_BYTES else 0)
-        return rows + tile + row_bytes * tokens * hidden_size, rows + tile + gradients + converted
-    if loss == "full":
-        return (10 + saved_bytes) * logits, (12 + saved_bytes) * logits
-    if loss == "chunked_output":
-        return 2 * logits + logits, 4 * logits + logits
-    if loss == "chunked":
-        chunk = min(tokens, chunk_tokens) * vocab_size
-        # Beside the logits their fp32 copy, unless they are fp32; a soft cap needs one more.
-        copies = (4 if element_bytes < 4 else 0) + (4 if saved_bytes else 0)
-        gradients = element_bytes * tokens * hidden_size + head_bytes * head
-        sums = 4 * head if head_bytes and tokens > chunk_tokens else 0
-        computing = (element_bytes + copies) * chunk + element_bytes * tokens * hidden_size + sums
-        converting = gradients + (sums if head_bytes < 4 else 0)
-        return max(computing, converting), gradients
-    chunks = math.ceil(vocab_size / max(hidden_size, 1))
-    chunk = min(tokens, 1 << (math.ceil(tokens / chunks) - 1).bit_length())
-    gradients = 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
-    return 2 * chunk * vocab_size + gradients, gradients
 
 
 @lru_cache(maxsize=256)
@@ -363,10 +303,6 @@ class _Phases:
         if method.scores_reference and not frozen:
             reference = reference_bytes(engine, shape, method) if engine.offload_param is None else 0
             buffers = reference_buffer_bytes(engine, activations, method, self.buffers.forward_bytes)
-        elif method.scores_reference and engine.kind == "fsdp2":  # an untied head is gathered apart from its unit
-            buffers = self.prefetched + (
-                self.prefetched if shape.tied_embeddings else 2 * engine.element_bytes * self.head
-            )
         self.scoring_reference, self.scoring_buffers = reference, buffers
         self.reference = reference if method.has_reference(lora=frozen) else 0
         # Keys are in the dtype of the cosines, values in bf16; the cache of a layer is copied when it grows.
@@ -409,14 +345,17 @@ class _Phases:
         if has_graph:
             kept = self.saved + self.outer + self.kept_rows
             graph_buffers = self.saved_copies + self.buffers.loss_bytes
+        in_layer = at_head = graph_buffers + self.scoring_buffers
+        if self.engine.kind == "fsdp2" and self.weights.frozen:
+            in_layer += 2 * self.prefetched
+            at_head += self.prefetched
+            if not self.weights.shape.tied_embeddings:  # gathered apart from its unit, through a second copy
+                whole = self.engine.element_bytes * self.head
+                at_head += whole + max(0, whole - self.logits[0])
+        gradients = self.gradients_in_forward
         return [
-            self._phase(
-                "score",
-                activations=kept + max(0, self.one_forward - self.logits[0]),
-                logits=self.logits[0],
-                buffers=self.scoring_buffers + graph_buffers,
-                gradients=self.gradients_in_forward,
-            )
+            self._phase("score", activations=kept + self.one_forward, buffers=in_layer, gradients=gradients),
+            self._phase("score", activations=kept, logits=self.logits[0], buffers=at_head, gradients=gradients),
         ]
 
     def _without_graph(self) -> list[PhaseMemory]:

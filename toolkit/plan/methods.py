@@ -28,8 +28,6 @@ from toolkit.presets.spec import PresetSpec
 SFT = "sft"
 REF_DTYPES = {"float32": 4, "bfloat16": 2}
 VLLM_MODES, VLLM_SHARE = ("none", "colocate", "server"), 0.3
-# Tokens and vocabulary entries of a tile (`trl/kernels/chunked_logprob.py`, `trl/trainer/utils.py`).
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 GATHERED_COPIES = 2  # FSDP2's flat buffer of the all-gather, and the parameters that are copied out of it
 _REFERENCE = ("beta", "precompute_ref_log_probs", "ref_dtype")
 _GENERATION = (

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.models.fake_tensors import LiveMemory
 from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
-from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes
+from toolkit.plan.logits import logits_bytes
+from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS
 from toolkit.train.data.collation import supervised_positions
 from toolkit.train.model import chunked_loss
 from toolkit.train.model.chunked_loss import ChunkedLoss, LogitScale, LossOptions, UnknownHead
