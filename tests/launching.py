@@ -122,6 +122,13 @@ def torchrun_preset(
     return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | named | more)
 
 
+def torchrun_observed(*words: str) -> CompletedProcess[str]:
+    """Observe a script of the user's own on two ranks under torchrun, which knows no preset."""
+    compiled = {"TORCH_EXTENSIONS_DIR": str(torch_extensions_folder()), "PATH": path_with_ninja()}  # by the set-up
+    command = [sys.executable, *torchrun_words(2), "-m", "toolkit.observe", *words]
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | compiled)
+
+
 def torchrun_words(num_processes: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
 

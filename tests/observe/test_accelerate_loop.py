@@ -60,7 +60,11 @@ def test_a_loop_is_verified_and_recorded_under_a_preset(preset: str, tmp_path: P
     ("preset", "mode", "said"),
     [
         ("zero2", "contradicts", "gradient_clipping on rank 0 is 1.0, expected 0.5"),  # DeepSpeed clips by its own
-        ("fsdp2", "whole", "hint: FSDP2 gathers this model as a whole, since its layers are not known: set `_no_split"),
+        (
+            "fsdp2",
+            "whole",
+            "hint: FSDP2 gathers this model as a whole, since its layers are not known: name their class",
+        ),
     ],
 )
 def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(

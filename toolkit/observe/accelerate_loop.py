@@ -17,7 +17,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar, Self
@@ -27,7 +27,6 @@ from accelerate.data_loader import DataLoaderShard
 from transformers import TrainerControl, TrainerState
 
 from toolkit.errors import ToolkitError
-from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import BATCH_FACTS, BatchFacts, label_shift_of, named_tensors, tensor_facts
 from toolkit.observe.failure_report import report_failure
@@ -40,7 +39,6 @@ from toolkit.record import status
 
 _BATCH = "batch"
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
-_OPTIM_OF_CLASS = {spec.class_name: spec.optim for spec in OPTIMIZERS.values() if spec.class_name.startswith("torch.")}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,8 +49,6 @@ class LoopArguments:
     world_size: int
     device: torch.device
     mixed_precision: str
-    optim: str
-    optim_args: str | None
     seed: int
     learning_rate: float
     gradient_accumulation_steps: int
@@ -67,19 +63,13 @@ class LoopArguments:
     @classmethod
     def read(cls, accelerator: Any, optimizer: Any) -> Self:
         """Read them from what accelerate has prepared."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        inner = getattr(inner, "optimizer", inner)  # DeepSpeed's has the loop's own inside
-        name = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
-        momentum = inner.param_groups[0].get("momentum")
         return cls(
             process_index=accelerator.process_index,
             world_size=accelerator.num_processes,
             device=accelerator.device,
             mixed_precision=accelerator.mixed_precision,
-            optim=_OPTIM_OF_CLASS.get(name, name),
-            optim_args=f"momentum={momentum}" if momentum else None,
             seed=torch.initial_seed(),
-            learning_rate=inner.param_groups[0]["lr"],
+            learning_rate=optimizer.param_groups[0]["lr"],
             gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
         )
 
@@ -111,7 +101,8 @@ class ObservedLoop:
         self.accelerator, self.model_wrapped, self.optimizer = accelerator, model, optimizer
         self.model = accelerator.unwrap_model(model, keep_torch_compile=False)
         self.args, self.training = LoopArguments.read(accelerator, optimizer), training
-        preset, parts = training.expected.preset, ObserverParts(expected=training.expected)
+        preset = training.expected.preset
+        parts = ObserverParts(expected=replace(training.expected, own_optimizer=True, may_leave_unused=True))
         self.run = open_record(training.folder, self.args, preset, prepared=training.prepared)
         self.progress, self.untimed_steps = self.run.progress, training.untimed_steps
         self.timer = StepTimer(

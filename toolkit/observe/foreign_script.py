@@ -238,16 +238,25 @@ def make_cpu_group(ranks: int) -> None:
     if torch.cuda.is_available() or ranks < 2:
         return
     from accelerate import PartialState
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    enable_fsdp_on_cpu()
-    make = PartialState.__init__
+    enable_fsdp_on_cpu(for_any_script=True)
+    make, configure = PartialState.__init__, HfDeepSpeedConfig.__init__
 
     @functools.wraps(make)
     def init(self: Any, cpu: bool = True, **kwargs: Any) -> None:
         del cpu
         make(self, cpu=True, **kwargs)
 
-    PartialState.__init__ = init
+    @functools.wraps(configure)
+    def join_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        """ZeRO-3 divides a model while it is loaded, by DeepSpeed's own view of the group."""
+        import deepspeed
+
+        configure(self, *args, **kwargs)
+        deepspeed.init_distributed("gloo")
+
+    PartialState.__init__, HfDeepSpeedConfig.__init__ = init, join_group
     PartialState()
 
 

@@ -111,7 +111,7 @@ class ObservedRun:
         )
         loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
         speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
-        if measured.tokens_per_second is None:
+        if not measured.timed_steps:
             speed = f"none timed: untimed_steps is {untimed_steps}"
         print(goodput.describe(), flush=True)
         print(f"done: {len(measured.step_seconds)} steps, {loss}{speed}; {self.folder.path}", flush=True)

@@ -15,7 +15,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,10 @@ def observe(
         world_size = None if require is None else args.world_size
         shards = None if require is None else require.dp_shard_size(args.world_size)
         parts = ObserverParts(expected=ExpectedRun(preset=require, world_size=world_size, dp_shard_size=shards))
+    if record is None:
+        made = trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None
+        makes = made or own.create_optimizer is not Trainer.create_optimizer
+        parts = replace(parts, expected=replace(parts.expected, own_optimizer=makes, may_leave_unused=True))
     run = record or open_record(Path(folder or args.output_dir), args, require, prepared=prepared)
     step_timer = timer(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None

@@ -222,13 +222,15 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
     return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
 
 
-def enable_fsdp_on_cpu() -> None:
+def enable_fsdp_on_cpu(*, for_any_script: bool = False) -> None:
     """Let accelerate run FSDP2 on a CPU, for rehearsals and tests; a run without FSDP is not affected.
+
+    `for_any_script`: FSDP2 may also be switched on by a script's own `TrainingArguments` later.
 
     accelerate 1.15 turns MULTI_GPU (and other accelerators) into FSDP, but keeps MULTI_CPU although an FSDP plugin was
     given, and would silently run DDP. The run-time verification of each run checks that FSDP2 is in effect.
     """
-    if not uses_fsdp():
+    if not uses_fsdp() and not for_any_script:
         return
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType

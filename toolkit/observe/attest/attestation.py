@@ -36,8 +36,8 @@ from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
 WHOLE_MODEL_HINT = (
-    "FSDP2 gathers this model as a whole, since its layers are not known: set `_no_split_modules = ['Layer']` on the "
-    "model's class, or `fsdp_transformer_layer_cls_to_wrap` in the accelerate file"
+    "FSDP2 gathers this model as a whole, since its layers are not known: name their class, "
+    "`FSDP_TRANSFORMER_CLS_TO_WRAP=Layer` in the environment or `_no_split_modules = ['Layer']` on the model's class"
 )
 
 # transformers 5.19 has the second alone; 5.23 has both.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
+from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.read_deepspeed import master_weights
 from toolkit.observe.attest.tensors import (
@@ -47,7 +47,7 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         "offload_param": preset.offload_param,
         "compute_dtype": dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
-        **_expected_optimizer(named_optimizer(trainer.args), preset),
+        **_expected_optimizer(known_optimizer(run, trainer), preset),
     }
 
 
@@ -61,17 +61,21 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
     in_4bit = [module.weight for module in quantized_modules(model)]
     # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
     deepspeed = reading["engine"] == "deepspeed"
+    used = trained
+    if run.may_leave_unused and not deepspeed:
+        states = innermost_optimizer(trainer.optimizer).state
+        used = [p for p in trained if p in states or not states]
     parts = {
         "parameter": [
             (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
             (frozen_weights(model), element_bytes(reading["frozen_dtype"])),
             (in_4bit, element_bytes(reading["quantized_storage_dtype"])),
         ],
-        "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
+        "gradient": [(used, element_bytes(reading["gradient_dtype"]))],
     }
-    spec = named_optimizer(trainer.args)
+    spec = known_optimizer(run, trainer)
     if spec is not None and spec.is_fp32_adamw:
-        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
+        parts["optimizer"] = [(used, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
     ranks = reading.get("dp_shard_size") or reading["world_size"]
     allowed, whole = {}, {}
     for part, tensors in parts.items():
@@ -100,12 +104,26 @@ def element_bytes(name: str | None) -> int:
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
 
 
-# -- the optimizer that `--optim` names: what it should hold is in `toolkit.models.optimizers`
+# -- the optimizer that `--optim` names, or the script has made: what it should hold is in `toolkit.models.optimizers`
 
 
-def named_optimizer(args: Any) -> OptimizerSpec | None:
-    """Return what the optimizer of some `TrainingArguments` keeps; None if that is not known."""
-    return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
+def known_optimizer(run: ExpectedRun, trainer: Any) -> OptimizerSpec | None:
+    """Return what the optimizer keeps; None if that is not known."""
+    if not run.own_optimizer:
+        args = trainer.args
+        return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
+    optimizer = innermost_optimizer(trainer.optimizer)
+    name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
+    optim = next((s.optim for s in OPTIMIZERS.values() if s.class_name == name and name.startswith("torch.")), name)
+    momentum = optimizer.param_groups[0].get("momentum")
+    return optimizer_spec(optim, f"momentum={momentum}" if momentum else None)
+
+
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
 
 
 def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:

@@ -79,10 +79,12 @@ def _offloads_activations(plain: Any) -> bool:
 
 
 def _neftune(plain: Any) -> float | None:
-    embedding = plain.get_input_embeddings() if hasattr(plain, "get_input_embeddings") else None
-    hooks = getattr(embedding, "_forward_hooks", {})  # a later stage of a pipeline has no embedding
-    hooked = any("neftune" in getattr(hook, "__name__", "") for hook in hooks.values())
-    return getattr(embedding, "neftune_noise_alpha", None) if hooked else None
+    for embedding in plain.modules():  # `get_input_embeddings` raises where a model has several
+        if isinstance(embedding, torch.nn.Embedding):
+            hooks = embedding._forward_hooks.values()
+            if any("neftune" in getattr(hook, "__name__", "") for hook in hooks):
+                return getattr(embedding, "neftune_noise_alpha", None)
+    return None
 
 
 def read_other_models(trainer: Any, plain: Any) -> Values:
@@ -96,12 +98,12 @@ def read_other_models(trainer: Any, plain: Any) -> Values:
         several = isinstance(value, (list, tuple))
         named |= {f"{name}.{n}": each for n, each in enumerate(value)} if several else {name: value}
     modules = {name: each for name, each in named.items() if isinstance(each, torch.nn.Module)}
-    other = {name: module for name, module in modules.items() if {id(p) for p in module.parameters()} - trained}
-    return {"other_models": {name: _read_other_model(module) for name, module in other.items()}} if other else {}
+    weights = {name: [p for p in each.parameters() if id(p) not in trained] for name, each in modules.items()}
+    other = {name: _read_other_model(modules[name], parameters) for name, parameters in weights.items() if parameters}
+    return {"other_models": other} if other else {}
 
 
-def _read_other_model(module: Any) -> Values:
-    parameters = list(module.parameters())
+def _read_other_model(module: Any, parameters: list[Any]) -> Values:
     zero3 = any(hasattr(p, "ds_id") for p in parameters)
     held = read_deepspeed.zero3_parameters(parameters) if zero3 else parameters
     is_divided = zero3 or any(map(read_fsdp2.is_shard, (d for p in parameters for d in getattr(p, "placements", ()))))
