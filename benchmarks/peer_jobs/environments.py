@@ -9,15 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-TORCH = "torch==2.13.0"
+TORCH, DEEPSPEED = "torch==2.13.0", "deepspeed==0.19.8"
 # Program -> what `pip install` gets beside torch. An empty list: the interpreter that runs the benchmark, whose
 # versions are in constraints.txt.
 REQUIREMENTS: dict[str, list[str]] = {
     **{"bare": [], "toolkit": [], "trl": []},
-    # 0.9.5 asks for transformers up to 5.6.0, and for DeepSpeed up to 0.18.4 in its requirements/deepspeed.txt.
-    "llamafactory": ["llamafactory==0.9.5", "deepspeed<=0.18.4", "torchvision==0.28.0", "hatchling", "editables"],
-    "ms-swift": ["ms-swift==4.6.0", "deepspeed==0.19.8", "torchvision==0.28.0"],
-    "axolotl": ["axolotl[deepspeed]==0.19.0"],
+    # With DeepSpeed 0.18, which LLaMA-Factory and axolotl ask for, ZeRO-2 ends in an error on CPUs under this torch:
+    # "Output 0 of Split is a view and is being modified inplace".
+    "llamafactory": ["llamafactory==0.9.5", DEEPSPEED, "torchvision==0.28.0", "hatchling", "editables"],
+    "ms-swift": ["ms-swift==4.6.0", DEEPSPEED, "torchvision==0.28.0"],
+    "axolotl": ["axolotl==0.19.0", DEEPSPEED],
     # torchtune has seen no release since April 2025; torchao 0.14.1 is the last with the module that it imports.
     "torchtune": ["torchtune==0.6.1", "torchao==0.14.1"],
 }

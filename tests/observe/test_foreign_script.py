@@ -15,7 +15,7 @@ from trl_jobs import TRL_ROWS, trl_words
 from toolkit.errors import ToolkitError
 from toolkit.launch.launch import prepare_run
 from toolkit.launch.options import TrainOptions
-from toolkit.observe.words import Words
+from toolkit.observe.words import Words, check_transformers
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
@@ -239,6 +239,13 @@ def test_a_wrong_command_line_is_refused(
         Words.read(words)
     assert refused.value.message.startswith(message)
     assert str(refused.value.hint).startswith(hint)
+
+
+@pytest.mark.parametrize("installed", ["4.57.6", "5.5.4", None])
+def test_an_older_transformers_is_refused_with_the_version_that_is_needed(installed: str | None) -> None:
+    check_transformers("5.6.0")
+    with pytest.raises(ToolkitError, match=rf"transformers 5\.6\.0 or newer is observed, {installed or 'none'} is"):
+        check_transformers(installed)
 
 
 def test_what_a_launcher_adds_reaches_the_script(tmp_path: Path) -> None:

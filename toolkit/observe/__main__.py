@@ -7,12 +7,14 @@ import threading
 
 from toolkit.entry_point import exit_code_of
 from toolkit.observe.rank_process import garbage_collector_off, leave, prepare_environment
-from toolkit.observe.words import Words
+from toolkit.observe.words import Words, check_transformers
+from toolkit.versions import installed_version
 
 
 def main() -> int:
     """Run the script, and return its exit code."""
     words = Words.read(sys.argv[1:])
+    check_transformers(installed_version("transformers"))
     with garbage_collector_off():
         prepare_environment()
         from toolkit.observe.foreign_script import ScriptRun

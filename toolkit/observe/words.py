@@ -19,6 +19,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import hide_words, restore_secrets
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
+from toolkit.versions import version_numbers
 
 USAGE = "python -m toolkit.observe [options] script.py [its arguments], or -m module [its arguments]"
 # What `--require NAME=VALUE` may name: readings of every rank.
@@ -26,6 +27,8 @@ REQUIRABLE = (
     *("engine", "sharding", "offload_optimizer", "offload_param", "compute_dtype", "master_dtype"),
     *("activation_checkpointing", "attn_implementation"),
 )
+# The oldest whose Trainer was observed, in LLaMA-Factory's environment.
+OLDEST_TRANSFORMERS = "5.6.0"
 LAUNCHER_WORDS = ("--local_rank", "--local-rank")  # of `deepspeed`, which the script reads
 
 
@@ -170,6 +173,15 @@ def _required(words: Sequence[str]) -> tuple[PresetSpec | None, dict[str, Any]]:
     if len(presets) > 1:
         raise ToolkitError("--require names two presets", hint="name one")
     return presets[0] if presets else None, settings
+
+
+def check_transformers(installed: str | None) -> None:
+    """Raise ToolkitError unless the installed version has a Trainer that can be observed."""
+    if installed is None or version_numbers(installed) < version_numbers(OLDEST_TRANSFORMERS):
+        raise ToolkitError(
+            f"a Trainer of transformers {OLDEST_TRANSFORMERS} or newer is observed, {installed or 'none'} is installed",
+            hint=f"`{sys.executable} -m pip install 'transformers>={OLDEST_TRANSFORMERS}'`",
+        )
 
 
 def script_name(script: str | None, module: str | None) -> str:

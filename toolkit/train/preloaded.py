@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -21,7 +22,8 @@ with garbage_collector_off():
     import torch
     from transformers import conversion_mapping
 
-    import toolkit.train.script  # noqa: F401
+    with contextlib.suppress(ImportError):  # older libraries, in the environment of somebody's script
+        import toolkit.train.script  # noqa: F401
     from toolkit.job.argument_reading import argument_words
 
     if not torch.cuda.is_available():  # DeepSpeed selects its device when it is imported
