@@ -14,6 +14,7 @@ Afterwards, `toolkit checkpoint export runs/with_dpo OUT` writes the adapter of 
 
 import argparse
 
+import torch
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
@@ -27,8 +28,10 @@ def main() -> None:
         num_train_epochs=3,
         per_device_train_batch_size=2,  # pairs: 4 sequences per GPU and step
         max_length=1024,
+        model_init_kwargs={"dtype": options.dtype},
         beta=0.1,
         learning_rate=1e-5,
+        use_cpu=not torch.cuda.is_available(),  # bf16, TRL's default, asks for it
         logging_steps=1,
         save_strategy="epoch",
         report_to="none",
@@ -46,6 +49,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen/Qwen3-8B", help="a hub id or a folder")
+    parser.add_argument("--dtype", default="float32", help="of the frozen base; float32 is TRL's default")
     parser.add_argument("--dataset", default="examples/preferences.jsonl", help="rows of prompt, chosen and rejected")
     parser.add_argument("--output_dir", default="runs/with_dpo/checkpoints")
     parser.add_argument("--max_steps", type=int, default=-1, help="stop after so many steps; default: all epochs")

@@ -262,6 +262,7 @@ def test_a_grpo_script_with_one_line_of_the_toolkit_is_verified_and_recorded(tin
     run = read(tmp_path / "run" / "run.json")
     assert (run["status"], run["preset"], run["measured"]["steps"]) == ("completed", "zero2", 2)
     assert read(tmp_path / "run" / "attestation.json")["verdict"] == "attested"
+    assert run["checkpoints_folder"] == str(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.launch

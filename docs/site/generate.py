@@ -26,7 +26,13 @@ PAGE_OF = {
 }
 # Sections of the navigation, each with the pages that come first; the others follow in alphabetical order.
 SECTIONS = {
-    "tutorials": ["first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "from-other-tools"],
+    "tutorials": [
+        "first-fine-tune-1-gpu",
+        "first-fine-tune-8-gpus",
+        "compare-three-presets",
+        "your-dpo-script",
+        "from-other-tools",
+    ],
     "how-to": [
         *("choose-a-preset", "your-own-script", "training", "training-methods", "data", "optimizers", "checkpoints"),
         *("faults", "multi-node", "doctor", "simulate", "simulate-stragglers", "rehearsal", "report"),

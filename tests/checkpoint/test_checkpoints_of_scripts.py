@@ -31,7 +31,8 @@ NIGHTLY = [
     *(("sft", preset, ()) for preset in ("ddp", "zero2", "zero3")),
     *(("dpo-lora", preset, ()) for preset in ("ddp", "zero2", "zero3")),
     *(("reward-lora", preset, COMPLETE) for preset in ("ddp", "zero2", "zero3", "fsdp2")),
-    *((kind, "fsdp2", COMPLETE) for kind in ("sft", "reward", "tokens")),
+    *((kind, "fsdp2", COMPLETE) for kind in ("sft", "reward")),
+    ("tokens", "zero3", ()),
     *(("seq2seq", preset, COMPLETE) for preset in ("ddp", "zero2", "zero3")),
 ]
 

@@ -15,6 +15,7 @@ from test_readme import Block, run_launching_bash
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)```", re.DOTALL)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
+SLOW = ("first-fine-tune-8-gpus", "your-dpo-script")
 # Modules that other benchmarks import or start.
 PARTS = {"record", "small_job", "forked_rehearsals"}
 
@@ -51,8 +52,8 @@ def script(page: Path) -> str:
     return "".join(parts)
 
 
-def test_the_tutorials_of_one_gpu_of_eight_and_of_a_comparison_are_run() -> None:
-    names = {"first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets"}
+def test_the_tutorials_of_one_gpu_of_eight_of_a_comparison_and_of_a_script_are_run() -> None:
+    names = {"first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "your-dpo-script"}
     assert names <= {page.stem for page in TUTORIALS}
 
 
@@ -60,8 +61,8 @@ def test_the_tutorials_of_one_gpu_of_eight_and_of_a_comparison_are_run() -> None
 @pytest.mark.parametrize(
     "page",
     [
-        *nightly(*(page for page in TUTORIALS if "8-gpus" in page.stem)),
-        *(p for p in TUTORIALS if "8-gpus" not in p.stem),
+        *nightly(*(page for page in TUTORIALS if page.stem in SLOW)),
+        *(page for page in TUTORIALS if page.stem not in SLOW),
     ],
     ids=lambda page: page.stem,
 )

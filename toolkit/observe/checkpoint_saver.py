@@ -94,6 +94,8 @@ class CheckpointSaver:
         if writes and trainer.is_fsdp_enabled:  # an export needs them, and every other engine saves them
             plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
             configs = (getattr(plain, "config", None), getattr(plain, "generation_config", None))
+            if configs[0] is not None and not hasattr(plain, "peft_config"):  # as `save_pretrained` of the model does
+                configs[0].architectures = [type(plain).__name__.removeprefix("FSDP")]
             own = getattr(plain, "peft_config", {}).values() or configs
             for part in (*own, trainer.processing_class):
                 if part is not None:

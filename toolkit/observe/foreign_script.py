@@ -175,8 +175,6 @@ class ScriptRun:
             complete_saves=words.complete_saves,
             prepared=first,
         )
-        if self.rank == 0:
-            RunFolder(path).update_run(checkpoints_folder=str(Path(args.output_dir).absolute()))
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
         within, minutes = words.stop_when_steps_within, words.stop_after_minutes

@@ -232,6 +232,8 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
     spec = {key: getattr(args, key, None) for key in numbers}  # a loop on accelerate does not show all
     if hasattr(args, "train_batch_size"):
         spec["global_batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    run.open(prepared=prepared, preset=name, preset_files=files, seed=args.seed, nodes=nodes, spec=spec)
+    saves = Path(getattr(args, "output_dir", path)).absolute()
+    facts = {"preset": name, "preset_files": files, "checkpoints_folder": str(saves), "seed": args.seed, "spec": spec}
+    run.open(prepared=prepared, nodes=nodes, **facts)
     Watchdog(progress, ranks=folder.path / "ranks", rank=run.rank).start()
     return run
