@@ -25,6 +25,7 @@ from transformers import Trainer
 
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.attestation import Attestation
+from toolkit.observe.attest.expected import innermost_optimizer, optimizer_class
 from toolkit.observe.batches import ObservedCollator, label_shift_of, take_facts, tensor_facts
 from toolkit.observe.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from toolkit.observe.failure_report import report_failure
@@ -186,7 +187,9 @@ def observe(
     if record is None:
         made = trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None
         makes = made or own.create_optimizer is not Trainer.create_optimizer
-        parts = replace(parts, expected=replace(parts.expected, own_optimizer=makes, may_leave_unused=True))
+        given = None if trainer.optimizer is None else optimizer_class(innermost_optimizer(trainer.optimizer))
+        own_parts: dict[str, Any] = {"own_optimizer": makes, "made_optimizer": given, "may_leave_unused": True}
+        parts = replace(parts, expected=replace(parts.expected, **own_parts))
     run = record or open_record(Path(folder or args.output_dir), args, require, prepared=prepared)
     step_timer = timer(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None

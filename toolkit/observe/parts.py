@@ -27,6 +27,8 @@ class ExpectedRun:
     layout_at_load: ParallelLayout | None = None
     """The layout in which transformers shards the model while it loads it; None for any other model."""
     own_optimizer: bool = False  # the script makes its optimizer itself, whatever `--optim` names
+    made_optimizer: str | None = None
+    """Class of an optimizer that the script has given to its Trainer: transformers drops it under DeepSpeed."""
     may_leave_unused: bool = False  # trained parameters that the loss does not reach have no gradient and no state
     settings: Values = field(default_factory=dict)  # more readings, by name, that the script's arguments determine
 

@@ -30,8 +30,9 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
     preset, world_size, layout, expected = run.preset, run.world_size, run.layout, dict(run.settings)
     if world_size is not None:
         expected["world_size"] = world_size
+    made = {} if run.made_optimizer is None else {"optimizer_class": run.made_optimizer}
     if preset is None:
-        return expected
+        return expected | made
     if preset.replicas > 1 and run.dp_shard_size is not None:
         expected["dp_shard_size"] = run.dp_shard_size
     # accelerate 1.15 wraps a single process in DDP on a CPU only.
@@ -48,6 +49,7 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         "compute_dtype": dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
         **_expected_optimizer(known_optimizer(run, trainer), preset),
+        **made,
     }
 
 
@@ -113,10 +115,15 @@ def known_optimizer(run: ExpectedRun, trainer: Any) -> OptimizerSpec | None:
         args = trainer.args
         return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
     optimizer = innermost_optimizer(trainer.optimizer)
-    name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
+    name = optimizer_class(optimizer)
     optim = next((s.optim for s in OPTIMIZERS.values() if s.class_name == name and name.startswith("torch.")), name)
     momentum = optimizer.param_groups[0].get("momentum")
     return optimizer_spec(optim, f"momentum={momentum}" if momentum else None)
+
+
+def optimizer_class(optimizer: Any) -> str:
+    """Return the library and the class: `torch.AdamW`."""
+    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
 
 
 def innermost_optimizer(optimizer: Any) -> Any:

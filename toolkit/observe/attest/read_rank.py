@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.observe.attest import read_deepspeed, read_fsdp2, tensors
 from toolkit.observe.attest.differences import Values
+from toolkit.observe.attest.expected import optimizer_class
 from toolkit.observe.timer import CompilerEvents
 from toolkit.parallel.layout import DIMENSIONS
 
@@ -125,7 +126,7 @@ def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
         reading, optimizer = read_torch(trainer, wrapped, parameters), trainer.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     return reading | {
-        "optimizer_class": f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}",
+        "optimizer_class": optimizer_class(inner),
         "optimizer_paged": bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
         "frozen_dtype": tensors.dtype_names(tensors.frozen_weights(wrapped)),
     }
