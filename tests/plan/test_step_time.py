@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -17,6 +18,7 @@ from published_runs import MPT, mpt, published
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.flops import flops_of
 from toolkit.models.shape import ModelShape
+from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import CALIBRATION, Calibration, StepTime, step_time
@@ -127,6 +129,21 @@ def test_speeds_of_sources_that_were_not_fitted_lie_inside_as_often_as_intervals
     inside, widths, errors = zip(*everything, strict=True)
     assert sum(inside) / len(inside) >= 0.92
     assert statistics.median(errors) <= 0.075
+
+
+def test_nine_of_ten_ratios_of_two_presets_are_planned_within_what_counts_as_no_difference() -> None:
+    """Rows of one source with the same model, GPU and method: what they share cancels."""
+    alike: dict[tuple[object, ...], list[tuple[str, float]]] = {}
+    for source, jobs in compared().items():
+        for job in jobs:
+            assert job.setup is not None
+            how, error = job.setup.job, planned(job).tokens_per_second_per_gpu_estimate / job.tokens_per_second
+            key = (source, job.row["model"], job.row["gpu"], how.lora_r is not None, how.load_in_4bit)
+            alike.setdefault(key, []).append((job.setup.preset.name, error))
+    pairs = [pair for rows in alike.values() for pair in itertools.combinations(rows, 2)]
+    ratios = [max(a / b, b / a) for (one, a), (other, b) in pairs if one != other]
+    assert len(ratios) == 237
+    assert sum(ratio <= EQUAL_WITHIN for ratio in ratios) / len(ratios) == pytest.approx(0.89, abs=0.005)
 
 
 @pytest.mark.nightly
