@@ -266,6 +266,7 @@ def test_a_grpo_script_with_one_line_of_the_toolkit_is_verified_and_recorded(tin
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_the_notebook_runs_from_top_to_bottom(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat

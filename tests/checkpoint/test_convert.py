@@ -31,7 +31,7 @@ LOSS_TOLERANCE = 1e-5
 SAME_ROWS = ["--per_device_train_batch_size", "4"]  # both ranks train on the same rows
 CONVERSIONS = [
     ("zero2", "zero3", 4, ["--per_device_train_batch_size", "1"]),
-    ("zero2-lora", "fsdp2", 2, LORA),
+    pytest.param("zero2-lora", "fsdp2", 2, LORA, marks=pytest.mark.nightly),
     ("zero3", "tp", 2, ["--tp", "2", *SAME_ROWS]),  # sharded at load
     pytest.param("fsdp2", "cp", 2, ["--cp", "2", *SAME_ROWS], marks=pytest.mark.nightly),  # with other rows per rank
     pytest.param("zero3", "ddp", 1, SAME_ROWS, marks=pytest.mark.nightly),

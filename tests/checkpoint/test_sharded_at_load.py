@@ -116,6 +116,7 @@ def test_a_conversion_there_and_back_keeps_weights_and_moments(checkpoint: Path,
     assert [group["weight_decay"] for group in readers[2].hyperparameters] == [0.1, 0.0]
 
 
+@pytest.mark.nightly
 def test_sharded_runs_resume_as_ddp(expert_run: Path, checkpoint: Path, expert_job: list[str], tmp_path: Path) -> None:
     """DDP's checkpoint has a tensor per expert, which the Trainer alone would pass over."""
     words = [*expert_job, "--save_strategy", "no", "--output_dir", str(tmp_path / "out")]

@@ -342,6 +342,7 @@ def test_planned_peaks_agree_with_traces_of_trls_own_step(
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_planned_dpo_agrees_with_a_trace(tokenizer: Any, tmp_path: Path) -> None:
     cases = [case for case in cases_of("fsdp2", 8, tmp_path, ("qwen3",), (512,)) if case["method"] == "dpo"]
     assert [abs(difference(found)) < 0.02 for found in traced(cases, tokenizer, tmp_path)] == [True, True]

@@ -175,8 +175,11 @@ class CheckpointSaver:
         if reading is None or reading["offload_param"] == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-        embeddings = getattr(plain, "get_output_embeddings", lambda: None)()
-        if embeddings is None or getattr(plain.config, "is_encoder_decoder", False):
+        # The head of a pipeline is in its last stage, and all ranks have the logits.
+        has_head = hasattr(plain, "num_params_of_all_stages") or (
+            getattr(plain, "get_output_embeddings", lambda: None)() is not None
+        )
+        if not has_head or getattr(plain.config, "is_encoder_decoder", False):
             return None  # no causal language model
         vocabulary, was_training = plain.config.get_text_config().vocab_size, plain.training
         input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]

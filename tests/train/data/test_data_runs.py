@@ -21,6 +21,7 @@ def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_weighted_streams_resume_equal(tmp_path: Path, tiny_model: Path, faq_sharegpt: Path, faq_alpaca: Path) -> None:
     chats, rows, held_out = (tmp_path / f"{name}.jsonl" for name in ("chats", "rows", "eval"))
     parts = {chats: (faq_sharegpt, slice(60)), rows: (faq_alpaca, slice(70, 90)), held_out: (faq_alpaca, slice(60, 70))}
