@@ -28,6 +28,7 @@ from toolkit.flags import (
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
+from toolkit.launch.options import check_script_options
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
@@ -145,8 +146,7 @@ class CompareOptions:
                 instead = f"our script has `-- --max_steps {self.stop_after_steps}`"
                 raise ToolkitError("--stop-after-steps is for a script of your own", hint=instead)
             return
-        if self.script is not None and self.module is not None:
-            raise ToolkitError("both --script and --module are given", hint="leave one of them out")
+        check_script_options(self.script, self.module)
         needs = {
             **{"--find-max-batch": self.find_max_batch, "--scaling strong": self.scaling == "strong"},
             **{"--profile": self.profile, "--measure-save": self.measure_save, "--gpu": self.gpu},

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 1000  # more faults than this in one run need a person
 
 
-def check_script_options(script: str | None, module: str | None, output_dir: Path | None) -> None:
+def check_script_options(script: str | None, module: str | None, output_dir: Path | None = None) -> None:
     """Raise ToolkitError for two scripts, or for the run folder of none."""
     if script is not None and module is not None:
         raise ToolkitError("both --script and --module are given", hint="leave one of them out")
