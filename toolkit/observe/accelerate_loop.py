@@ -324,8 +324,7 @@ def observe_loop(
     if ObservedLoop.current is not None:
         raise ToolkitError("a loop is observed already", hint="close its observer first: `observer.close()`")
     preset, ranks = load_preset(require) if isinstance(require, str) else require, accelerator.num_processes
-    shards = None if preset is None else preset.dp_shard_size(ranks)
-    expected = ExpectedRun(preset=preset, world_size=ranks if preset else None, dp_shard_size=shards)
+    expected = ExpectedRun.of_preset(preset, ranks)
     path = Path(folder or Path("runs") / (Path(sys.argv[0]).stem or "loop"))
     training = LoopedTraining(folder=path, world_size=ranks, expected=expected, untimed_steps=untimed_steps)
     if ObservedLoop.launched is not None:

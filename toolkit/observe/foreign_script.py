@@ -197,10 +197,8 @@ class ScriptRun:
         return (self.folder.path if first else self.folder.path / f"training-{self.trainings}"), first
 
     def _expected(self, world_size: int) -> ExpectedRun:
-        preset = self.words.require_preset
-        shards = None if preset is None else preset.dp_shard_size(world_size)
-        settings = self.words.require_settings
-        return ExpectedRun(preset=preset, world_size=world_size, dp_shard_size=shards, settings=settings)
+        expected = ExpectedRun.of_preset(self.words.require_preset, world_size)
+        return replace(expected, world_size=world_size, settings=self.words.require_settings)
 
     def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
         """Let a loop on accelerate join the run; what the script's own line requires counts where no option does."""

@@ -181,9 +181,7 @@ def observe(
     """
     args, own = trainer.args, type(trainer)
     if parts is None:
-        world_size = None if require is None else args.world_size
-        shards = None if require is None else require.dp_shard_size(args.world_size)
-        parts = ObserverParts(expected=ExpectedRun(preset=require, world_size=world_size, dp_shard_size=shards))
+        parts = ObserverParts(expected=ExpectedRun.of_preset(require, args.world_size))
     if record is None:
         made = trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None
         makes = made or own.create_optimizer is not Trainer.create_optimizer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.batches import CountBatch
@@ -31,6 +31,13 @@ class ExpectedRun:
     """Class of an optimizer that the script has given to its Trainer: transformers drops it under DeepSpeed."""
     may_leave_unused: bool = False  # trained parameters that the loss does not reach have no gradient and no state
     settings: Values = field(default_factory=dict)  # more readings, by name, that the script's arguments determine
+
+    @classmethod
+    def of_preset(cls, preset: PresetSpec | None, world_size: int) -> Self:
+        """Return what a preset specifies for a script that is not ours; nothing without one."""
+        if preset is None:
+            return cls()
+        return cls(preset=preset, world_size=world_size, dp_shard_size=preset.dp_shard_size(world_size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
