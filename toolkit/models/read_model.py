@@ -32,8 +32,12 @@ from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, M
 from toolkit.versions import installed_version, model_types
 
 CONFIG = "config.json"
+# Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
+KNOWN = Path(__file__).with_name("known")
 HUB_SECONDS = 5
 UNGATED = "Qwen/Qwen3-8B"
+LOCAL = f"name a local folder that holds the model's {CONFIG}"
+UNREACHABLE = "Unreachable"
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 COUNTING_SECONDS = 300
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors")
@@ -149,8 +153,30 @@ def check_unquantized(model: str) -> None:
         )
 
 
-def config_path(model: str) -> Path:
-    """Return the path of MODEL's configuration; a hub id's is downloaded into the hub's own cache."""
+def known_models() -> dict[str, Path]:
+    """Return the hub ids of the models that need no hub to be planned, with their configurations.
+
+    >>> "Qwen/Qwen3-8B" in known_models()
+    True
+    """
+    return {"/".join(path.parts[-3:-1]): path for path in sorted(KNOWN.glob(f"*/*/{CONFIG}"), key=str)}
+
+
+def hub_id(model: str) -> str:
+    """Return the hub id of a known model that is named without its owner; any other name as it is.
+
+    >>> hub_id("Qwen3-8B"), hub_id("./my-model")
+    ('Qwen/Qwen3-8B', './my-model')
+    """
+    named = (known for known in known_models() if known.partition("/")[2] == model)
+    return model if user_path(model).exists() else next(named, model)
+
+
+def config_path(model: str, *, known: bool = True) -> Path:
+    """Return the path of MODEL's configuration; a hub id's is downloaded into the hub's own cache.
+
+    With `known=False`, that of a well-known model is downloaded too, into the folder of its other files.
+    """
     path = user_path(model)
     if path.is_dir():
         if not (path / CONFIG).exists():
@@ -160,7 +186,8 @@ def config_path(model: str) -> Path:
         return path
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
-    return download_config(model)
+    path_of = known_models() if known else {}
+    return path_of.get(hub_id(model)) or download_config(hub_id(model))
 
 
 def _check_type(fields: ConfigFields) -> None:
@@ -197,41 +224,58 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
 
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would log every attempt
     disable_progress_bars()
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    local = f"name a local folder that holds the model's {CONFIG}"
-    see = f"see {endpoint}/{model}"
+    codes = {
+        GatedRepoError: "GatedRepo",
+        RevisionNotFoundError: "RevisionNotFound",
+        RemoteEntryNotFoundError: "EntryNotFound",
+        LocalEntryNotFoundError: UNREACHABLE,
+        RepositoryNotFoundError: "RepoNotFound",
+    }
+    try:
+        return Path(
+            hf_hub_download(model, CONFIG, revision=revision, local_files_only=not _is_reachable(hub_endpoint()))
+        )
+    except HFValidationError:
+        raise no_such_model(model) from None
+    except Exception as error:  # whatever it is, the ranks could not load the model either
+        code = next((code for kind, code in codes.items() if isinstance(error, kind)), None)
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if code is not None or status is not None:
+            raise hub_refusal(model, code, status=status, revision=revision) from None
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ToolkitError(f"model {model!r} cannot be loaded from the hub: {why}", hint=LOCAL) from None
+
+
+def hub_endpoint() -> str:
+    """Return the address of the hub."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def hub_refusal(
+    model: str, code: str | None, *, status: int | None = None, revision: str | None = None
+) -> ToolkitError:
+    """Return the error for a model that the hub refuses, by its answer's `X-Error-Code`, or `UNREACHABLE`."""
+    see = f"see {hub_endpoint()}/{model}"
     reasons = {
-        GatedRepoError: (
+        "GatedRepo": (
             f"model {model!r} is gated: its owner grants access to each account",
-            f"accept its terms on {endpoint}/{model}, then {LOGIN}; or use an ungated model such as {UNGATED}",
+            f"accept its terms on {hub_endpoint()}/{model}, then {LOGIN}; or use an ungated model such as {UNGATED}",
         ),
-        RevisionNotFoundError: (f"model {model!r} has no revision {revision!r}", see),
-        RemoteEntryNotFoundError: (f"model {model!r} has no {CONFIG}", see),
-        LocalEntryNotFoundError: (
+        "RevisionNotFound": (f"model {model!r} has no revision {revision!r}", see),
+        "EntryNotFound": (f"model {model!r} has no {CONFIG}", see),
+        UNREACHABLE: (
             f"{model!r} is not a folder here, the hub cannot be reached, and the model is not in the hub's cache",
-            local,
+            LOCAL,
         ),
-        RepositoryNotFoundError: (
+        "RepoNotFound": (
             f"model {model!r} is not on the hub, or it is private",
             f"check the spelling; for a private or gated model, {LOGIN}",
         ),
     }
-    try:
-        return Path(hf_hub_download(model, CONFIG, revision=revision, local_files_only=not _is_reachable(endpoint)))
-    except HFValidationError:
-        raise no_such_model(model) from None
-    except Exception as error:  # whatever it is, the ranks could not load the model either
-        kind = next((kind for kind in reasons if isinstance(error, kind)), None)
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        if kind is None and status in (401, 403):
-            kind = RepositoryNotFoundError
-        if kind is not None:
-            message, hint = reasons[kind]
-            raise ToolkitError(message, hint=hint) from None
-        if status is not None:
-            raise ToolkitError(f"model {model!r}: the hub answers {status}", hint=local) from None
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ToolkitError(f"model {model!r} cannot be loaded from the hub: {why}", hint=local) from None
+    if code not in reasons and status in (401, 403):  # the answer to those who are not logged in
+        code = "RepoNotFound"
+    message, hint = reasons.get(str(code), (f"model {model!r}: the hub answers {status}", LOCAL))
+    return ToolkitError(message, hint=hint)
 
 
 def no_such_model(name: str) -> ToolkitError:

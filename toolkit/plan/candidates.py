@@ -18,6 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.job.accumulation import WHOLE
 from toolkit.job.job import Job
+from toolkit.models.read_model import hub_id
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
@@ -278,7 +279,7 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
 
 def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     """Return the training arguments of a planned job, for a shell."""
-    folder = str(Path(model).parent) if model.endswith("config.json") else model
+    folder = str(Path(model).parent) if model.endswith("config.json") else hub_id(model)
     if job.method.method != SFT:
         return shlex.join(trl_words(job, folder, output=output))
     values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}

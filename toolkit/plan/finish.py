@@ -98,7 +98,7 @@ def _count_tokens(data: Path, model: str) -> int:
     """The tokens of all texts and messages, without those that a chat template adds."""
     from tokenizers import Tokenizer
 
-    file = config_path(model).parent / "tokenizer.json"
+    file = config_path(model, known=False).parent / "tokenizer.json"
     if not is_file(file):
         raise ToolkitError(f"{model} has no tokenizer.json to count packed rows with", hint="`--dataset-tokens N`")
     tokenizer, count = Tokenizer.from_file(str(file)), 0

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
 from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
@@ -77,6 +74,9 @@ def print_json(model: str, answer: PlanAnswer, **more: Any) -> None:
 
 def print_plans(answer: PlanAnswer) -> None:
     """Print the verdict, one row per plan, time and cost if they are asked for, and how exact the numbers are."""
+    from rich.console import Console
+    from rich.table import Table
+
     plans, request = answer.plans[: MAX_GPUS_SHOWN if answer.any_gpu else None], answer.request
     console = Console(width=max(Console().width, TABLE_COLUMNS), highlight=False, soft_wrap=True)
     for line in (_heading(answer), *summary(answer), ""):

@@ -153,7 +153,7 @@ def _check_job(job: Job, preset: PresetSpec, *, world_size: int, on_cpu: bool, p
         raise ToolkitError("--load_best_model_at_end: a rehearsal saves and evaluates nothing", hint="leave it out")
     check_arguments(job, preset, num_processes=world_size, on_cpu=on_cpu, purpose=purpose)
     model = str(job.model_name_or_path)
-    if read_json(path := config_path(model)) is None:
+    if read_json(path := config_path(model, known=False)) is None:
         raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
     if job.load_in_4bit and not has_local_weights(model):
         raise ToolkitError(
