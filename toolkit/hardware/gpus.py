@@ -36,7 +36,7 @@ THROTTLES = {
     0x80: "hardware power brake",
 }
 
-ON_CPU_MESSAGE = "no GPU is visible: training on the CPU (gloo, fp32)"
+ON_CPU_MESSAGE = "no GPU is visible: training on the CPU"
 # Enough for every preset's communication to take place.
 CPU_PROCESSES = 2
 

@@ -34,6 +34,7 @@ from toolkit.launch.resume import (
     converts,
     remove_converted,
 )
+from toolkit.launch.terminal import OutputFilter
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.observe.words import check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
@@ -225,9 +226,11 @@ def _run_attempt(
     kills_before = count_oom_kills()
     log_start = folder.log.stat().st_size if folder.log.exists() else 0
 
+    shown = OutputFilter(on_line)
+
     def relay(line: str) -> None:
         if not folder.failure_json.exists():  # the launcher's own traceback follows
-            on_line(line)
+            shown(line)
 
     process_result = run_command(
         command,
@@ -239,6 +242,7 @@ def _run_attempt(
         inherit=[] if lock is None else [lock],
         fork_server=fork_server,
     )
+    shown.summarise(folder.log)
     if command.nvme_path is not None:  # killed ranks leave their swap files behind
         shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
     oom_killed = count_oom_kills() > kills_before
