@@ -156,6 +156,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
     without --output_dir, no files are kept. With --script or --module: the arguments of that script.
     """
+    from toolkit.launch.preflight import check_libraries
     from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import (
         plan_rehearsal,
@@ -167,6 +168,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
 
     on_cpu = trains_on_cpu(options.cpu)
     preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
+    check_libraries(preset, runs_script=not (options.script is None and options.module is None))
     if options.script is None and options.module is None:
         planned = plan_rehearsal(
             preset,
