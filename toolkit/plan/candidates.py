@@ -25,7 +25,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.methods import SFT, Method, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import MeasuredStep, StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported
@@ -62,6 +62,7 @@ class RecommendRequest:
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
     host_memory_bytes: int | None = None  # host memory of one node; None: what is typical for its GPUs
+    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
     accumulation: int | None = None  # accumulation steps; None: those that fill the global batch
     checkpointing: tuple[bool, ...] = (False, True)  # what may be chosen
@@ -83,7 +84,7 @@ class RecommendRequest:
     def step_time(self, setup: TrainingSetup) -> StepTime | None:
         """Return the planned times of a setup on such GPUs, as many as it has; None if their peak is unknown."""
         interconnect = replace(self.interconnect, world_size=setup.world_size)
-        return step_time(setup, interconnect, nvme_bytes_per_second=self.nvme_bytes_per_second)
+        return step_time(setup, interconnect, nvme_bytes_per_second=self.nvme_bytes_per_second, measured=self.measured)
 
     @property
     def node_memory_bytes(self) -> int:

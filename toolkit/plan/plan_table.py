@@ -39,7 +39,7 @@ LEGEND = (
     "ckpt: activation checkpointing; other: buffers, gathered layers, slack, CUDA, NCCL; host: per node;",
     f"min. GPUs: fewest of up to {LARGEST_WORLD_SIZE:,} that fit, with the smallest batch if none is given.",
 )
-SPEEDS = "tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate. See docs/concepts/plan.md"
+SPEEDS = "tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate."
 GPU_LEGEND = (
     "Presets that offload are planned only if `--preset` names them; `--gpu NAME --num-processes N` shows",
     "the parts.",

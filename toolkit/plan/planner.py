@@ -37,7 +37,7 @@ from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory
-from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, speed_row
+from toolkit.plan.step_time import DimensionTraffic, MeasuredStep, StepTime, dimension_traffic, speed_row
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -60,6 +60,7 @@ class PlanRequest:
     job: PlannedJob
     gpu: Gpu
     host_memory_bytes: int | None = None  # host memory of a node; None: what is typical for its GPUs
+    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     finds_batch: bool = False  # True: instead of the job's batch each plan has the largest micro-batch that fits
     accumulation: int | None = None  # with it: accumulation steps; None: those that `toolkit recommend` chooses
     checkpointing: tuple[bool, ...] = (False, True)  # with it: activation checkpointing that may be chosen
@@ -311,6 +312,7 @@ def _on_gpus(request: PlanRequest, preset: PresetSpec, world_size: int) -> Recom
         global_batch_size=_global_batch_size(request, world_size),
         job=job,
         host_memory_bytes=request.host_memory_bytes,
+        measured=request.measured,
         accumulation=request.accumulation,
         checkpointing=request.checkpointing,
     )
