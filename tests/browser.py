@@ -58,10 +58,14 @@ class OpenPage:
             self.external_requests.append(url)
 
     def overflow(self) -> list[str]:
-        """Return what makes the page wider than its window: elements, or the width of the document."""
-        width = self.page.evaluate("document.documentElement.scrollWidth")
-        window = self.page.evaluate("window.innerWidth")
-        return self.page.evaluate(STICKING_OUT) + ([f"scrollWidth {width}"] if width > window else [])
+        """Return what makes the page wider than its window, as the function does."""
+        return overflow(self.page)
+
+
+def overflow(page: Page) -> list[str]:
+    """Return what makes a page wider than its window: elements, or the width of the document."""
+    width, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    return page.evaluate(STICKING_OUT) + ([f"scrollWidth {width}"] if width > window else [])
 
 
 @contextlib.contextmanager

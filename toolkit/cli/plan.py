@@ -85,10 +85,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     Prints the batch size and activation checkpointing, the reasons, the alternatives and the commands to run. Where no
     preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
-    from rich.console import Console
-
     from toolkit.plan.candidates import NothingFits
-    from toolkit.plan.measured_run import MeasuredRun
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommend import recommend_request
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
@@ -121,6 +118,8 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
         values["measured"], lines = compared.as_row(), [*lines, "", *compared.lines()]
     if as_json:
         return print(json.dumps(values, indent=2))
+    from rich.console import Console
+
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, markup=False, style="bold" if line.startswith("  use ") else None)

@@ -13,7 +13,7 @@ from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import StepTime, speed_row
+from toolkit.plan.step_time import ALIKE_DIGITS, StepTime, speed_row
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -66,7 +66,7 @@ def failure_loss(world_size: int) -> float:
     costs = FailingJob(
         nodes=world_size, failures_per_1000_node_days=failures, checkpoint_seconds=60.0, restart_seconds=600.0
     )
-    return 1 - costs.exact_time_ratio
+    return round(1 - costs.exact_time_ratio, ALIKE_DIGITS)
 
 
 def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Range | None:

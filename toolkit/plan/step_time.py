@@ -42,6 +42,7 @@ FLASH_2, FLASH_2_ON_HOPPER, FLASH_3 = 0.5, 0.33, 0.57
 # section 4.2.1, https://arxiv.org/abs/2205.05198).
 KERNEL_BANDWIDTH_SHARE = 0.85
 WHOLE_BYTES, SPLIT_BYTES = 10, 24
+ALIKE_DIGITS = 9  # of an exponential: C libraries differ in the last bit, and a plan is the same everywhere
 LOGITS_BYTES_MOVED = 30  # logits, their fp32 copy, log-probabilities and the gradients of each, written and read
 DEQUANTIZED_BYTES = 2.5  # per 4-bit weight and pass: half a byte read, its bf16 copy written
 PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
@@ -274,13 +275,14 @@ def step_time(
         wider = tuple(reason for reason in wider if reason not in measured.planned.wider_for)
         if highest == _highest_share(measured.setup):
             fastest *= min(1.0, measured.seconds / measured.planned.fastest_seconds)
-    low = max(estimate * math.exp(-spread), fastest)
+    factor = round(math.exp(spread), ALIKE_DIGITS)
+    low = max(estimate / factor, fastest)
     efficiency = None
     if preset.offload_optimizer or preset.offload_param:
         efficiency = compute / (compute + offload[2]), compute / (compute + offload[0])
     return StepTime(
         estimate_seconds=max(estimate, low),
-        step_seconds=(low, max(estimate, low) * math.exp(spread)),
+        step_seconds=(low, max(estimate, low) * factor),
         fastest_seconds=fastest,
         seconds_at_ends=(best, worst),
         compute_seconds=compute,

@@ -22,12 +22,22 @@ import zipfile
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import toolkit.presets.preset as preset_files
-from toolkit.cli import plan as commands
-from toolkit.errors import ToolkitError
-from toolkit.models.decoders import types_with_formulas
-from toolkit.models.read_model import hub_refusal, no_such_model
-from toolkit.plan.options import PlanOptions, RecommendOptions
+import toolkit.versions as versions
+
+# What the planner reads in the source of transformers, which is not here: as it was where the page was built. Before
+# the imports below, which take these names.
+FACTS = json.loads(Path(__file__).with_name("transformers_facts.json").read_text())
+versions.attention_names = lambda: tuple(FACTS["attention_names"])
+versions.model_types = lambda: tuple(FACTS["model_types"])
+versions.model_plans = lambda model_type: FACTS["model_plans"].get(model_type, {})
+versions.model_class_flags = lambda model_type: FACTS["model_class_flags"].get(model_type)
+
+import toolkit.presets.preset as preset_files  # noqa: E402
+from toolkit.cli import plan as commands  # noqa: E402
+from toolkit.errors import ToolkitError  # noqa: E402
+from toolkit.models.decoders import types_with_formulas  # noqa: E402
+from toolkit.models.read_model import hub_refusal, no_such_model  # noqa: E402
+from toolkit.plan.options import PlanOptions, RecommendOptions  # noqa: E402
 
 CONFIG = "config.json"
 COMMANDS: dict[str, tuple[Any, type, dict[str, Any]]] = {
@@ -56,8 +66,12 @@ def answer(request_text: str) -> str:
         options = options_of(name, request["fields"])
         return json.dumps({"text": printed(name, model, options), "words": command_line(name, model, options)})
     except ToolkitError as error:
-        return json.dumps({"error": described(error)})
-    except ModuleNotFoundError:  # the hub's client, which a page does not have: the page itself asks the hub
+        words = command_line(name, model, options) if options else None
+        return json.dumps({"error": described(error), "words": words})
+    except ModuleNotFoundError as error:
+        if error.name != "huggingface_hub":
+            raise
+        # the page itself asks the hub, for every name that can be one there
         return json.dumps({"error": described(no_such_model(model))})
     except OSError:  # a process was to be started, which no browser can do: the architecture is to be counted
         message = "transformers has to count this architecture, which takes torch and cannot run in a browser"

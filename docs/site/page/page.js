@@ -178,6 +178,7 @@ async function update() {
     await compute(done)
   }
   running = false
+  byId("answers").setAttribute("aria-busy", "false")
 }
 
 async function compute(version) {
@@ -189,7 +190,6 @@ async function compute(version) {
   const planned = await ask({ request: { ...request, command: "plan" } })
   if (version !== state.version) return
   byId("status").hidden = true
-  byId("answers").setAttribute("aria-busy", "false")
   showError(planned.error ? { ...planned.error, paste: config.refused !== undefined } : null)
   if (planned.error) return
   state.plan = { ...planned, json: JSON.parse(planned.text) }
@@ -430,6 +430,7 @@ let timer
 form.addEventListener("input", ({ target }) => {
   if (target.id === "config" || target.id === "file") return
   if (target.id === "model") state.config = null
+  byId("answers").setAttribute("aria-busy", "true")
   clearTimeout(timer)
   timer = setTimeout(update, target.tagName === "SELECT" ? 0 : target.id === "model" && !models.has(target.value) ? 600 : 120)
 })

@@ -22,6 +22,8 @@ from pathlib import Path
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
+from toolkit.models.decoders import types_with_formulas
+from toolkit.versions import attention_names, model_class_flags, model_plans, model_types
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -139,9 +141,21 @@ def library(pyodide: Path) -> bytes:
         return zipped(compiled(pyodide, {name: archive.read(name) for name in used}))
 
 
+def transformers_facts() -> dict[str, object]:
+    """Return what the planner reads in the source of the installed transformers, of architectures with formulas."""
+    types = types_with_formulas()
+    return {
+        "attention_names": attention_names(),
+        "model_types": model_types(),
+        "model_plans": {model_type: model_plans(model_type) for model_type in types},
+        "model_class_flags": {model_type: model_class_flags(model_type) for model_type in types},
+    }
+
+
 def packages(pyodide: Path) -> bytes:
     """Return the toolkit, the libraries it imports and the page's own module: a line of JSON with sizes, then bytes."""
     files = {"answer.py": (HERE / "answer.py").read_bytes()}
+    files["transformers_facts.json"] = json.dumps(transformers_facts()).encode()
     for name in LIBRARIES:
         installed = importlib.metadata.files(name) or []
         sources = [path for path in installed if path.suffix == ".py" and not path.parts[0].startswith("..")]

@@ -1,6 +1,6 @@
-"""Build the planner page into a folder: `python docs/site/page/build.py build/page`; `make page` does.
+"""Build the planner page into a folder: `python docs/site/page/planner_page.py build/page`; `make page` does.
 
-The page is static HTML with a table of well-known models; what computes in the browser is in runtime.py.
+The page is static HTML with a table of well-known models; what computes in the browser is in page_runtime.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: E402
-from runtime import write_runtime  # noqa: E402
+from page_runtime import write_runtime  # noqa: E402
 
 from toolkit.cache import cache_folder  # noqa: E402
 from toolkit.entry_point import exit_code_of  # noqa: E402
