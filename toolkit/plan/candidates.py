@@ -235,7 +235,8 @@ def _candidate(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -
         host_refusal = f"needs {gib(memory.host.peak_bytes)} of host memory per node, which has {gib(host)}"
     speed = None
     if verdict == FITS and host_refusal is None:
-        setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
+        shape = job.method.model(request.shape)
+        setup = TrainingSetup(shape=shape, preset=preset, world_size=request.world_size, job=job)
         speed = request.step_time(setup)
     return Candidate(preset=preset, job=job, memory=memory, verdict=verdict, speed=speed, host_refusal=host_refusal)
 

@@ -317,7 +317,7 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
     """Return the plan of one preset at one world size; `smallest` is the fewest GPUs that fit, if it is known."""
     shape, job = request.shape, _job_of(request, preset)
     memory = memory_of(request, preset, world_size)
-    setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
+    setup = TrainingSetup(shape=job.method.model(shape), preset=preset, world_size=world_size, job=job)
     interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
     collectives = step_collectives(setup)
     return Plan(
