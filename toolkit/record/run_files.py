@@ -107,6 +107,8 @@ class RecordedRun(_RunFile):
     git_commit: str | None = None
     nodes: tuple[str, ...] = ()
     """Host names of the ranks."""
+    warnings: tuple[str, ...] = ()
+    """Signs that a run which completed has diverged."""
     warm_start: bool = False
     """Its ranks were forked from a process that had imported the libraries."""
 
