@@ -16,9 +16,10 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
+from toolkit.compare.rows import MODEL_STATES, RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import complete_bytes, explain, read_json_lines
+from toolkit.files.reading import shareable
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import run_files, status
 from toolkit.record.columns import PositiveCount
@@ -36,9 +37,8 @@ SPECIFIED = (
 )
 COMPUTED = ("layout", "ranks", "expected_masters")
 ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
+OF_FULLEST_RANK = (*MODEL_STATES, "accumulated_gradient_bytes")
 OF_FIRST_RANK = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
-# Of the rank that holds most of each.
-MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
 
 
 class _Record(RunRecord):
@@ -171,7 +171,7 @@ def read_run_record(
         return RunRecord.model_validate(
             {
                 **dict(measured),
-                **{part: largest(getattr(rank, part) for rank in ranks) for part in MODEL_STATES},
+                **{part: largest(getattr(rank, part) for rank in ranks) for part in OF_FULLEST_RANK},
                 **{fact: getattr(ranks[0], fact) for fact in OF_FIRST_RANK},
                 **({} if goodput is None else goodput.model_dump()),
                 "goodput_fraction": None if goodput is None else goodput.fraction,
@@ -192,7 +192,7 @@ def read_run_record(
                 "startup_seconds": startup if startup is None or startup >= 0 else None,  # a clock was set back
                 "wall_seconds": run.wall_seconds,
                 "run_folder": str(folder.path.relative_to(comparison_folder)),
-                "command": run.command,
+                "command": shareable(run.command),
                 "problem": problem,
             }
         )

@@ -172,6 +172,26 @@ class Results(Model):
 
         return [(label(row), row) for row in self.rows]
 
+    def hardware(self, world_size: int) -> str:
+        """Return what the processes ran on: `2 CPU processes`, `2 × NVIDIA H100`."""
+        if self.on_cpu:
+            return f"{world_size} CPU {'process' if world_size == 1 else 'processes'}"
+        names = {gpu.name for gpu in self.environment.gpus}
+        return f"{world_size} × {names.pop() if len(names) == 1 else 'GPU'}"
+
+    @property
+    def shows_speeds(self) -> bool:
+        """False for single runs on a CPU: their speeds vary by tens of per cent, and no interval says so."""
+        return not self.on_cpu or self.method.repeats > 1
+
+    def as_reported(self) -> Results:
+        """Return the results as reports show them."""
+        if self.shows_speeds:
+            return self
+        return self.updated(
+            rows=[row.without_speeds() for row in self.rows], trials=[trial.without_speeds() for trial in self.trials]
+        )
+
     def baseline(self, world_size: int) -> Row | None:
         """Return the baseline's completed row with the same number of processes."""
         same = (row for row in self.rows if (row.preset, row.world_size) == (self.reference, world_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -12,6 +13,20 @@ from toolkit.units import KIB, MIB
 
 MAX_TEXT_BYTES = 64 * MIB
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
+
+
+def shareable(text: str) -> str:
+    """Return a path or a command with its paths relative to the working directory, or with `~` for the home folder.
+
+    >>> shareable(f"train --dataset {Path.cwd()}/rows.jsonl --model {Path.home()}/models/tiny")
+    'train --dataset rows.jsonl --model ~/models/tiny'
+    """
+    for folder, instead in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if folder != Path(folder.anchor):
+            start = re.escape(f"{folder}/")
+            text = re.sub(rf"(?<![^\s=]){start}", instead, text)
+            text = re.sub(rf"(?<![^\s=])'{start}", f"{instead}'", text)  # no shell expands a quoted `~`
+    return text
 
 
 def user_path(text: str | Path) -> Path:
