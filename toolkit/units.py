@@ -43,6 +43,18 @@ def seconds(value: float | None) -> str:
     return f"{int(value) // 60} min {int(value) % 60:02d} s"
 
 
+def time_left(value: float) -> str:
+    """Format a time to wait, without fractions of a second.
+
+    >>> time_left(12.3), time_left(754), time_left(9000)
+    ('12 s', '12 min 34 s', '2 h 30 min')
+    """
+    minutes, rest = divmod(round(value), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
 def fixed(digits: int) -> Callable[[float | None], str]:
     """Return the format of a number with this many digits after the point.
 

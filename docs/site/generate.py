@@ -1,7 +1,9 @@
 """Pages of the docs site that are generated when it is built, run by MkDocs (plugin gen-files).
 
-README.md becomes the start page. Text between `<!-- build: NAME -->` and `<!-- /build -->` is replaced by a block of
-reference_blocks.py. Links to files of the repository become links to copies of them. The navigation lists every page.
+docs/index.md is the home page, to which links to README.md lead. Text between `<!-- build: NAME -->` and
+`<!-- /build -->` is replaced by a block of reference_blocks.py, and text between `<!-- without a result -->` and
+`<!-- /without a result -->` is left out. Links to files of the repository become links to copies of them. The
+navigation lists every page.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from reference_blocks import BUILT  # noqa: E402
 
-# Pages of the site that are files of the repository's top level.
+# Files of the repository's top level -> pages of the site; the home page is docs/index.md.
 PAGE_OF = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
 }
 # Sections of the navigation, each with the pages that come first; the others follow in alphabetical order.
-SECTIONS = {
+SECTIONS: dict[str, list[str]] = {
     "tutorials": [
         "first-fine-tune-1-gpu",
         "first-fine-tune-8-gpus",
@@ -33,22 +35,28 @@ SECTIONS = {
         "your-dpo-script",
         "from-other-tools",
     ],
-    "how-to": [
-        *("choose-a-preset", "your-own-script", "training", "training-methods", "data", "optimizers", "checkpoints"),
-        *("faults", "multi-node", "doctor", "simulate", "simulate-stragglers", "rehearsal", "report"),
-        *("offline-clusters", "report-a-problem"),
-    ],
+    "how-to": [],  # in HOW_TO_GROUPS
     "concepts": [
-        *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),
+        *("plan", "ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "communication"),
         *("pipeline-schedules", "compare", "security"),
     ],
-    "reference": ["cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
+    "reference": ["glossary", "cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers"],
     "project": ["contributing", "changelog"],
 }
-TITLES = {"how-to": "How-to"}
+# The how-tos, by what the reader is about to do.
+HOW_TO_GROUPS = {
+    "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "simulate", "simulate-stragglers"],
+    "Train": ["your-own-script", "data", "training", "optimizers", "checkpoints"],
+    "Compare": ["report"],
+    "Several nodes": ["multi-node", "offline-clusters"],
+    "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
+}
+# Parts of the theme that a page does without: the table of contents, where a table needs its width.
+HIDDEN = {"index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 BUILT_BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
+WITHOUT_RESULT = re.compile(r"^<!-- without a result -->\n.*?^<!-- /without a result -->\n", re.MULTILINE | re.DOTALL)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 
@@ -56,8 +64,8 @@ LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 def sources() -> dict[str, str]:
     """Return page of the site -> its file in the repository."""
     pages = sorted((ROOT / "docs").rglob("*.md"))
-    return {path.relative_to(ROOT / "docs").as_posix(): path.relative_to(ROOT).as_posix() for path in pages} | {
-        page: file for file, page in PAGE_OF.items()
+    return {page: file for file, page in PAGE_OF.items()} | {
+        path.relative_to(ROOT / "docs").as_posix(): path.relative_to(ROOT).as_posix() for path in pages
     }
 
 
@@ -86,8 +94,11 @@ def link_on_site(target: str, file: str, page: str) -> str:
 
 def page_text(file: str, page: str) -> str:
     """Return the text of a page: blocks filled in, comments left out, links as the site needs them."""
-    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), (ROOT / file).read_text())
+    text = WITHOUT_RESULT.sub("", (ROOT / file).read_text())
+    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), text)
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
+    hidden = HIDDEN.get(page)
+    text = f"---\nhide: [{hidden}]\n---\n\n{text}" if hidden else text
     return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
 
 
@@ -97,22 +108,20 @@ def title(text: str) -> str:
 
 
 def navigation(texts: dict[str, str]) -> list[dict[str, object]]:
-    """Return MkDocs' nav: the start page, then each section that has pages."""
-    nav: list[dict[str, object]] = [{"Start": "index.md"}]
+    """Return MkDocs' nav: the home page, then each section that has pages; the how-tos in their groups."""
+    nav: list[dict[str, object]] = [{"Home": "index.md"}]
     for section, first in SECTIONS.items():
         order = [f"{section}/{stem}.md" for stem in first]
-        pages = sorted((page for page in texts if section_of(page) == section), key=lambda page: rank(page, order))
-        listed: list[object] = [page if page.endswith("/index.md") else {title(texts[page]): page} for page in pages]
+        pages = sorted((page for page in texts if page.startswith(f"{section}/")), key=lambda page: rank(page, order))
+        entries = {page: page if page.endswith("/index.md") else {title(texts[page]): page} for page in pages}
+        listed: list[object] = list(entries.values())
+        if section == "how-to":
+            groups = {name: [f"how-to/{stem}.md" for stem in stems] for name, stems in HOW_TO_GROUPS.items()}
+            listed = [{name: [entries.pop(page) for page in grouped]} for name, grouped in groups.items()]
+            listed += entries.values()
         if listed:
-            nav.append({TITLES.get(section, section.capitalize()): listed})
+            nav.append({section.capitalize(): listed})
     return nav
-
-
-def section_of(page: str) -> str | None:
-    """Return a page's section: its folder, or tutorials for a page without one; None for the start page."""
-    if page == "index.md":
-        return None
-    return page.partition("/")[0] if "/" in page else "tutorials"
 
 
 def rank(page: str, order: list[str]) -> tuple[int, str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
+from typer.testing import CliRunner
 
 import toolkit
 import toolkit.presets
@@ -24,6 +25,7 @@ from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
+from toolkit.lint.findings import LintRule
 from toolkit.lint.rules import RULES
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets import Preset, list_presets
@@ -31,6 +33,9 @@ from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.units import counted
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS_MODELS: dict[str, type[Model]] = {
     model.__name__: model
@@ -51,16 +56,15 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 
 def preset_table() -> str:
     """Return one row per preset: what it does and when to choose it."""
-    head = ["preset", "engine", "sharding", "degrees", "offloads", "precision", "processes", "when to choose it"]
+    head = ["preset", "when to choose it", "engine", "sharding", "offloads", "processes"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
     devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
     offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
-    degrees = ", ".join(f"`--{name}`" for name in preset.degrees) or "–"
-    cells = [f"`{preset.name}`", f"`{preset.engine}`", f"`{preset.sharding}`", degrees, offloads]
-    return [*cells, preset.mixed_precision, preset.processes, preset.summary]
+    processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
+    return [f"`{preset.name}`", preset.summary, f"`{preset.engine}`", f"`{preset.sharding}`", offloads, processes]
 
 
 def characteristics_table() -> str:
@@ -91,22 +95,25 @@ def _optimizer_row(optim: str) -> list[str]:
     return [f"`{optim}`", f"`{spec.class_name}`", states, f"{share:.3g}", presets]
 
 
-def lint_table() -> str:
-    """Return one row per lint rule."""
-    head = ["rule", "level", "in", "what really happens", "write instead", "checked with"]
-    rows = []
-    for rule in RULES:
-        kinds = ", ".join(FILE_KINDS.get(kind, kind) for kind in rule.kinds)
-        since = f", from {rule.removed_in}" if rule.removed_in else ""
-        cells = [f"`{rule.name}`", rule.level, kinds, rule.description, rule.fix, rule.checked_against + since]
-        rows.append([cell.replace("|", "/") for cell in cells])
-    return markdown_table(head, rows)
+def lint_index() -> str:
+    """Return links to the rules of each level."""
+    names = {level: [rule.name for rule in RULES if rule.level == level] for level in ("error", "warning", "note")}
+    return "\n\n".join(
+        f"**{counted(len(found), level)}**: {', '.join(f'[{name}](#{name})' for name in sorted(found))}"
+        for level, found in names.items()
+    )
 
 
-def lint_counts() -> str:
-    """Return the number of lint rules of each level."""
-    levels = Counter(rule.level for rule in RULES)
-    return f"{len(RULES)} rules: {levels['error']} errors, {levels['warning']} warnings, {levels['note']} notes."
+def lint_rules() -> str:
+    """Return a section per lint rule, whose heading is the rule's name: findings link there."""
+    return "\n\n".join(map(_lint_rule, sorted(RULES, key=lambda rule: rule.name)))
+
+
+def _lint_rule(rule: LintRule) -> str:
+    kinds = ", ".join(FILE_KINDS.get(kind, kind) for kind in rule.kinds)
+    checked = rule.checked_against + (f", from {rule.removed_in}" if rule.removed_in else "")
+    what = f"*{rule.level}* in {kinds}; checked with {checked}."
+    return "\n\n".join([f"### {rule.name}", what, rule.description, f"Write instead: {rule.fix}"])
 
 
 def doctor_table() -> str:
@@ -119,14 +126,20 @@ def doctor_table() -> str:
 
 
 def preset_files() -> str:
-    """Return the files of every preset, as they ship."""
-    return "\n".join(line for preset in list_presets() for line in _files_of(preset))
+    """Return links to the files of every preset, as they ship."""
+    return "\n".join(f"- `{preset.name}`: {_file_links(preset)}" for preset in list_presets())
 
 
-def _files_of(preset: Preset) -> Iterator[str]:
-    yield f"### {preset.name}\n"
-    for name, text in preset.texts().items():
-        yield f'```{"json" if name.endswith("json") else "yaml"} title="{name}"\n{text.rstrip()}\n```\n'
+def _file_links(preset: Preset) -> str:
+    return ", ".join(f"[`{path}`](../../{path})" for path in preset.texts())
+
+
+def recommendation() -> str:
+    """Return the first twelve lines of an answer of `toolkit recommend`."""
+    words = ["recommend", str(ROOT / "tests/fixtures/qwen3-8b/config.json"), "--gpu", "h100", "--num-processes", "8"]
+    printed = CliRunner().invoke(app, [*words, "--max-seq-length", "2048"]).stdout
+    lines = printed.replace(words[1], "Qwen/Qwen3-8B").splitlines()[:12]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def argument_table() -> str:
@@ -224,8 +237,11 @@ def python_names() -> str:
 
 
 BUILT: dict[str, Callable[[], str]] = {
-    "lint_rules": lint_table,
-    "lint_counts": lint_counts,
+    "recommendation": recommendation,
+    "presets": preset_table,
+    "optimizers": optimizer_table,
+    "lint_rules": lint_rules,
+    "lint_index": lint_index,
     "doctor_checks": doctor_table,
     "characteristics": characteristics_table,
     "arguments": argument_table,

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -28,19 +29,28 @@ from toolkit.launch.warm_start import SERVER_VARIABLE
 DDP = RowKey(preset="ddp", world_size=2)
 
 
-def test_terminal_bars_follow_one_trial_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    progress = ConsoleProgress(2)
-    assert progress.bars is not None
-    with progress:
-        for record in (trial("ddp", 0), trial("zero2", 0, status="failed", message="no room")):
-            progress.start(record.trial)
-            progress.output_line("step 3/8  on rank 0: loss 2.0")
-            steps = progress.bars.tasks[-1]
-            assert (steps.description, steps.completed, steps.total) == (record.trial, 3, 8)
-            progress.finish(record)
-    assert progress.bars.tasks[0].completed == 2
+STEP = "step 3/8  loss 2.0000  1.00 s  100 tokens/s  peak 1.00 GiB RSS  5 s left"
+
+
+def test_the_live_line_has_the_trial_the_time_left_in_all_and_the_newest_step() -> None:
+    progress = ConsoleProgress(3)
+    progress.is_live = True
+    progress.finish(trial("ddp", 0, wall_seconds=100.0))
+    progress.start("zero2-n2-r0")
+    progress.output_line(STEP)
+    assert progress.describe(30.0) == f"[2/3] zero2-n2-r0  30 s  about 2 min 50 s left in all  {STEP}"
+
+
+def test_a_pipe_gets_the_steps_of_a_trial_once_per_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, clock = ConsoleProgress(1), iter((0.0, 30.0, 61.0, 62.0, 125.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress.start("ddp-n2-r0")
+    for step in range(1, 5):
+        progress.output_line(f"step {step}/8  loss 2.0000")
+    printed = [line.partition(":")[2] for line in capsys.readouterr().err.splitlines()]
+    assert printed == [" starting", " step 2/8  loss 2.0000", " step 4/8  loss 2.0000"]
 
 
 def oracle(limit: int, tried: list[int], *, why: str = "out_of_memory") -> Callable[[int], ProbeRecord]:

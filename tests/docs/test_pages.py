@@ -12,6 +12,9 @@ import pytest
 from launching import ROOT, nightly
 from test_readme import Block, run_launching_bash
 
+from toolkit.observe.failure_report import COLLECTIVE_TIMEOUT_MESSAGES
+from toolkit.record import status
+
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)```", re.DOTALL)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
@@ -41,6 +44,14 @@ def test_every_page_that_the_program_or_a_test_names_exists() -> None:
     named = {name for path in files for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
     assert len(named) > 10
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_the_page_of_failures_has_every_status_and_every_message_that_a_run_is_judged_by() -> None:
+    page = (ROOT / "docs" / "how-to" / "my-run-failed.md").read_text()
+    endings = set(status.STATUSES) - {status.PLANNED, status.RUNNING, status.COMPLETED}
+    assert sorted(name for name in endings if not re.search(rf'id="{name}"|^## {name}$', page, re.MULTILINE)) == []
+    messages = (*COLLECTIVE_TIMEOUT_MESSAGES, *status.HOST_MEMORY_WORDS, *status.DISK_FULL_WORDS)
+    assert [text for text in messages if text not in page] == []
 
 
 def script(page: Path) -> str:

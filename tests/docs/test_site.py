@@ -18,11 +18,12 @@ from results_documents import Tags
 import toolkit
 import toolkit.presets
 from toolkit.job.argument_reading import argument_types
+from toolkit.lint.rules import RULES
 from toolkit.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
-PAGES += [Path("index.html"), Path("project/contributing.html"), Path("project/changelog.html")]
+PAGES += [Path("project/contributing.html"), Path("project/changelog.html")]
 # Pages with the widest tables and listings.
 WIDEST = [Path("reference", f"{name}.html") for name in ("cli", "presets", "lint", "results", "python")]
 # Attributes by which a browser loads something without a click.
@@ -89,6 +90,15 @@ def test_the_reference_has_every_command_argument_preset_and_public_name(site: P
     page = html(site, "reference/python.html")
     names = [name for name in (*toolkit.__all__, *toolkit.presets.__all__) if not name.startswith("__")]
     assert [name for name in names if not re.search(rf'<h2 id="[\w.]+\.{name}"', page)] == []
+
+
+def test_a_findings_address_is_a_heading_of_the_reference(site: Path) -> None:
+    page = html(site, "reference/lint.html")
+    assert [rule.name for rule in RULES if f'<h3 id="{rule.name}"' not in page] == []
+
+
+def test_a_page_without_a_result_is_not_shown(site: Path) -> None:
+    assert "Mutated files" not in html(site, "evidence/trust.html")
 
 
 def test_every_page_has_the_same_scripts(site: Path) -> None:

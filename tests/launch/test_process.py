@@ -257,6 +257,8 @@ def test_a_killed_rank_is_the_cause_and_not_the_rank_that_lost_its_connection(
     *decided, failure = ended(folder)
     assert decided == ["failed", 1]
     assert (failure["rank"], failure["message"]) == (0, "rank 0 exited in step 1: killed by SIGKILL")
+    assert failure["hint"].startswith("there is no complete checkpoint: a restart begins at step 0; `--max-restarts N`")
+    assert failure["hint"].endswith("OOM killer: `dmesg -T | grep -i 'killed process'`")
     assert failure["seen_by_peer"]["message"] == message
     assert ended(folder, memory=True)[:2] == ("host_out_of_memory", 3)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +33,7 @@ def plan(
     Shows for each preset what fits. Without a GPU here and without --gpu: which GPUs, and how many, the job needs.
     """
     from toolkit.plan.finish import read_prices, work_of
+    from toolkit.plan.measured_run import MeasuredRun
     from toolkit.plan.plan_table import PlanAnswer, print_json, print_plans
     from toolkit.plan.planner import asks_which_gpus, make_plans, plan_request
     from toolkit.plan.which_gpus import gpus_for
@@ -46,13 +47,18 @@ def plan(
         print_message(described)
     if model is None:
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
+    run = None if options.measured is None else MeasuredRun.read(options.measured)
+    options = options if run is None else run.on_its_gpu(options)
     request, prices = plan_request(model, options), read_prices(options.price)
+    compared = None if run is None else run.compared(request.shape, request.job, request.gpu)
+    request = request if compared is None else replace(request, measured=compared.step)
     any_gpu = asks_which_gpus(options)
     plans = gpus_for(request, prices) if any_gpu else make_plans(request)
     work = work_of(options, request.job, model)
     answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
     if not as_json:
         print_plans(answer)
+        print("\n".join(() if compared is None else compared.lines()))
     verified = []
     if options.verify:
         from toolkit.plan.plan_vs_rehearsal import verify_plans
@@ -62,7 +68,8 @@ def plan(
             if not as_json:  # each when its rehearsal of rank 0 ends
                 print("\n" + "\n".join(verification.lines()))
     if as_json:
-        more = {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
+        more: dict[str, Any] = {} if compared is None else {"measured": compared.as_row()}
+        more |= {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
         print_json(model, answer, **more)
     if any(verification.failed for verification in verified):
         raise typer.Exit(EXIT_RUN_FAILED)
@@ -76,13 +83,17 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
     from toolkit.plan.candidates import NothingFits
+    from toolkit.plan.measured_run import MeasuredRun
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommend import recommend_request
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
     from toolkit.presets.preset import list_presets, load_preset
     from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines
 
-    request = recommend_request(model, options)
+    run = None if options.measured is None else MeasuredRun.read(options.measured)
+    request = recommend_request(model, options if run is None else run.on_its_gpu(options))
+    compared = None if run is None else run.compared(request.shape, request.job, request.gpu)
+    request = request if compared is None else replace(request, measured=compared.step)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     try:
         found = choose(request, presets, objective=options.objective)
@@ -96,6 +107,8 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
         price = options.price_per_gpu_hour
         values = recommendation_json(found, request, model=model, objective=options.objective, price=price)
         lines = recommendation_lines(found, request, model=model, price=price, scaling=options.scaling)
+    if compared is not None:
+        values["measured"], lines = compared.as_row(), [*lines, "", *compared.lines()]
     print(json.dumps(values, indent=2) if as_json else "\n".join(lines))
 
 
@@ -143,6 +156,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
     without --output_dir, no files are kept. With --script or --module: the arguments of that script.
     """
+    from toolkit.launch.preflight import check_libraries
     from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import (
         plan_rehearsal,
@@ -154,6 +168,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
 
     on_cpu = trains_on_cpu(options.cpu)
     preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
+    check_libraries(preset, runs_script=not (options.script is None and options.module is None))
     if options.script is None and options.module is None:
         planned = plan_rehearsal(
             preset,

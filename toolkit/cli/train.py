@@ -28,6 +28,7 @@ def train(options: TrainOptions) -> None:
     """
     from toolkit.launch.launch import prepare_run
     from toolkit.launch.launch import train as run_prepared
+    from toolkit.launch.terminal import LiveLine
 
     prepared = prepare_run(options, on_message=print_message)
     if options.on_cpu and options.cpu is None:  # a device that the user did not choose
@@ -43,7 +44,9 @@ def train(options: TrainOptions) -> None:
         print(prepared.command.shown)
         print_message("every check passed; nothing was started")
         return
-    result = run_prepared(prepared, plan=_plan(prepared), on_message=print_message)
+    plan = _plan(prepared)
+    with LiveLine() as live:
+        result = run_prepared(prepared, plan=plan, on_message=live.print)
     if result.failure is not None:
         print_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)

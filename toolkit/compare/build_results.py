@@ -194,6 +194,7 @@ def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
             values[column] = _combined(rule, [getattr(trial, column) for trial in trials])
     if failed is None:
         values |= _speeds(trials, steps)
+        values["message"] = next((trial.message for trial in trials if trial.message), None)
         by_peak = "peak_host_bytes" if values["peak_allocated_bytes"] is None else "peak_allocated_bytes"
         values["peak_rank"] = max(trials, key=lambda trial: getattr(trial, by_peak) or 0).peak_rank
     elif values["repeats"]:

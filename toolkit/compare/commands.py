@@ -17,16 +17,17 @@ from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_ti
 from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches, stderr_console
+from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
 from toolkit.compare.two_comparisons import before_and_after
+from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
-from toolkit.launch.preflight import check_job, check_process_count
+from toolkit.launch.preflight import check_job, check_libraries, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.observe.words import check_script_preset
 from toolkit.presets.preset_checks import check_arguments
@@ -48,16 +49,16 @@ def run_comparison(options: CompareOptions) -> None:
     checked.ledger.read()  # a damaged line is reported before anything starts
     with comparison_lock(folder):
         if options.on_cpu and options.cpu is None:  # a device that the user did not choose
-            stderr_console().print(ON_CPU_MESSAGE)
+            print_message(ON_CPU_MESSAGE)
         if options.on_cpu and price is not None:
-            stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
+            print_message("--price-per-gpu-hour has no effect: no GPU is used")
         try:
             with terminate_as_interrupt(), checked.progress:
                 runner = checked if options.find_max_batch is None else find_largest_batches(checked)
                 runner.run()
                 runner.run_side_runs()
         except KeyboardInterrupt:
-            stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
+            print_message("stopped; finished trials are kept. The same command with `--resume` resumes.")
             raise typer.Exit(EXIT_RUN_FAILED) from None
         _publish(build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder)
 
@@ -80,6 +81,8 @@ def check_comparison(options: CompareOptions) -> Runner:
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
     presets = {name: spec.preset(name) for name in largest}
     own = [row for name, row in largest.items() if name in spec.extra_arguments or presets[name].degrees]
+    for preset in presets.values():
+        check_libraries(preset, runs_script=options.runs_script)
     nvme: dict[str, NvmeDisk | None] = {}
     if not options.runs_script:
         checked, *_ = [
@@ -106,7 +109,7 @@ def check_comparison(options: CompareOptions) -> Runner:
         spec=spec,
         unsupported=unsupported,
         nvme=nvme,
-        progress=ConsoleProgress(runs, stop_after_steps=spec.stop_after_steps),
+        progress=ConsoleProgress(runs),
         allocation=allocation,
     )
 

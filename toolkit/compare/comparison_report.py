@@ -67,9 +67,9 @@ def console_table(results: Results) -> RichTable:
     results = results.as_reported()
     table = rich_table(tables.row_table("comparison", results, narrow=True))
     reasons = {
-        label: (row.status_text, row.message if row.message and not row.completed else row.parity_message)
+        label: (row.status_text, row.parity_message if row.failed_parity else row.message or row.parity_message)
         for label, row in results.labelled_rows
-        if row.failed_parity or not row.completed or (row.unchecked and row.parity_message)
+        if row.failed_parity or row.message or not row.completed or (row.unchecked and row.parity_message)
     }
     lines = [f"{label}: {ended}: {message or 'no message'}" for label, (ended, message) in reasons.items()]
     table.caption = Text("\n".join(one_line(line, MESSAGE_CHARACTERS) for line in lines), style="")

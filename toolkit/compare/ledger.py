@@ -181,7 +181,7 @@ def read_run_record(
                 "repeat": trial.repeat,
                 "position": position,
                 "status": run.status,
-                "message": failure.message,
+                "message": failure.message or "; ".join(run.warnings) or None,
                 "phase": failure.phase,
                 "failure": None if run.status == status.COMPLETED else failed_at,
                 "tokens_per_second_per_gpu": None if speed is None else speed / trial.row.world_size,

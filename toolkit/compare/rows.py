@@ -185,7 +185,8 @@ class _Outcome(Model):
     """How the trial ended, or `not_supported`: it cannot run on this node. Only `completed` rows have comparable
     figures. A row is `completed` if all its repeats are."""
     message: str | None = None
-    """Why it did not complete, as the failing rank reported it, or why it is not supported."""
+    """Why it did not complete, as the failing rank reported it, or why it is not supported; of a row that completed,
+    what suggests that it diverged."""
     phase: Annotated[str | None, Column(in_csv=False)] = None
     """The phase in which it failed."""
     failure: Annotated[Failure | None, Column(in_csv=False)] = None
@@ -302,7 +303,8 @@ class _Outcome(Model):
     @property
     def status_text(self) -> str:
         """The status as tables show it."""
-        return PARITY_FAILED if self.failed_parity else self.status
+        warned = self.completed and self.message is not None
+        return PARITY_FAILED if self.failed_parity else "may have diverged" if warned else self.status
 
     @property
     def model_state_bytes(self) -> int | None:

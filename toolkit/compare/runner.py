@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shutil
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.ledger import (
@@ -44,12 +42,14 @@ from toolkit.job.job import Job
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import run_training
 from toolkit.launch.nvme import NvmeDisk
+from toolkit.launch.terminal import LiveLine
 from toolkit.launch.warm_start import fork_server
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
+from toolkit.record.training_progress import STEP_LINE
 from toolkit.rehearse.rehearsal import refuse_rehearsals
-from toolkit.units import number, seconds
+from toolkit.units import number, seconds, time_left
 
 # How long the processes of a killed runner may hold a run folder: ranks notice within seconds that the launcher
 # is gone; a save that is under way may take longer.
@@ -57,68 +57,70 @@ ORPHAN_SECONDS = 120.0
 PROFILED_STEPS = 2
 # Optimizer states are allocated in the first step; the second holds everything.
 PROBE_STEPS = 2
-STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")
+SECONDS_BETWEEN_LINES = 60.0
 
 
-def stderr_console() -> Console:
-    """Return a console for messages; stdout is for data."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)  # a pipe gets one line per trial
+class ConsoleProgress(LiveLine):
+    """Progress of `total` trials and side runs on stderr: lines, and on a terminal how far the current one is."""
 
-
-class ConsoleProgress:
-    """Progress of `total` trials and side runs on stderr: lines, and bars on a terminal. A context manager."""
-
-    def __init__(self, total: int, *, stop_after_steps: int | None = None) -> None:
-        self.console, self.total, self.finished = stderr_console(), total, 0
-        self.stop_after_steps = stop_after_steps
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self.trials = self.bars.add_task("trials", total=total)
-        self.steps: TaskID | None = None
-
-    def __enter__(self) -> None:
-        self.bars.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
+    def __init__(self, total: int) -> None:
+        self.total, self.finished, self.name, self.printed = total, 0, "", 0.0
+        self.run_seconds: list[float] = []
+        """Wall seconds of the trials and side runs that have ended."""
+        super().__init__()
 
     def start(self, name: str) -> None:
-        """Announce a run, whose steps have a bar of their own."""
-        self.steps = self.bars.add_task(name, total=None)
-        self.console.print(f"[{self.finished + 1}/{self.total}] {name}: starting", markup=False)
+        """Announce a run."""
+        self.name, self.text, self.started = f"[{self.finished + 1}/{self.total}] {name}", "starting", time.monotonic()
+        self.printed = self.started
+        self.print(f"{self.name}: starting")
 
     def output_line(self, line: str) -> None:
-        """Advance the bar when the line reports a step."""
-        match = STEP_LINE.match(line)
-        if match and self.steps is not None:
-            total = min(filter(None, (int(match[2]), self.stop_after_steps)), default=None)
-            self.bars.update(self.steps, completed=int(match[1]), total=total)
+        """Show a line that reports a step; in a file, now and then."""
+        now = time.monotonic()
+        if not STEP_LINE.match(line):
+            return
+        if self.is_live:
+            self.text = line
+        elif now - self.printed > SECONDS_BETWEEN_LINES:
+            self.printed = now
+            self.print(f"{self.name}: {line}")
 
     def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
         """Print the outcome, with the speed or the message."""
-        if self.steps is not None and not from_ledger:
-            self.bars.remove_task(self.steps)
-            self.steps = None
+        self.run_seconds += [] if record.wall_seconds is None else [record.wall_seconds]
         note = "already in the ledger" if from_ledger else f"in {seconds(record.wall_seconds)}"
         outcome = f"{record.status}: {record.message}"
         if record.completed:
             speed, loss = number(record.tokens_per_second, 0), number(record.last_loss, 4)
             outcome = f"completed, {speed} tokens/s, last loss {loss}"
+            outcome += f"; it may have diverged: {record.message}" if record.message else ""
         self._count(f"{record.trial}: {outcome} ({note})")
 
     def finish_probe(self, record: RunRecord) -> None:
         """Print the outcome; probes are not counted."""
         ended = record.status + (f" in phase {record.phase}" if record.phase else "")
-        self.console.print(f"probe {record.trial}: {ended} (in {seconds(record.wall_seconds)})", markup=False)
+        self.print(f"probe {record.trial}: {ended} (in {seconds(record.wall_seconds)})")
 
     def skip(self, name: str, reason: str) -> None:
         """Print the reason; a skipped trial counts as finished."""
         self._count(f"{name}: not run, since {reason}")
 
     def _count(self, text: str) -> None:
-        self.finished += 1
-        self.bars.update(self.trials, completed=self.finished)
-        self.console.print(f"[{self.finished}/{self.total}] {text}", markup=False)
+        self.finished, self.name, self.text = self.finished + 1, "", ""
+        left = self.left(0.0)
+        self.print(f"[{self.finished}/{self.total}] {text}" + (f"; {left}" if left else ""))
+
+    def left(self, elapsed: float) -> str:
+        """Return the time left in all, if as long runs follow as have ended; empty before one has ended."""
+        if not self.run_seconds or self.finished >= self.total:
+            return ""
+        mean = statistics.fmean(self.run_seconds)
+        return f"about {time_left((self.total - self.finished) * mean - min(elapsed, mean))} left in all"
+
+    def describe(self, elapsed: float) -> str:
+        """Return the live line: the run, the time left, and its newest step."""
+        return "  ".join(filter(None, (self.name, time_left(elapsed), self.left(elapsed), self.text)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.system_text import entries_of, output_of
+from toolkit.installation import install_line
 from toolkit.units import MIB
-from toolkit.versions import INSTALL_GPU_PACKAGES
 
 # Column of nvidia-smi -> key in run.json.
 GPU_FIGURES = {
@@ -36,7 +36,7 @@ THROTTLES = {
     0x80: "hardware power brake",
 }
 
-ON_CPU_MESSAGE = "no GPU is visible: training on the CPU (gloo, fp32)"
+ON_CPU_MESSAGE = "no GPU is visible: training on the CPU"
 # Enough for every preset's communication to take place.
 CPU_PROCESSES = 2
 
@@ -120,7 +120,7 @@ def load_nvml() -> Any:
     try:
         import pynvml
     except ImportError:
-        raise ToolkitError("nvidia-ml-py is not installed", hint=INSTALL_GPU_PACKAGES) from None
+        raise ToolkitError("nvidia-ml-py is not installed", hint=install_line("pynvml")) from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -24,7 +24,7 @@ from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import check_job, check_output, check_process_count, reuse_folder
+from toolkit.launch.preflight import check_job, check_libraries, check_output, check_process_count, reuse_folder
 from toolkit.launch.process import ProcessResult, RunResult, record_result, run_command
 from toolkit.launch.resume import (
     TrainingRun,
@@ -34,6 +34,7 @@ from toolkit.launch.resume import (
     converts,
     remove_converted,
 )
+from toolkit.launch.terminal import OutputFilter
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.observe.words import check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
@@ -65,6 +66,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     `train` removes it at the end. Raises ToolkitError for the first problem.
     """
     preset = load_preset(options.preset)
+    check_libraries(preset, runs_script=options.runs_script)
     if options.runs_script:
         return _prepare_script(options, preset)
     run = check_job(
@@ -224,9 +226,11 @@ def _run_attempt(
     kills_before = count_oom_kills()
     log_start = folder.log.stat().st_size if folder.log.exists() else 0
 
+    shown = OutputFilter(on_line)
+
     def relay(line: str) -> None:
         if not folder.failure_json.exists():  # the launcher's own traceback follows
-            on_line(line)
+            shown(line)
 
     process_result = run_command(
         command,
@@ -238,6 +242,7 @@ def _run_attempt(
         inherit=[] if lock is None else [lock],
         fork_server=fork_server,
     )
+    shown.summarise(folder.log)
     if command.nvme_path is not None:  # killed ranks leave their swap files behind
         shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
     oom_killed = count_oom_kills() > kills_before

@@ -26,7 +26,7 @@ from toolkit.files.secrets import hide_secrets
 from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand, inherited_environment
 from toolkit.launch.warm_start import ForkedProcess, RefusedError, fork_process
 from toolkit.record import status
-from toolkit.record.checkpoints import describe_latest_checkpoint
+from toolkit.record.checkpoints import describe_latest_checkpoint, resume_hint
 from toolkit.record.folder import RunFolder, read_json, write_json
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import last_step
@@ -35,7 +35,7 @@ from toolkit.record.status import describe_host_oom, is_out_of_memory
 GRACE_SECONDS = 15.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_LINES_IN_A_MESSAGE = 3
-RESUME_HINT = "`--resume_from_checkpoint latest` resumes from the last checkpoint; `--max-restarts N` does so by itself"
+OOM_KILLER_HINT = "a SIGKILL that nobody sent is often the kernel's OOM killer: `dmesg -T | grep -i 'killed process'`"
 # What a rank reports whose peer is gone: a broken connection, or the launcher's SIGTERM.
 CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
 # The root cause as torch's elastic agent prints it (torch/distributed/elastic/multiprocessing/errors, torch 2.13).
@@ -284,7 +284,8 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
         found = _failure(status.HOST_OUT_OF_MEMORY, message, hint)
     else:
         message = f"rank {rank} exited {where}: killed by {signal_name}"
-        found = _failure(status.FAILED, message, RESUME_HINT)
+        hint = f"{resume_hint(folder.checkpoints)}; `--max-restarts N` restarts by itself"
+        found = _failure(status.FAILED, message, f"{hint}; {OOM_KILLER_HINT}" if signal_name == "SIGKILL" else hint)
     position = {"rank": rank, "step": step, "phase": phase, "peak_bytes": peak}
     return found | position | {"seen_by_peer": failure}
 

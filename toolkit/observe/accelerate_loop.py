@@ -108,6 +108,7 @@ class ObservedLoop:
         self.timer = StepTimer(
             self.run, parts, device=self.args.device, untimed_steps=self.untimed_steps, stops_if_diverged=False
         )
+        self.timer.step_lines.stop_after_steps = training.stop_after_steps
         strict = preset is not None or bool(training.expected.settings)
         self.attestation = Attestation(self.run, parts, self.timer, trainer=self, strict=strict)
         self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))

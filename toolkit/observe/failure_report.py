@@ -21,11 +21,10 @@ from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitErr
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.progress import Progress
 from toolkit.record import status
-from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint
+from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint, resume_hint
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
 
-RESUME = "the same command with `--resume_from_checkpoint latest` resumes from the last checkpoint"
 # gloo's and the NCCL watchdog's messages (torch 2.13), after `--ddp_timeout`.
 COLLECTIVE_TIMEOUT_MESSAGES = ("Timed out waiting", "Watchdog caught collective operation timeout")
 # Another rank's connection breaks shortly before its process is gone.
@@ -114,7 +113,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     if kind == status.HOST_OUT_OF_MEMORY:
         message, hint = status.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
     elif folder is not None and kind == status.FAILED and not own and (lost := _lost_rank(folder / "ranks", rank)):
-        rank, hint = lost.rank, RESUME
+        rank, hint = lost.rank, resume_hint(RunFolder(folder).checkpoints)
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
     elif folder is not None and status.is_disk_full(error):
         message, hint = describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)

@@ -177,6 +177,7 @@ class ScriptRun:
         )
         if words.stop_after_steps is not None:
             trainer.add_callback(StopAfter(words.stop_after_steps))
+            observer.timer.step_lines.stop_after_steps = words.stop_after_steps
         within, minutes = words.stop_when_steps_within, words.stop_after_minutes
         if within is not None or minutes is not None:
             timer = observer.timer

@@ -32,6 +32,7 @@ from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
 from toolkit.record.measurements import drop_rows_after, measure, read_steps
 from toolkit.record.run_files import SaveRecord
 from toolkit.record.timeline import Moment, measure_goodput, read_timeline
+from toolkit.record.training_progress import signs_of_divergence
 from toolkit.units import number
 
 # A network file system may answer from its cache for some seconds.
@@ -106,15 +107,23 @@ class ObservedRun:
         steps = read_steps(self.folder)
         measured = measure(steps, untimed_steps=untimed_steps)
         goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
+        signs = signs_of_divergence(steps, measured.losses)
         self.write_completion(
-            measured=measured.summary(), goodput=goodput.model_dump(), saves=[save.model_dump() for save in saves]
+            measured=measured.summary(),
+            goodput=goodput.model_dump(),
+            saves=[save.model_dump() for save in saves],
+            warnings=signs,
         )
         loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
         speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
         if not measured.timed_steps:
             speed = f"none timed: untimed_steps is {untimed_steps}"
         print(goodput.describe(), flush=True)
-        print(f"done: {len(measured.step_seconds)} steps, {loss}{speed}; {self.folder.path}", flush=True)
+        done = "done"
+        if signs:
+            done = "done, but it may have diverged"
+            print(f"warning: {'; '.join(signs)}: the run may have diverged; lower `--learning_rate`", flush=True)
+        print(f"{done}: {len(measured.step_seconds)} steps, {loss}{speed}; {self.folder.path}", flush=True)
 
     def write_completion(self, **facts: Any) -> None:
         """Write run.json's status, times and `facts`."""

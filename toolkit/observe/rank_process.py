@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +32,7 @@ def prepare_environment() -> None:
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"(torch\.distributed|transformers\.modeling_utils)"
     )
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it reports an optional kernel
     import torch
 
     if not torch.cuda.is_available():

@@ -25,9 +25,9 @@ from toolkit.observe.batches import BatchFacts
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.parts import ObserverParts
+from toolkit.observe.step_lines import StepLines
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.record.measurements import MemoryByPhase, drop_rows_after
-from toolkit.units import number
 
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
 
@@ -90,7 +90,7 @@ class _Step:
 
 
 class StepTimer(TrainerCallback):  # type: ignore[misc]
-    """Writes one row per step to `ranks/rankR.jsonl`, and prints progress on rank 0.
+    """Writes one row per step to `ranks/rankR.jsonl`, from which rank 0 prints progress.
 
     The Trainer reports batches, losses and waits to it; everything else comes from the Trainer's callback events. If
     `stops_if_diverged`, a loss or a gradient norm that is not finite ends the run.
@@ -107,7 +107,8 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.run, self.parts, self.progress = run, parts, run.progress
         self.path, self.rank, self.resumed_step = run.folder.rank_rows(run.rank), run.rank, run.resumed_step
-        self.untimed_steps, self.stops_if_diverged, self.max_steps = untimed_steps, stops_if_diverged, 0
+        self.untimed_steps, self.stops_if_diverged = untimed_steps, stops_if_diverged
+        self.step_lines = StepLines(run)
         self.timed_seconds: list[float] = []
         """Seconds of this rank's timed steps, as far as the device has finished them."""
         self.scales_loss = False
@@ -117,7 +118,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.cuda = device.type == "cuda"
         self.nvml = Nvml(str(torch.cuda.get_device_properties(device).uuid)) if self.cuda else None
         self.driver_bytes: int | None = None
-        self.queried_at = self.printed_at = -math.inf
+        self.queried_at = -math.inf
         self.step = _Step()
         self.unwritten: deque[tuple[int, _Step]] = deque()
         """Finished steps, by number, whose device work may still be running."""
@@ -176,6 +177,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.resumed_step = self.progress.step = state.global_step
         self.progress.memory_by_phase = MemoryByPhase(bytes_of="allocated" if self.cuda else "rss")
         self.progress.record_memory("load")
+        self.step_lines.start()
         self.restart_clock()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -184,7 +186,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.scales_loss = bool(args.fp16)
-        self.max_steps = state.max_steps  # known once the Trainer has counted the batches
+        self.step_lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
         finished, self.step = self.step, _Step()
         finished.profiled = self.profiled
         self.restart_clock()  # here, so that the cost of the timer itself is part of the next step
@@ -220,6 +222,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.flush(wait=True)
+        self.step_lines.end()
 
     # -- rows
 
@@ -237,10 +240,9 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
                     print(warning, flush=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            self._print(row)
-            self._check_finite(row, step)
+            self._after_row(row, step)
 
-    def _check_finite(self, row: dict[str, Any], step: _Step) -> None:
+    def _after_row(self, row: dict[str, Any], step: _Step) -> None:
         """End the run on a loss or gradient norm that is not finite: the weights are lost from here on."""
         norms = {} if self.scales_loss else {"gradient norm": row["grad_norm"] or row["local_grad_norm"]}
         for name, value in ({"loss": row["loss"]} | norms).items():
@@ -303,18 +305,6 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
-
-    def _print(self, row: dict[str, Any]) -> None:
-        """Print on rank 0, at most one line per second, and always the last step."""
-        is_last = 0 < self.max_steps <= row["step"]
-        if self.rank != 0 or (time.monotonic() - self.printed_at < 1 and not is_last):
-            return
-        self.printed_at = time.monotonic()
-        norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
-        speed = "" if row["tokens"] is None else f"  {row['tokens'] / row['seconds']:,.0f} tokens/s"
-        loss = f"on rank 0: loss {number(row['loss'], 4)}  {row['seconds']:.2f} s"
-        of_steps = f"/{self.max_steps}" if self.max_steps > 0 else ""  # a loop on accelerate does not tell
-        print(f"step {row['step']}{of_steps}{norm}  {loss}{speed}", flush=True)
 
 
 def time_waits_in_forward(model: Any, timer: StepTimer) -> None:

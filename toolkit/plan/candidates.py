@@ -24,7 +24,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.methods import SFT, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import MeasuredStep, StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported
@@ -49,6 +49,7 @@ class RecommendRequest:
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
     host_memory_bytes: int | None = None  # host memory of one node; None: as much as needed
+    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
 
     def __post_init__(self) -> None:
@@ -64,6 +65,11 @@ class RecommendRequest:
         """The GPUs and what connects them."""
         made = Interconnect(gpu=self.gpu, world_size=self.world_size, gpus_per_node=self.job.gpus_per_node)
         return replace(made, network_bytes_per_second=self.network_bytes_per_second)
+
+    def step_time(self, setup: TrainingSetup) -> StepTime | None:
+        """Return the planned times of a setup on such GPUs, as many as it has."""
+        interconnect = replace(self.interconnect, world_size=setup.world_size)
+        return step_time(setup, interconnect, nvme_bytes_per_second=self.nvme_bytes_per_second, measured=self.measured)
 
     @property
     def sequences_per_group(self) -> int:
@@ -230,7 +236,7 @@ def _candidate(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -
     speed = None
     if verdict == FITS and host_refusal is None:
         setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
-        speed = step_time(setup, request.interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
+        speed = request.step_time(setup)
     return Candidate(preset=preset, job=job, memory=memory, verdict=verdict, speed=speed, host_refusal=host_refusal)
 
 

@@ -70,6 +70,10 @@ class JobAndGpuOptions:
     vllm_enable_sleep_mode: Annotated[
         bool, Option("--vllm-enable-sleep-mode", help="a colocated vLLM frees its memory while the model trains")
     ] = False
+    measured: Annotated[
+        Path | None,
+        Option(help="run folder of the same model on GPUs of yours: its measured step calibrates the speeds"),
+    ] = None
     use_liger_kernel: Annotated[bool, Option("--use-liger-kernel", help="Liger's kernels; sft: its fused loss too")] = (
         False
     )

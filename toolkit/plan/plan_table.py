@@ -45,12 +45,11 @@ LEGEND = (
     "CUDA and NCCL; of it model states, activations, logits and other (buffers, gathered layers, and what",
     "only nvidia-smi shows); host: memory of each node. max. batch: largest micro-batch that fits; min.",
     f"GPUs: fewest that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: ±25% is a 90 % range from 0.8",
-    "to 1.25 times the estimate. See docs/concepts/plan.md",
+    "to 1.25 times the estimate.",
 )
 GPU_LEGEND = (
     "CUDA and NCCL; tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate. Presets that",
     "offload are planned only if `--preset` names them; `--gpu NAME --num-processes N` shows the parts.",
-    "See docs/concepts/plan.md",
 )
 
 

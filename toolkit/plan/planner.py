@@ -27,7 +27,7 @@ from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
-from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, speed_row, step_time
+from toolkit.plan.step_time import DimensionTraffic, MeasuredStep, StepTime, dimension_traffic, speed_row, step_time
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -49,6 +49,7 @@ class PlanRequest:
     job: PlannedJob
     gpu: Gpu
     host_memory_bytes: int | None = None  # host memory of a node; None: not part of the verdict
+    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     strict: bool = True  # True: a preset that does not support a world size is an error; False: it is left out
 
 
@@ -331,7 +332,7 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
         communication_bytes_per_step=communication_bytes(collectives),
         traffic=dimension_traffic(collectives, interconnect),
         layout=setup.layout,
-        speed=step_time(setup, interconnect),
+        speed=step_time(setup, interconnect, measured=request.measured),
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
         accumulate=job.accumulate_under(preset),

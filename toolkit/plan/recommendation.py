@@ -13,7 +13,7 @@ from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import StepTime, speed_row, step_time
+from toolkit.plan.step_time import StepTime, speed_row
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -42,8 +42,7 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
     while size <= max(request.world_size, min(LARGEST_WORLD_SIZE, preset.max_world_size or LARGEST_WORLD_SIZE)):
         if size <= per_node or size % per_node == 0:
             setup = TrainingSetup(shape=request.shape, preset=preset, world_size=size, job=candidate.job)
-            interconnect = replace(request.interconnect, world_size=size)
-            speed = step_time(setup, interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
+            speed = request.step_time(setup)
             if speed is None:
                 return []
             low, high = speed.tokens_per_second_per_gpu

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
+from toolkit.job.job import BATCH_ARGUMENTS
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
@@ -63,8 +64,16 @@ PCIE_SHARE: Estimate = (0.87, 0.6, 0.4)  # 55 of 63 GB/s measured with pinned me
 # Of a node with one disk, or several; `--nvme-gb-per-second`.
 DISK_BYTES_PER_SECOND: Estimate = (25 * GIGA, 5 * GIGA, 1 * GIGA)
 
-# Half of the 90 % interval, as a logarithm, for one node of GPUs with published rows; and what widens it.
+# Half of the 90 % interval, as a logarithm, for one node of GPUs with published rows; and what widens it. The range of
+# rates of offload and networks is added.
 SPREAD = 0.2
+WIDER = {"a GPU without published rows": 0.2, "bound by kernel launches, which depend on the host": 0.35}
+WIDER |= {"4-bit kernels": 0.1, "a mixture of experts": 0.3, "a ring of GPUs that share a sequence": 0.5}
+WIDER |= {"split layers or sequences": 0.2, "offload": 0.0, "the network between nodes": 0.0}
+WIDER |= {"the network between nodes, which is not given": 0.0}
+# The same for a plan that is calibrated by a run, by what differs between the two: nine of ten pairs of published rows
+# of one source, model and GPU that differ in it (and mostly in more) have errors no further apart.
+PAIR_SPREAD = {"preset": 0.155, "world size": 0.171, "batch or length": 0.192, "activation checkpointing": 0.284}
 # Highest published share of the dense peak, recomputation included, and the half of the scores that causal attention
 # needs: MosaicML's 7B, and its 13B with activation checkpointing; fms-acceleration's Llama 3 8B with LoRA, and its 70B
 # with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s.
@@ -121,6 +130,8 @@ class StepTime:
     estimate_seconds: float
     step_seconds: Range
     """Interval that has nine of ten published steps."""
+    fastest_seconds: float
+    """The step at the highest share of the peak that anyone has measured for its method."""
     seconds_at_ends: Range
     """The estimate with interconnect, host and disk at their best rates, and at their worst."""
     compute_seconds: float
@@ -133,6 +144,8 @@ class StepTime:
     peak_flops: float
     wider_for: tuple[str, ...] = ()
     """Reasons for which the interval is wider than that of published rows."""
+    calibrated_by: str | None = None
+    """The run folder whose measured step multiplies the estimate."""
     offload_efficiency: Range | None = None
     """Share of its speed that a GPU keeps if transfers of model states overlap nothing; None without offload.
 
@@ -158,14 +171,61 @@ class StepTime:
         return low * self.flops_per_token / self.peak_flops, high * self.flops_per_token / self.peak_flops
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """A step that a run measured on the user's own GPUs, by which plans of the same model are calibrated."""
+
+    run: str
+    setup: TrainingSetup
+    planned: StepTime
+    seconds: float
+    """Median of its timed steps."""
+    seconds_p90: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over estimated seconds."""
+        return self.seconds / self.planned.estimate_seconds
+
+    def differences(self, other: TrainingSetup) -> list[str]:
+        """Return those of `PAIR_SPREAD` in which another setup differs."""
+        own = self.setup
+        return [
+            name
+            for name, same in {
+                "preset": (own.preset.name, own.job.degrees) == (other.preset.name, other.job.degrees),
+                "world size": own.world_size == other.world_size,
+                "batch or length": all(own.job.value(name) == other.job.value(name) for name in BATCH_ARGUMENTS),
+                "activation checkpointing": own.job.activation_checkpointing == other.job.activation_checkpointing,
+            }.items()
+            if not same
+        ]
+
+    def spread(self, other: TrainingSetup, ends: Range, wider: Iterable[str]) -> float:
+        """Return half of the interval, as a logarithm, of another setup: what the two share cancels.
+
+        `ends` are the other's seconds at the best rates and at the worst, `wider` its reasons. Of the run's own setup,
+        nine of ten of its own steps.
+        """
+        fast, slow = self.planned.seconds_at_ends
+        terms = [abs(math.log(ends[1] / ends[0]) - math.log(slow / fast)) / 2]
+        terms += [PAIR_SPREAD[name] for name in self.differences(other)]
+        terms += [WIDER[reason] for reason in {*wider} ^ {*self.planned.wider_for}]
+        return math.hypot(*terms) if any(terms) else math.log(max(self.seconds_p90 / self.seconds, 1.0))
+
+
 def step_time(
     setup: TrainingSetup,
     interconnect: Interconnect,
     *,
     nvme_bytes_per_second: int | None = None,
     calibration: Calibration = CALIBRATION,
+    measured: MeasuredStep | None = None,
 ) -> StepTime | None:
-    """Return the planned times; None if the GPU's peak in the compute dtype is unknown."""
+    """Return the planned times; None if the GPU's peak in the compute dtype is unknown.
+
+    A `measured` step of another setup of the same model and GPU multiplies them, and its interval is narrower.
+    """
     preset, precision, job = setup.preset, setup.mixed_precision or setup.preset.mixed_precision, setup.job
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
     if peak is None or setup.job.method.method != SFT:  # of other methods no speed is planned
@@ -204,10 +264,16 @@ def step_time(
         return compute + blocking[place] + exposed + offload[place] + optimizer
 
     best, estimate, worst = map(seconds, range(3))
-    wider = dict(_wider(setup, interconnect, launch_bound=on_host > on_gpu))
-    spread = math.hypot(SPREAD, math.log(worst / best) / 2, *wider.values())
-    # No interval reaches above what anyone has measured.
-    fastest = tokens * causal.hardware_flops / (peak * _highest_share(setup))
+    wider, highest = tuple(_wider(setup, interconnect, launch_bound=on_host > on_gpu)), _highest_share(setup)
+    spread = math.hypot(SPREAD, math.log(worst / best) / 2, *(WIDER[reason] for reason in wider))
+    # No interval reaches above what anyone has measured, the user included.
+    fastest = tokens * causal.hardware_flops / (peak * highest)
+    if measured is not None:
+        spread = measured.spread(setup, (best, worst), wider)
+        best, estimate, worst = (seconds * measured.ratio for seconds in (best, estimate, worst))
+        wider = tuple(reason for reason in wider if reason not in measured.planned.wider_for)
+        if highest == _highest_share(measured.setup):
+            fastest *= min(1.0, measured.seconds / measured.planned.fastest_seconds)
     low = max(estimate * math.exp(-spread), fastest)
     efficiency = None
     if preset.offload_optimizer or preset.offload_param:
@@ -215,6 +281,7 @@ def step_time(
     return StepTime(
         estimate_seconds=max(estimate, low),
         step_seconds=(low, max(estimate, low) * math.exp(spread)),
+        fastest_seconds=fastest,
         seconds_at_ends=(best, worst),
         compute_seconds=compute,
         communication_seconds=(communication[0], communication[2]),
@@ -224,7 +291,8 @@ def step_time(
         tokens_per_step_per_gpu=tokens,
         flops_per_token=flops.model_flops,
         peak_flops=peak,
-        wider_for=tuple(wider),
+        wider_for=wider,
+        calibrated_by=None if measured is None else measured.run,
         offload_efficiency=efficiency,
     )
 
@@ -234,12 +302,13 @@ def speed_row(speed: StepTime | None) -> dict[str, Any]:
     ranges = {name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")}
     if speed is None:
         estimates = dict.fromkeys(("step_seconds_estimate", "tokens_per_second_per_gpu_estimate"))
-        return {**ranges, **estimates, "speed_wider_for": None}
+        return {**ranges, **estimates, "speed_wider_for": None, "calibrated_by": None}
     return {
         **ranges,
         "step_seconds_estimate": speed.estimate_seconds,
         "tokens_per_second_per_gpu_estimate": speed.tokens_per_second_per_gpu_estimate,
         "speed_wider_for": list(speed.wider_for),
+        "calibrated_by": speed.calibrated_by,
     }
 
 
@@ -260,26 +329,26 @@ def _flops(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
     )
 
 
-def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[tuple[str, float]]:
-    """What widens an interval, and by how much; the range of rates of offload and networks is added to it."""
+def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[str]:
+    """What widens an interval, as `WIDER` has it."""
     preset, gpu = setup.preset, interconnect.gpu
     if gpu.name.split(",")[0] not in MEASURED_GPUS:
-        yield "a GPU without published rows", 0.2
+        yield "a GPU without published rows"
     if launch_bound:
-        yield "bound by kernel launches, which depend on the host", 0.35
+        yield "bound by kernel launches, which depend on the host"
     if setup.job.load_in_4bit:
-        yield "4-bit kernels", 0.1
+        yield "4-bit kernels"
     if setup.shape.num_experts:
-        yield "a mixture of experts", 0.3
+        yield "a mixture of experts"
     if setup.layout is not None and setup.layout.cp > 1:
-        yield "a ring of GPUs that share a sequence", 0.5
+        yield "a ring of GPUs that share a sequence"
     elif preset.parallel:
-        yield "split layers or sequences", 0.2
+        yield "split layers or sequences"
     if preset.offload_optimizer or preset.offload_param:
-        yield "offload", 0.0
+        yield "offload"
     if interconnect.num_nodes > 1:
         given = interconnect.network_bytes_per_second is not None
-        yield "the network between nodes" if given else "the network between nodes, which is not given", 0.0
+        yield "the network between nodes" if given else "the network between nodes, which is not given"
 
 
 def _highest_share(setup: TrainingSetup) -> float:

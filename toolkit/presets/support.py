@@ -174,7 +174,7 @@ def _recommendation(case: Case, preset: PresetSpec) -> Answers:
     if case.purpose != "recommend":
         return
     if preset.needs_gpu is not None:
-        problem = "which changes the training problem (docs/concepts/numerics.md): choose it manually"
+        problem = "which changes the training problem: choose it manually"
         yield preset_answer(preset, f"quantises its communication, {problem}", None)
     elif "pp" in preset.parallel:
         yield preset_answer(preset, "has no step time measured on GPUs yet: choose it manually", None)

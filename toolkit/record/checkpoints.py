@@ -311,6 +311,13 @@ def describe_latest_checkpoint(output_dir: Path) -> str:
     return "there is no complete checkpoint" if latest is None else f"the newest complete one is {latest.path.name}"
 
 
+def resume_hint(output_dir: Path) -> str:
+    """Return how a run that failed resumes, if it can."""
+    if not any(found.problem() is None for found in list_checkpoints(output_dir)):
+        return "there is no complete checkpoint: a restart begins at step 0"
+    return f"`--resume_from_checkpoint latest` resumes: {describe_latest_checkpoint(output_dir)}"
+
+
 def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
     """Remove incomplete checkpoints, which nothing reads, and return message and hint for a full disk."""
     free = free_bytes(output_dir)

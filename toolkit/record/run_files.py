@@ -19,7 +19,7 @@ from toolkit.files.documents import explain, read_json_object
 from toolkit.record import status
 from toolkit.record.columns import Bytes, Count, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder
-from toolkit.record.measurements import MemoryByPhase
+from toolkit.record.measurements import Figures, MemoryByPhase
 from toolkit.record.status import RunStatus
 from toolkit.record.timeline import Goodput
 
@@ -87,6 +87,13 @@ RecordedStatus = Annotated[RunStatus, BeforeValidator(lambda value: status.FAILE
 class RecordedRun(_RunFile):
     """`run.json`."""
 
+    preset: str | None = None
+    world_size: int | None = None
+    script: str | None = None
+    argv: tuple[str, ...] | None = None
+    hardware: dict[str, Any] | None = None
+    rehearsal: dict[str, Any] | None = None
+    measured: Figures | None = None
     status: RecordedStatus = "failed"
     wall_seconds: NonNegativeReal | None = None
     command: str = ""
@@ -100,6 +107,8 @@ class RecordedRun(_RunFile):
     git_commit: str | None = None
     nodes: tuple[str, ...] = ()
     """Host names of the ranks."""
+    warnings: tuple[str, ...] = ()
+    """Signs that a run which completed has diverged."""
     warm_start: bool = False
     """Its ranks were forked from a process that had imported the libraries."""
 
@@ -120,6 +129,9 @@ class AttestedRank(_RunFile):
 
     model_config = ConfigDict(extra="allow")
 
+    device: str | None = None
+    load_in_4bit: bool | None = None
+    activation_checkpointing: bool | None = None
     parameter_bytes: Bytes = None
     gradient_bytes: Bytes = None
     optimizer_bytes: Bytes = None

@@ -248,11 +248,10 @@ class RehearsedTimer(StepTimer):
     def _row(self, number: int, step: Any) -> dict[str, Any]:
         return super()._row(number, step) | dict.fromkeys(MEANINGLESS_COLUMNS) | {"rehearsed": True}
 
-    def _check_finite(self, row: dict[str, Any], step: Any) -> None:
-        del row, step  # a loss that is not finite says nothing about the job
-
-    def _print(self, row: dict[str, Any]) -> None:
-        print(f"step {row['step']}/{self.max_steps} rehearsed  {row['seconds']:.2f} s of compute", flush=True)
+    def _after_row(self, row: dict[str, Any], step: Any) -> None:
+        del step  # a loss that is not finite says nothing about the job
+        of_steps = f"{row['step']}/{self.step_lines.max_steps}"
+        print(f"step {of_steps} rehearsed  {row['seconds']:.2f} s of compute", flush=True)
 
     def on_log(self, *_: Any, **__: Any) -> None:
         self.restart_clock()

@@ -287,7 +287,7 @@ def record_lane_states(batches: Iterator[dict[str, Any]], states: LaneStates) ->
             if not states:
                 raise error
             # The steps so far stay valid: none of them trained on the row or on one after it.
-            resume = "fix the row, then `--resume_from_checkpoint latest` resumes from the last checkpoint"
+            resume = "fix the row; `--resume_from_checkpoint latest` then resumes from a complete checkpoint, if any"
             raise ToolkitError(error.message, hint=resume if error.hint is None else f"{error.hint}; {resume}")
         states.update({state.lane: state for state in batch.pop(LANE_STATE)})
         yield batch

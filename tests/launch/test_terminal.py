@@ -1,0 +1,99 @@
+"""A terminal gets one live line and no noise of libraries; a pipe gets plain lines. On a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from launching import ROOT, cpu_environment
+
+from toolkit.launch.terminal import OutputFilter
+
+STEPS = [f"step {step}/2  loss 2.0000  1.00 s  100 tokens/s  peak 1.00 GiB RSS" for step in (1, 2)]
+SHOW = f"""
+from toolkit.launch.terminal import LiveLine
+with LiveLine() as live:
+    for line in {["data: 2 rows", *STEPS, "done: 2 steps"]!r}:
+        live.print(line)
+        live.live.refresh()
+"""
+
+
+def on_a_terminal(command: list[str], **variables: str) -> str:
+    """Run a command with its streams on a pseudo-terminal of 200 columns, and return what it wrote there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = cpu_environment() | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"} | variables
+        os.execvpe(command[0], command, environment)
+    written = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 2**16)
+        except OSError:  # the process has ended
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.waitpid(pid, 0)
+    return written.decode()
+
+
+def test_on_a_terminal_each_step_replaces_the_one_before() -> None:
+    written = on_a_terminal([sys.executable, "-c", SHOW])
+    *lines, live, end = written.split("\n")
+    assert "\x1b[1A\x1b[2K" in end  # the line above is erased: the live one
+    lines = [line.rpartition("\x1b[2K")[2] for line in lines]
+    assert [re.sub(r"\x1b\[[?0-9]*[A-Za-z]|\r", "", line) for line in lines] == ["data: 2 rows", "done: 2 steps"]
+    assert all(step in written for step in STEPS)
+    assert STEPS[1] in live
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    lines = on_a_terminal([sys.executable, "-c", SHOW], TERM="dumb").splitlines()
+    assert lines == ["data: 2 rows", *STEPS, "done: 2 steps"]
+
+
+def test_a_pipe_gets_plain_lines() -> None:
+    ended = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert ended.stderr.splitlines() == ["data: 2 rows", *STEPS, "done: 2 steps"]
+
+
+def test_deprecations_of_libraries_are_counted_and_other_warnings_are_shown_once(tmp_path: Path) -> None:
+    printed: list[str] = []
+    shown = OutputFilter(printed.append)
+    library, own = "/venv/lib/site-packages/torch/distributed/c10d.py:7", "/home/me/train.py:3"
+    for _ in range(3):
+        shown(f"{library}: FutureWarning: `all_gather_base` is deprecated")
+        shown("  warnings.warn(")
+        shown(f"{own}: UserWarning: the rate is high")
+        shown("  warn('the rate is high')")
+    shown.summarise(tmp_path / "train.log")
+    assert printed == [
+        f"{own}: UserWarning: the rate is high",
+        "  warn('the rate is high')",
+        f"left out: 3 FutureWarnings, 2 UserWarnings; see {tmp_path / 'train.log'}",
+    ]
+
+
+def test_lines_that_look_like_an_error_and_are_none_are_left_out() -> None:
+    printed: list[str] = []
+    shown = OutputFilter(printed.append)
+    shown("Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. Please make sure")
+    shown("DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully")
+    shown("RuntimeError: DeepSpeed op cpu_adam failed to build")
+    assert printed == ["RuntimeError: DeepSpeed op cpu_adam failed to build"]
+
+
+def test_redrawn_bars_are_left_out_and_what_follows_one_is_shown() -> None:
+    printed: list[str] = []
+    shown = OutputFilter(printed.append)
+    shown("Tokenizing train dataset:   0%|          | 0/16 [00:00<?, ? examples/s]")
+    shown("Generating train split: 16 examples [00:00, 5526.09 examples/s]")
+    shown(" 17%|█▋        | 1/6 [00:04<00:22,  4.46s/it]verified: zero3, 2 ranks")
+    shown("{'loss': '0.6931', 'names': ['a|b']}")
+    shown("")
+    assert printed == ["verified: zero3, 2 ranks", "{'loss': '0.6931', 'names': ['a|b']}"]

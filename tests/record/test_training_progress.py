@@ -1,0 +1,86 @@
+"""The newest step that all ranks have written as one line, and signs that a run which completed has diverged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import StepRow
+from toolkit.record.training_progress import (
+    STEP_LINE,
+    loss_growth,
+    newest_steps,
+    signs_of_divergence,
+    step_line,
+    untrained_steps,
+)
+
+
+def row(step: int, rank: int = 0, **measured: Any) -> StepRow:
+    of_process = measured.pop("step_of_process", step)
+    figures = {"seconds": 2.0, "cpu_seconds": 1.0, "loss": 3.0, "grad_norm": 1.5, "peak_host_bytes": 2**30}
+    tokens = dict.fromkeys(("tokens", "non_padding_tokens", "supervised_tokens"), 100)
+    gpu = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes"))
+    facts = figures | tokens | gpu | {"batch_sha256": "a", "step_of_process": of_process}
+    return StepRow.model_validate(facts | {"step": step, "rank": rank} | measured)
+
+
+def norms(*values: float | None) -> list[list[StepRow]]:
+    return [[row(step, grad_norm=value)] for step, value in enumerate(values, 1)]
+
+
+def test_a_step_line_sums_tokens_and_means_losses_over_ranks_and_has_the_largest_peak() -> None:
+    step = [row(3), row(3, rank=1, loss=4.0, seconds=4.0, peak_host_bytes=2**31)]
+    line = step_line(step, max_steps=8, seconds_left=75.0)
+    assert line == "step 3/8  loss 3.5000  grad_norm 1.5  4.00 s  50.0 tokens/s  peak 2.00 GiB RSS  1 min 15 s left"
+    assert STEP_LINE.match(line)
+
+
+def test_a_step_line_on_a_gpu_has_what_is_allocated_and_what_is_reserved() -> None:
+    step = [row(3, peak_allocated_bytes=2**30, peak_reserved_bytes=2**31, grad_norm=None, tokens=None)]
+    assert (
+        step_line(step, max_steps=0, seconds_left=None)
+        == "step 3  loss 3.0000  2.00 s  peak 1.00 GiB, 2.00 GiB reserved"
+    )
+
+
+def test_the_newest_steps_are_those_of_this_attempt_that_every_rank_has_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.make()
+    steps = {0: [row(1), row(2), row(3)], 1: [row(1, 1), row(2, 1, step_of_process=7)]}  # left by an attempt before
+    for rank, rows in steps.items():
+        text = "".join(each.model_dump_json() + "\n" for each in rows) + '{"step": 4, "cut'
+        folder.rank_rows(rank).write_text(text)
+    assert [step[1].step for step in newest_steps(folder, ranks=2, resumed_step=0)] == [1]
+
+
+def test_two_consecutive_gradients_of_exactly_zero_are_a_sign_and_single_ones_are_none() -> None:
+    assert untrained_steps(norms(13.3, 0.0, 0.0, 0.0, 0.2)) == (2, 4)
+    assert untrained_steps(norms(0.0, 1.0, 0.0, None, 1e-30)) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "grown"),
+    [
+        ([4.35, 11.2, 10.9, 10.8], (4.35, 10.85)),  # a rate of 1e6
+        ([2.0, 2.1, 1.9, 2.0, 2.0, *[4.0] * 10], (2.0, 4.0)),
+        ([2.0, 3.4, 1.9, 3.2, 2.1, 2.2], None),  # single batches vary
+        ([1.0, 3.0], None),  # too short to tell
+        ([1e-4, 2e-4, 3e-3, 0.2, 0.4], None),  # a policy gradient
+        ([10.7, 10.7, 10.6, 10.8], None),
+    ],
+)
+def test_a_loss_that_grew_by_half_over_several_steps_is_a_sign(
+    losses: list[float], grown: tuple[float, float] | None
+) -> None:
+    assert loss_growth(losses) == pytest.approx(grown) if grown else loss_growth(losses) is None
+
+
+def test_both_signs_are_named_with_their_figures() -> None:
+    assert signs_of_divergence(norms(13.3, 0.0, 0.0, 0.0), [4.35, 11.2, 10.9, 10.8]) == [
+        "the loss grew from 4.3500 to 10.8500",
+        "grad_norm was exactly 0 in steps 2 to 4",
+    ]

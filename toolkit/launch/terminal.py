@@ -1,0 +1,94 @@
+"""What a terminal shows of a run: one live line instead of a line per step, and no noise of libraries.
+
+train.log keeps every line.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from toolkit.entry_point import print_message
+from toolkit.record.training_progress import STEP_LINE
+from toolkit.units import counted, time_left
+
+# Lines that look like an error and are none: an optional kernel that is not installed, and an op that was loaded.
+_NOISE = re.compile(
+    r"Failed to load CPU gemm_4bit_forward from kernels-community|DeepSpeed deepspeed\.\S+ built successfully"
+)
+# A tqdm bar, which a pipe cuts into a line per redrawing: the step lines say the same.
+_BAR = re.compile(r"[^|\]]*\d%\|[^|]*\|[^|\[\]]*\[[^\]]*\]|\S[^|\[\]]* \d+ examples \[[^\]]*\]")
+_WARNING = re.compile(r"(?:\S+: )?(?P<place>\S+\.py:\d+): (?P<kind>\w*Warning): ")
+# Of a library to those who write code against it.
+_DEPRECATIONS = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")
+
+
+class OutputFilter:
+    """Passes on the lines of a run's processes without bars; Python's warnings once, libraries' deprecations never."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self.on_line, self.left_out = on_line, Counter[str]()
+        self.places: set[str] = set()
+        self.in_warning = False  # Python prints the line of the source, indented, after a warning
+
+    def __call__(self, line: str) -> None:
+        """Pass on a line, or count it."""
+        if self.in_warning and line.startswith("  "):
+            self.in_warning = False
+            return
+        self.in_warning = False
+        if warning := _WARNING.match(line):
+            place, kind = warning["place"], warning["kind"]
+            if place in self.places or ("site-packages" in place and kind in _DEPRECATIONS):
+                self.left_out[kind] += 1
+                self.in_warning = True
+                return
+            self.places.add(place)
+        if (text := _BAR.sub("", line)).strip() and not _NOISE.search(line):
+            self.on_line(text)
+
+    def summarise(self, log: Path) -> None:
+        """Say how many warnings were left out."""
+        if self.left_out:
+            kinds = ", ".join(counted(count, kind) for kind, count in self.left_out.most_common())
+            self.on_line(f"left out: {kinds}; see {log}")
+
+
+class LiveLine:
+    """One line at the bottom of a terminal that says how far a run is; elsewhere nothing. A context manager."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.is_live = sys.stderr.isatty() and not console.is_dumb_terminal
+        self.text, self.started = "starting", time.monotonic()
+        self.live = Live(console=console, get_renderable=self._line, transient=True, redirect_stdout=False)
+
+    def __enter__(self) -> LiveLine:
+        if self.is_live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.live.stop()
+
+    def print(self, line: str) -> None:
+        """Show a line of a run: a step in place of the one before, anything else above it."""
+        if self.is_live and STEP_LINE.match(line):
+            self.text = line
+        else:
+            print_message(line)
+
+    def describe(self, elapsed: float) -> str:
+        """Return the live line, `elapsed` seconds after the beginning."""
+        return f"{time_left(elapsed)}  {self.text}"
+
+    def _line(self) -> Text:
+        return Text(self.describe(time.monotonic() - self.started), no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,109 @@
+"""How training goes, from the rows of all ranks: the newest step as one line, and signs that the run diverged."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import StepRow, grad_norm, measure
+from toolkit.units import gib, number, seconds, speed, time_left
+
+STEP_LINE = re.compile(r"step (?P<step>\d+)(?:/(?P<of>\d+))?  ")
+"""The beginning of what `step_line` returns."""
+TAIL_BYTES = 2**14  # ranks are in the same step, give or take one; a row has about 700 bytes
+# A loss this close to zero is not a likelihood: that of a policy gradient begins near 0 and may go anywhere.
+SMALLEST_JUDGED_LOSS = 0.1
+DIVERGED_RATIO = 1.5
+COMPARED_STEPS = 5  # single batches vary: medians of this many steps are compared
+
+
+def newest_steps(folder: RunFolder, *, ranks: int, resumed_step: int) -> list[list[StepRow]]:
+    """Return the rows of the newest steps that all ranks have written, read from the ends of their files."""
+    by_rank = [_newest_rows(folder.rank_rows(rank), resumed_step) for rank in range(ranks)]
+    common = reduce(lambda steps, rows: steps & rows.keys(), by_rank, set(by_rank[0]))
+    return [[rows[step] for rows in by_rank] for step in sorted(common)]
+
+
+def _newest_rows(path: Path, resumed_step: int) -> dict[int, StepRow]:
+    rows = {}
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        for line in file:
+            with contextlib.suppress(ValidationError):  # cut off, at either end
+                row = StepRow.model_validate_json(line)
+                if row.step_of_process == row.step - resumed_step:  # otherwise of an attempt that has ended
+                    rows[row.step] = row
+    return rows
+
+
+def step_line(step: list[StepRow], *, max_steps: int, seconds_left: float | None) -> str:
+    """Return one step as a line: mean loss and gradient norm, tokens per second and the largest peak of all ranks."""
+    measured = measure([step], untimed_steps=0)
+    norm, loss = measured.grad_norms[0], measured.losses[0] if measured.losses else None
+    host, reserved = measured.peak_host_bytes, measured.peak_reserved_bytes
+    peak = f"{gib(host)} RSS" if reserved is None else f"{gib(measured.peak_allocated_bytes)}, {gib(reserved)} reserved"
+    parts = [
+        f"step {step[0].step}" + (f"/{max_steps}" if max_steps > 0 else ""),  # a loop on accelerate does not tell
+        f"loss {number(loss, 4)}",
+        *([] if norm is None else [f"grad_norm {norm:.4g}"]),
+        f"{seconds(measured.step_seconds[0])}",
+        *([] if measured.tokens_per_second is None else [f"{speed(measured.tokens_per_second)} tokens/s"]),
+        f"peak {peak}",
+        *([] if seconds_left is None else [f"{time_left(seconds_left)} left"]),
+    ]
+    return "  ".join(parts)
+
+
+# -- a run that diverged without an infinite loss
+
+
+def untrained_steps(steps: Iterable[Sequence[StepRow]]) -> tuple[int, int] | None:
+    """Return the first and last of the first consecutive steps whose gradient was exactly zero; None for no two."""
+    found: list[int] = []
+    for step in steps:
+        if grad_norm(step) == 0:
+            found.append(step[0].step)
+        elif len(found) > 1:
+            break
+        else:
+            found = []
+    return (found[0], found[-1]) if len(found) > 1 else None
+
+
+def loss_growth(losses: Sequence[float | None]) -> tuple[float, float] | None:
+    """Return the losses at the beginning and at the end of a run whose loss grew by half; None for any other.
+
+    Medians of up to five steps are compared, since single batches vary. A rate far too high spoils every step after the
+    first, and the median of the first ones too: then the first loss is compared with the lowest of all others.
+
+    >>> loss_growth([4.35, 11.2, 10.9, 10.8]), loss_growth([2.0, 3.4, 1.9, 3.2, 2.1, 2.2])
+    ((4.35, 10.85), None)
+    """
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    compared = min(COMPARED_STEPS, len(known) // 2)
+    if len(known) < 4 or min(known[:compared]) < SMALLEST_JUDGED_LOSS:
+        return None
+    first, last = statistics.median(known[:compared]), statistics.median(known[-compared:])
+    if min(known[1:]) > DIVERGED_RATIO * known[0]:
+        return known[0], last
+    return (first, last) if last > DIVERGED_RATIO * first else None
+
+
+def signs_of_divergence(steps: list[list[StepRow]], losses: Sequence[float | None]) -> list[str]:
+    """Return what suggests that a run that completed has diverged; empty for most runs."""
+    signs = []
+    if losses and not math.isfinite(losses[-1] or 0):  # of a loop on accelerate, which nothing stops
+        signs.append(f"the last loss is {losses[-1]}")
+    if grown := loss_growth(losses):
+        signs.append(f"the loss grew from {number(grown[0], 4)} to {number(grown[1], 4)}")
+    if untrained := untrained_steps(steps):
+        signs.append("grad_norm was exactly 0 in steps {} to {}".format(*untrained))
+    return signs
