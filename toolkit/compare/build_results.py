@@ -39,7 +39,6 @@ from toolkit.compare.rows import (
     TrainedProblem,
 )
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
-from toolkit.files.reading import shareable
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import gpu_topology
@@ -91,9 +90,9 @@ def build_results(
         job=ComparedJob(
             script=spec.script_or_module,
             script_sha256=spec.script_sha256,
-            model=None if job is None else shareable(str(job.model_name_or_path)),
-            dataset=None if job is None else ", ".join(map(shareable, job.dataset)),
-            training_arguments=tuple(map(shareable, spec.training_arguments)),
+            model=None if job is None else str(job.model_name_or_path),
+            dataset=None if job is None else ", ".join(job.dataset),
+            training_arguments=spec.training_arguments,
             stop_after_steps=spec.stop_after_steps,
             untimed_steps=spec.untimed_steps,
             **{name: getattr(numbers, name) for name in NUMBERS_OF_JOB},

@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from toolkit.compare.rows import MODEL_STATES, RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import complete_bytes, explain, read_json_lines
-from toolkit.files.reading import shareable
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import run_files, status
 from toolkit.record.columns import PositiveCount
@@ -192,7 +191,7 @@ def read_run_record(
                 "startup_seconds": startup if startup is None or startup >= 0 else None,  # a clock was set back
                 "wall_seconds": run.wall_seconds,
                 "run_folder": str(folder.path.relative_to(comparison_folder)),
-                "command": shareable(run.command),
+                "command": run.command,
                 "problem": problem,
             }
         )

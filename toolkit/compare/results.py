@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from toolkit.compare.rows import Row, RunRecord
+from toolkit.compare.rows import Row, RunRecord, Shareable
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json
 from toolkit.files.reading import user_path
@@ -88,12 +88,12 @@ class ComparedJob(Model):
     """Script or module of somebody's own that every row trains with; null for the toolkit's."""
     script_sha256: str | None = None
     """Digest of its file."""
-    model: str | None
+    model: Shareable | None
     """Hub id or folder of the model; null with a script of somebody's own, as the next."""
-    dataset: str | None
+    dataset: Shareable | None
     """Hub id or file of the data; several with `, ` between them."""
-    training_arguments: Annotated[tuple[str, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
-    """What followed `--`, as the training script received it; each secret is `***`."""
+    training_arguments: Annotated[tuple[Shareable, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
+    """What followed `--`, with paths relative to the working directory or to `~`; each secret is `***`."""
     stop_after_steps: PositiveCount | None = None
     """Steps after which each trial of somebody's own script was stopped; null: where it ends."""
     untimed_steps: Count

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
+from toolkit.files.reading import shareable
 from toolkit.files.secrets import hide_secrets
 from toolkit.record import status
 from toolkit.record.columns import (
@@ -39,6 +40,8 @@ PARITY_FAILED: Literal["parity failed"] = "parity failed"
 # Keys of the parts, each of the rank that holds most of it.
 MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 Difference = Literal["reference", "faster", "slower", "no difference seen"]
+Shareable = Annotated[str, AfterValidator(shareable)]
+"""Paths in it are relative to the working directory, or to `~`."""
 Fact = bool | int | float | str | list[Any] | None
 """A value that all ranks share, or the list of theirs where they differ."""
 
@@ -246,8 +249,8 @@ class _Outcome(Model):
     """In kept steps: until every rank had its batch, and for the slowest rank."""
     run_folder: Annotated[str, Column(repeats=Repeats.MIDDLE)] = ""
     """The trial's run folder, relative to `results.json`."""
-    command: Annotated[str, AfterValidator(hide_secrets)] = ""
-    """The command that runs the trial again; each secret is `***`."""
+    command: Annotated[Shareable, AfterValidator(hide_secrets)] = ""
+    """The command that runs the trial again, in the working directory of the comparison; each secret is `***`."""
 
     @model_validator(mode="before")
     @classmethod

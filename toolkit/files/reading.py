@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -21,11 +22,12 @@ def shareable(text: str) -> str:
     >>> shareable(f"train --dataset {Path.cwd()}/rows.jsonl --model {Path.home()}/models/tiny")
     'train --dataset rows.jsonl --model ~/models/tiny'
     """
-    for folder, instead in ((Path.cwd(), ""), (Path.home(), "~/")):
-        if folder != Path(folder.anchor):
-            start = re.escape(f"{folder}/")
-            text = re.sub(rf"(?<![^\s=]){start}", instead, text)
-            text = re.sub(rf"(?<![^\s=])'{start}", f"{instead}'", text)  # no shell expands a quoted `~`
+    with contextlib.suppress(OSError, RuntimeError):  # a deleted working directory, a user without a home folder
+        for folder, instead in ((Path.cwd(), ""), (Path.home(), "~/")):
+            if folder != Path(folder.anchor):
+                start = re.escape(f"{folder}/")
+                text = re.sub(rf"(?<![^\s=]){start}", instead, text)
+                text = re.sub(rf"(?<![^\s=])'{start}", f"{instead}'", text)  # no shell expands a quoted `~`
     return text
 
 
