@@ -166,6 +166,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(children: list[list[str]], t
     assert len(children) == 1
 
 
+@pytest.mark.nightly
 def test_a_real_child_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     path = config_file(tmp_path, "cohere", TINY)

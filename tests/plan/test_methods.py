@@ -276,7 +276,7 @@ def test_a_plan_of_dpo_prints_its_phases_and_its_advice() -> None:
 def test_a_recommendation_of_dpo_names_trls_arguments() -> None:
     done = toolkit("recommend", LLAMA_8B, "--gpu", "h100", "--num-processes", "8", "--method", "dpo")
     assert done.returncode == 0, done.stderr
-    assert "--script dpo.py -- --model_name_or_path" in done.stdout
+    assert "--script dpo.py -- --model_name_or_path" in done.stdout.replace(" \\\n   ", "")
 
 
 # -- traces of TRL's own training_step

@@ -15,9 +15,9 @@ from functools import partial
 
 from toolkit.models.shape import Layer
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.interconnect import Collective
 from toolkit.plan.planned_job import ACTIVATION_BYTES, TrainingSetup, stage_shape
+from toolkit.presets.shard_bytes import zero_block
 
 DDP_BUCKET_BYTES = 25 * 2**20
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, fields, replace
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.models.activations import ATTENTION_INPUTS, MLP_INPUTS, Activations
 from toolkit.models.shape import ModelShape, Tensor
-from toolkit.plan.engine_settings import PERSISTENCE_THRESHOLD, EngineSettings
+from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.model_states import job_weights, total
 from toolkit.presets.compatibility import Reason
-from toolkit.presets.shard_bytes import partition_share, rows_share
+from toolkit.presets.shard_bytes import PERSISTENCE_THRESHOLD, partition_share, rows_share
 from toolkit.presets.spec import PresetSpec
 
 SFT = "sft"

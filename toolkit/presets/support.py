@@ -142,7 +142,7 @@ def _fake_tensors(case: Case, preset: PresetSpec) -> Answers:
         why = "DeepSpeed reads the values and addresses of its tensors"
     elif preset.parallel:
         why = "fake tensors were never run where layers or sequences are split"
-    elif preset.offload_optimizer or preset.offload_param:
+    elif preset.offloads:
         why = "offloaded and resident tensors would share one memory"
     else:
         return
