@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
@@ -25,7 +26,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.methods import SFT, Method, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import MeasuredStep, StepTime, step_time
+from toolkit.plan.step_time import MeasuredStep, StepTime, speed_row, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported
@@ -50,22 +51,28 @@ def default_global_batch(method: Method, world_size: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendRequest:
-    """What to train and on which hardware, with the model and GPU resolved."""
+class PlannedModel:
+    """A job on a model and a GPU, with what is known of the nodes, and what of its batch is to be found."""
 
     shape: ModelShape
     gpu: Gpu
+    job: PlannedJob
+    host_memory_bytes: int | None = None  # host memory of one node; None: what is typical for its GPUs
+    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
+    accumulation: int | None = None  # accumulation steps; None: those that fill the global batch
+    checkpointing: tuple[bool, ...] = (False, True)  # activation checkpointing that may be chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendRequest(PlannedModel):
+    """What to train and on which hardware, with the model and GPU resolved."""
+
     world_size: int
     global_batch_size: int  # sequences per optimizer step, over all GPUs and accumulation steps
-    job: PlannedJob  # length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
-    host_memory_bytes: int | None = None  # host memory of one node; None: what is typical for its GPUs
-    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
-    accumulation: int | None = None  # accumulation steps; None: those that fill the global batch
-    checkpointing: tuple[bool, ...] = (False, True)  # what may be chosen
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:
@@ -129,20 +136,11 @@ class Candidate:
     setup: TrainingSetup
     memory: MemoryPlan
 
-    def on(self, gpu: Gpu) -> Candidate:
-        """Return the candidate on as many of another GPU."""
-        return replace(self, request=replace(self.request, gpu=gpu))
-
     @property
     def verdict(self) -> str:
         """Verdict for GPU and host: `fits`, `too_close` or `does_not_fit`."""
         gpu, host = self.request.gpu.memory_bytes, self.request.node_memory_bytes
         return memory_verdict(self.memory, memory_bytes=gpu, host_bytes=host)
-
-    @property
-    def fits_gpu(self) -> bool:
-        """True if the candidate fits on the GPU, whether it fits on the host or not."""
-        return memory_verdict(self.memory, memory_bytes=self.request.gpu.memory_bytes) == FITS
 
     @property
     def host_refusal(self) -> str | None:
@@ -160,6 +158,11 @@ class Candidate:
         """The job with micro-batch, accumulation and activation checkpointing."""
         return self.setup.job
 
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return self.setup.world_size
+
     @cached_property
     def speed(self) -> StepTime | None:
         """Planned times; None if the GPU's peak is unknown."""
@@ -169,6 +172,23 @@ class Candidate:
     def fits(self) -> bool:
         """True if the candidate can be chosen."""
         return self.verdict == FITS
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what `toolkit plan` and `toolkit recommend` both print with `--json`."""
+        job, memory = self.job, self.memory
+        return {
+            "preset": self.preset.name,
+            "per_device_train_batch_size": job.per_device_train_batch_size,
+            "gradient_accumulation_steps": job.gradient_accumulation_steps,
+            "accumulate": job.accumulate_under(self.preset),
+            "activation_checkpointing": job.activation_checkpointing,
+            "verdict": self.verdict,
+            "planned_peak_bytes": memory.planned_peak_bytes,
+            "headroom_bytes": self.request.gpu.memory_bytes - memory.planned_peak_bytes,
+            "host_bytes": memory.host.peak_bytes,
+            "disk_bytes": memory.host.disk_bytes,
+            **speed_row(self.speed),
+        }
 
     @property
     def settings(self) -> str:
@@ -195,6 +215,9 @@ class Candidate:
             return 1.0, 1.0
         own, others = self.speed.seconds_at_ends, other.speed.seconds_at_ends
         return own[0] / others[0], own[1] / others[1]
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 def best_candidates(
@@ -287,7 +310,7 @@ def _better(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.memory.planned_peak_bytes)
 
 
-def best_first(fitting: Sequence[Candidate], objective: str = OBJECTIVES[0]) -> list[Candidate]:
+def best_first(fitting: Sequence[AnyCandidate], objective: str = OBJECTIVES[0]) -> list[AnyCandidate]:
     """Return those as fast as the fastest first, as far as plans tell, the least sharded of them at the front.
 
     Packed 4-bit weights cross PCIe in little planned time, and none of it has been measured: candidates that keep them

@@ -13,7 +13,7 @@ from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import StepTime, speed_row
+from toolkit.plan.step_time import StepTime
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -100,22 +100,12 @@ def recommendation_json(
 
 
 def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -> dict[str, Any]:
-    job, memory, speed = candidate.job, candidate.memory, candidate.speed
+    speed = candidate.speed
     return {
-        "preset": candidate.preset.name,
-        "per_device_train_batch_size": job.per_device_train_batch_size,
-        "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "accumulate": job.accumulate_under(candidate.preset),
-        "degrees": job.degrees,
+        **candidate.as_row(),
+        "degrees": candidate.job.degrees,
         "global_batch_size": request.global_batch_size,
-        "activation_checkpointing": job.activation_checkpointing,
-        "verdict": candidate.verdict,
-        "planned_peak_bytes": memory.planned_peak_bytes,
-        "headroom_bytes": request.gpu.memory_bytes - memory.planned_peak_bytes,
-        "host_bytes": memory.host.peak_bytes,
-        "disk_bytes": memory.host.disk_bytes,
         **{name: getattr(speed, name, None) for name in ("communication_bytes_per_step", "communication_seconds")},
-        **speed_row(speed),
         "dollars_per_million_tokens": dollars_per_million_tokens(price, speed),
     }
 
@@ -132,12 +122,13 @@ def recommendation_lines(
     """Return the recommendation as lines of text that are legible without colour."""
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
     every_row = " in every row" if request.job.lengths_differ is False else ""
+    need = f"; needs {gib(choice.memory.host.peak_bytes)} of host memory per node" if choice.preset.offloads else ""
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
         f"{request.job.tokens_per_row:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
         f"on {request.world_size} × {request.gpu.name}",
         "",
-        f"  use       {choice.preset.name}: {choice.settings}{_host_need(choice)}",
+        f"  use       {choice.preset.name}: {choice.settings}{need}",
         *_facts(choice, request, price),
         *(f"  because   {reason}" for reason in recommendation.reasons),
         "",
@@ -158,12 +149,6 @@ def recommendation_lines(
             measures = "`toolkit compare` measures on one node"
         return [*lines, "", f"No figure above is measured; {measures}."]
     return [*lines, "", "No figure above is measured; this measures:", broken(compare)]
-
-
-def _host_need(choice: Candidate) -> str:
-    """The host memory of an offload, which a node may not have."""
-    needed = gib(choice.memory.host.peak_bytes)
-    return f"; needs {needed} of host memory per node" if choice.preset.offloads else ""
 
 
 def _facts(choice: Candidate, request: RecommendRequest, price: float | None) -> list[str]:
