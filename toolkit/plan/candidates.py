@@ -1,6 +1,6 @@
 """Each preset at its best for a job: the largest micro-batch that fits, with or without activation checkpointing.
 
-Also here, since simulations need them too: why a preset is refused or does not fit, and the command that trains.
+Also here, since simulations need it too: why a preset is refused or does not fit.
 """
 
 from __future__ import annotations
@@ -8,23 +8,19 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.job.accumulation import WHOLE
-from toolkit.job.job import Job
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
-from toolkit.plan.methods import SFT, Method, not_planned
+from toolkit.plan.methods import Method, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import MeasuredStep, StepTime, speed_row, step_time
 from toolkit.presets.compatibility import Device, Purpose
@@ -35,6 +31,7 @@ from toolkit.units import GIB, gib
 # Of 237 pairs of published rows with the same model, GPU and method and another preset, 89 % have a ratio of speeds
 # that is planned within 15 % (tests/plan/test_step_time.py): what a plan does not know of a GPU cancels.
 EQUAL_WITHIN = 1.15
+LARGEST_WORLD_SIZE = 1024  # of those that are searched
 OBJECTIVES = ("fastest", "least-memory")
 DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to what the GPUs can share
 NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
@@ -383,69 +380,3 @@ def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpo
     if all(refusals):
         return refusals[0]
     return NOT_NEEDED if preset.degrees else None
-
-
-def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
-    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
-    words = training_words(candidate.job, model, output="OUTPUT_DIR")
-    preset, nodes = candidate.preset, request.interconnect.num_nodes
-    if candidate.job.method.method != SFT:
-        script = f"--script {candidate.job.method.method}.py -- {words}"
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script}"
-    if nodes == 1:
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
-    config = f"accelerate_configs/{preset.name}.yaml"
-    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
-    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
-    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
-    degree = preset.dp_shard_size(request.world_size)
-    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
-    return f"{launcher} -m toolkit.train {words}"
-
-
-def broken(command: str) -> str:
-    """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
-
-    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {70 * 'D'} --max_steps 2"))
-      toolkit train --preset zero2 -- \\
-        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
-    """
-    lines = [" "]
-    for words in re.split(r" (?=--)", command):
-        if len(lines[-1]) + len(words) > 96:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += f" {words}"
-    return "\n".join(lines)
-
-
-def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
-    """Return the training arguments of a planned job, for a shell."""
-    folder = str(Path(model).parent) if model.endswith("config.json") else model
-    if job.method.method != SFT:
-        return shlex.join(trl_words(job, folder, output=output))
-    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
-    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
-
-
-def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
-    """Return the arguments of TRL's own scripts for a planned job."""
-    method = job.method
-    values: dict[str, object] = {"model_name_or_path": model, "dataset_name": "DATASET"}
-    values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
-    if not method.generates:
-        values["max_length"] = job.tokens_per_row
-    values["gradient_checkpointing"] = job.activation_checkpointing
-    if job.lora_r is not None:
-        values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
-        values |= {"load_in_4bit": True} if job.load_in_4bit else {}
-    trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
-    if method.vllm in ("colocate", "server"):
-        trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}
-    values |= trl_options | ({} if output is None else {"output_dir": output})
-    return [
-        word
-        for name, value in values.items()
-        for word in (f"--{name}", str(value).lower() if value is True or value is False else str(value))
-    ]

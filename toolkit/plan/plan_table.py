@@ -13,12 +13,11 @@ from rich.text import Text
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import best_first, host_assumption
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, best_first, host_assumption
 from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.methods import SFT
 from toolkit.plan.planner import (
-    LARGEST_WORLD_SIZE,
     VERDICT_TEXT,
     Plan,
     PlanRequest,

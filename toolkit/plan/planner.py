@@ -19,6 +19,7 @@ from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.plan.candidates import (
+    LARGEST_WORLD_SIZE,
     Candidate,
     PlannedModel,
     RecommendRequest,
@@ -43,7 +44,6 @@ from toolkit.presets.support import unsupported
 from toolkit.units import gib
 
 LARGEST_MICRO_BATCH = 4096
-LARGEST_WORLD_SIZE = 1024
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
 
 

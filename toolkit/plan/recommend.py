@@ -18,6 +18,7 @@ from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
+    LARGEST_WORLD_SIZE,
     OBJECTIVES,
     Candidate,
     NothingFits,
@@ -35,7 +36,6 @@ from toolkit.plan.memory import FITS, memory_verdict
 from toolkit.plan.methods import check_generations
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, node_memory, scaled
-from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, gib
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from toolkit.plan.candidates import Candidate, RecommendRequest, broken, host_assumption, train_command, training_words
+from toolkit.job.job import Job
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, RecommendRequest, host_assumption
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import TrainingSetup
-from toolkit.plan.planner import LARGEST_WORLD_SIZE
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.step_time import StepTime
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
@@ -234,3 +237,69 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
         f"toolkit compare {presets} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
         f"{training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
     )
+
+
+def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
+    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
+    words = training_words(candidate.job, model, output="OUTPUT_DIR")
+    preset, nodes = candidate.preset, request.interconnect.num_nodes
+    if candidate.job.method.method != SFT:
+        script = f"--script {candidate.job.method.method}.py -- {words}"
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script}"
+    if nodes == 1:
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
+    config = f"accelerate_configs/{preset.name}.yaml"
+    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
+    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
+    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
+    degree = preset.dp_shard_size(request.world_size)
+    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
+    return f"{launcher} -m toolkit.train {words}"
+
+
+def broken(command: str) -> str:
+    """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
+
+    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {70 * 'D'} --max_steps 2"))
+      toolkit train --preset zero2 -- \\
+        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
+    """
+    lines = [" "]
+    for words in re.split(r" (?=--)", command):
+        if len(lines[-1]) + len(words) > 96:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {words}"
+    return "\n".join(lines)
+
+
+def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
+    """Return the training arguments of a planned job, for a shell."""
+    folder = str(Path(model).parent) if model.endswith("config.json") else model
+    if job.method.method != SFT:
+        return shlex.join(trl_words(job, folder, output=output))
+    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
+
+
+def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
+    """Return the arguments of TRL's own scripts for a planned job."""
+    method = job.method
+    values: dict[str, object] = {"model_name_or_path": model, "dataset_name": "DATASET"}
+    values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    if not method.generates:
+        values["max_length"] = job.tokens_per_row
+    values["gradient_checkpointing"] = job.activation_checkpointing
+    if job.lora_r is not None:
+        values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
+        values |= {"load_in_4bit": True} if job.load_in_4bit else {}
+    trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
+    if method.vllm in ("colocate", "server"):
+        trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}
+    values |= trl_options | ({} if output is None else {"output_dir": output})
+    return [
+        word
+        for name, value in values.items()
+        for word in (f"--{name}", str(value).lower() if value is True or value is False else str(value))
+    ]

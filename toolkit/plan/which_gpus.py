@@ -8,10 +8,9 @@ from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
-from toolkit.plan.candidates import Candidate, best_first
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, best_first
 from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
 from toolkit.plan.planner import (
-    LARGEST_WORLD_SIZE,
     Plan,
     PlanRequest,
     check_request,

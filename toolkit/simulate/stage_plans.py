@@ -34,9 +34,7 @@ from toolkit.plan.candidates import (
     NothingFits,
     RecommendRequest,
     best_candidates,
-    broken,
     memory_refusal,
-    train_command,
     why_refused,
 )
 from toolkit.plan.communication import split_collectives
@@ -52,6 +50,7 @@ from toolkit.plan.planned_job import (
     check_size,
     model_part,
 )
+from toolkit.plan.recommendation import broken, train_command
 from toolkit.plan.step_time import SPREAD, compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
