@@ -100,6 +100,8 @@ def print_failure(status: str, failure: Mapping[str, object]) -> None:
     print_message(f"error: {status}: {failure['message']}")
     if failure.get("hint"):
         print_message(f"  hint: {failure['hint']}")
+    if not failure.get("invalid_input"):
+        print_message(f"  see {documentation_address('how-to/my-run-failed.md', status)}")
 
 
 def prepare_streams() -> None:

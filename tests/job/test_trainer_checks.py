@@ -216,6 +216,7 @@ def another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     trainer_schema.cache_clear()
 
 
+@pytest.mark.nightly
 def test_the_package_describes_the_pinned_transformers_as_it_describes_itself() -> None:
     assert describe_installed() == SHIPPED.read_text()
 
