@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(INSTALL) setuptools wheel ninja py-cpuinfo numpy packaging psutil hatchling editables
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-build-isolation deepspeed
 	@echo "set-up 3/3: the toolkit and the rest" >&2
-	@$(INSTALL) --no-build-isolation -e '.[demo,dev,docs]'
+	@$(INSTALL) --no-build-isolation -e '.[train,deepspeed,simulate,demo,dev,docs]'
 	@touch $@
 
 assets: setup  ## prepare the demo's model and data

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from record import EVIDENCE, print_table, read_result, spread, write_result, write_table
+from record import print_table, read_result, spread, write_result
 from small_job import small_model, train_command, trained
 
 from toolkit.record.checkpoints import list_checkpoints
@@ -31,7 +31,6 @@ from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import last_step
 
-DOCUMENT, TABLE = EVIDENCE / "trust.md", "kill_ranks"
 PRESETS = ("ddp", "zero2", "fsdp2")
 STEPS, SAVE_STEPS, KILLS_A_RUN = 40, 4, 5
 # Steps of an attempt before its kill, and seconds after that step, so that a forward, a backward or a save is hit.
@@ -157,7 +156,6 @@ def main() -> int:
     while (left := given.kills - sum(len(run["kills"]) for run in runs)) > 0 and time.monotonic() < until:
         runs.append(run_once(len(runs), given.seed, min(left, KILLS_A_RUN), until, given.work.absolute()))
         write_result("kill_ranks", facts, runs)
-        write_table(DOCUMENT, TABLE, HEADER, table_rows(facts, runs))
     print_table(HEADER, table_rows(facts, runs))
     return 0 if all(run["bit_for_bit"] for run in runs) else 1
 

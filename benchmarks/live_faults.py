@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from record import EVIDENCE, ROOT, print_table, write_result, write_table
+from record import ROOT, print_table, write_result
 from small_job import small_model, words
 
 from toolkit.compare.results import load_results
@@ -27,7 +27,6 @@ from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.record.folder import read_json
 
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
-DOCUMENT, TABLE = EVIDENCE / "trust.md", "live_faults"
 HEADER = ("Fault", "What one side does differently", "Preset, arguments", "Caught by", "Message")
 SKEWED = 2.0  # a rank slept 0.3 s a step, several times what it otherwise takes by itself
 PASSED = ("reference", "agrees")
@@ -210,7 +209,7 @@ def main() -> int:
 
 
 def publish(controls: dict[str, dict[str, Any]], faults: Sequence[dict[str, Any]]) -> int:
-    """Print and write the table; return 1 if a fault was missed or a control failed a check."""
+    """Print the table and write the results; return 1 if a fault was missed or a control failed a check."""
     print_table(HEADER, table_rows({}, faults))
     missed = [row["row"] for row in faults if not row["as_it_should"]]
     flagged = [name for name, control in controls.items() if control["found_by"] or control["parity"] not in PASSED]
@@ -218,7 +217,6 @@ def publish(controls: dict[str, dict[str, Any]], faults: Sequence[dict[str, Any]
     for introduction, names in (("missed", missed), ("flagged without a fault", flagged), ("never acted", idle)):
         print(f"{introduction}: {', '.join(names) or 'none'}")
     print(write_result("live_faults", {}, [*({"control": name, **row} for name, row in controls.items()), *faults]))
-    write_table(DOCUMENT, TABLE, HEADER, table_rows({}, faults))
     return int(bool(missed or flagged or idle))
 
 

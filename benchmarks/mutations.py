@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_result, write_table
+from record import ROOT, append_line, print_table, read_lines, write_result
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -38,7 +38,6 @@ from file_mutations.formats import Format, light_formats, mutated_cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from small_job import small_model, train
 
-DOCUMENT, TABLE = EVIDENCE / "trust.md", "mutations"
 CASES = ("ddp", "zero2", "zero3", "zero3-lora", "fsdp2", "fsdp2-lora")
 COUNTS = ("tried", "accepted", "refused", "failed")
 CHUNK = 200
@@ -224,7 +223,6 @@ def main() -> None:
     print("\n".join(sorted({f"{chunk['format']}: {family}" for chunk in tried for family in chunk["families"]})))
     if not options.format:
         write_result("mutations", {"seed": options.seed}, rows)
-        write_table(DOCUMENT, TABLE, HEADER, table_rows({}, rows))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ from peer_jobs import comparison
 from peer_jobs.job import METHODS, Job, Setting
 from peer_jobs.job import prepare as prepare_peers_job
 from peers import BASELINE, OURS, run_program
-from record import EVIDENCE, append_line, print_table, read_lines, spread, write_result, write_table
+from record import append_line, print_table, read_lines, spread, write_result
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import mean_interval
 
-DOCUMENT, TABLE, FIRST_STEP_TABLE = EVIDENCE / "speed-and-memory.md", "overhead", "first_step"
+TABLE, FIRST_STEP_TABLE = "overhead", "first_step"
 HEADER = ("job", "pairs", "tokens per CPU-second: toolkit / plain script (95 % CI)", "goal", "largest loss difference")
 OBSERVED_TABLE = "observed"
 OBSERVED_HEADER = ("script", "pairs", "tokens per CPU-second: observed / alone (95 % CI)", "goal")
@@ -182,7 +182,6 @@ def main() -> None:
     pairs = sorted(read_lines(ledger), key=lambda pair: (cases.index(pair["case"]), pair["number"]))
     print_table(header, rows_of({}, pairs))
     print(write_result(name, {"steps": setting.steps, "untimed_steps": setting.untimed_steps}, pairs))
-    write_table(DOCUMENT, name, header, rows_of({}, pairs))
 
 
 if __name__ == "__main__":

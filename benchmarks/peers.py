@@ -27,9 +27,8 @@ from typing import Any
 from peer_jobs import comparison, environments, measurement
 from peer_jobs.commands import PROGRAMS, NotOffered, environment_of, observe_launch
 from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
-from record import EVIDENCE, append_line, print_table, read_lines, write_result, write_table
+from record import append_line, print_table, read_lines, write_result
 
-DOCUMENT, TABLE = EVIDENCE / "peers.md", "peers"
 HEADER = ["job", "program", "runs", "tokens per second", "per CPU second", "peak memory", "first step"]
 HEADER += ["ours / theirs, per CPU second", "ours / theirs, per second"]
 BASELINE, OURS = "bare", "toolkit"
@@ -184,7 +183,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--build-only", action="store_true", help="build the environments and stop")
     parser.add_argument("--at-most-seconds", type=float, help="start no run after this long; the next call resumes")
     parser.add_argument("--name", default="peers", help="name of the result file")
-    parser.add_argument("--no-document", action="store_true", help="leave the table in docs/ alone")
     given = parser.parse_args()
     given.setting = Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
     given.work = given.work.resolve()
@@ -225,8 +223,6 @@ def main() -> None:
     built = [program for program in given.peers if program not in unbuilt]
     libraries = {program: environments.versions(program, given.environments) for program in built}
     print(write_result(given.name, {"setting": asdict(given.setting), "libraries": libraries}, rows))
-    if not given.no_document:
-        write_table(DOCUMENT, TABLE, HEADER, table_rows({}, rows))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from toolkit.hardware.node import describe_node, git_commit, library_versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-EVIDENCE = ROOT / "docs" / "evidence"
 
 Figures = TypeVar("Figures")
 Row = dict[str, Any]
@@ -95,15 +94,6 @@ def append_line(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_table(document: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Replace the table between the lines `<!-- name -->` and `<!-- end of name -->` of a document."""
-    lines = [f"| {' | '.join(map(str, cells))} |" for cells in [header, [":---"] * len(header), *rows]]
-    before, opened, rest = document.read_text().partition(f"<!-- {name} -->\n")
-    _, closed, after = rest.partition(f"<!-- end of {name} -->")
-    assert closed, f"{document} has no lines for the table {name}"
-    document.write_text("\n".join([before + opened, *lines, "", closed + after]))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -83,7 +83,7 @@ def test_an_unexpected_error_is_two_lines_and_a_file_to_report(
     first, second = capsys.readouterr().err.splitlines()
     [saved] = temporary.iterdir()
     assert first == r"error: unexpected ValueError: first\nsecond" + "x" * 165 + "..."
-    assert second.startswith(f"  hint: it is a mistake in the toolkit: report it with {saved} (docs/how-to/")
+    assert second.startswith(f"  hint: it is a mistake in the toolkit: report it with {saved} ({ROOT}/docs/how-to/")
     text = saved.read_text(encoding="utf-8")
     assert text.startswith("finetune-toolkit ")
     assert "raise error\nValueError: first\nsecond" in text

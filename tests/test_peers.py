@@ -175,7 +175,7 @@ def test_the_reason_of_a_failure_is_the_programs_not_the_launchers() -> None:
 def test_a_bare_trainer_and_the_toolkit_train_the_same_job(tmp_path: Path) -> None:
     words = ["--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "--jobs", "single-full"]
     words += ["--repeats", "1", "--steps", "3", "--untimed-steps", "1", "--batch-size", "1", "--max-length", "32"]
-    words += ["--no-document", "--name", str(tmp_path / "result")]
+    words += ["--name", str(tmp_path / "result")]
     argv = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *words]
     ended = run_warm(argv, cpu_environment())  # each of its runs is started cold
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]

@@ -22,9 +22,10 @@ from typing import TextIO
 
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.files.secrets import hide_secrets, hide_words
+from toolkit.installation import documentation_address, missing_package
 
 DEBUG_VARIABLE = "TOOLKIT_DEBUG"
-REPORT_PAGE = "docs/how-to/report-a-problem.md"
+REPORT_PAGE = "how-to/report-a-problem.md"
 MAX_CAUSE_CHARACTERS = 200
 # What the machine refuses -> what to do about it. Other errors of the operating system are ours.
 MACHINE_FAULTS = {
@@ -64,6 +65,12 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         _discard(sys.stdout)
         return EXIT_RUN_FAILED
+    except ModuleNotFoundError as error:  # of a package that an extra installs, or of ours
+        missing = missing_package((error.name or "").partition(".")[0])
+        if missing is None:
+            return _report(error)
+        print_message(f"error: {missing}")
+        return EXIT_INVALID_INPUT
     except Exception as error:  # the last handler
         return _report(error)
     return EXIT_DONE if code is None else code
@@ -93,6 +100,8 @@ def print_failure(status: str, failure: Mapping[str, object]) -> None:
     print_message(f"error: {status}: {failure['message']}")
     if failure.get("hint"):
         print_message(f"  hint: {failure['hint']}")
+    if not failure.get("invalid_input"):
+        print_message(f"  see {documentation_address('how-to/my-run-failed.md', status)}")
 
 
 def prepare_streams() -> None:
@@ -132,10 +141,11 @@ def _report(error: Exception) -> int:
         return EXIT_INVALID_INPUT
     what = f"unexpected {type(error).__name__}" + (f": {error}" if str(error) else "")
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
+    page = documentation_address(REPORT_PAGE)
     try:
-        how = f"report it with {_save_traceback(error)} ({REPORT_PAGE})"
+        how = f"report it with {_save_traceback(error)} ({page})"
     except OSError:  # no folder for temporary files can be written to
-        how = f"run it again with {DEBUG_VARIABLE}=1 and report it ({REPORT_PAGE})"
+        how = f"run it again with {DEBUG_VARIABLE}=1 and report it ({page})"
     print_message(f"error: {ToolkitError(what, hint=f'it is a mistake in the toolkit: {how}')}")
     return EXIT_RUN_FAILED
 

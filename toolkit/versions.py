@@ -15,9 +15,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-# In the clone: the package is not published.
-INSTALL_GPU_PACKAGES = "pip install -c constraints.txt -e '.[gpu]'"
-
 
 @functools.cache
 def installed_version(library: str) -> str | None:

@@ -27,11 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
-from plan_errors import HEADER, out_of_memory_among_fits, recorded, summary, table_rows, verdicts_against_traces
-from record import EVIDENCE, append_line, circumstances, print_table, read_lines, write_lines, write_result, write_table
+from plan_errors import out_of_memory_among_fits, recorded, summary, verdicts_against_traces
+from record import append_line, circumstances, print_table, read_lines, write_lines, write_result
 from small_job import words
-
-DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "traced_grid"
 
 STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
 TIMEOUT_SECONDS = 150
@@ -154,8 +152,7 @@ def main() -> None:
     print_summary(facts, rows)
     write_lines(given.output / "results.jsonl", [circumstances() | facts, *rows])
     if given.record:
-        print(write_result(TABLE, facts, rows))
-        write_table(DOCUMENT, TABLE, HEADER, table_rows(facts, rows))
+        print(write_result("traced_grid", facts, rows))
 
 
 if __name__ == "__main__":

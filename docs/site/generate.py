@@ -1,9 +1,8 @@
 """Pages of the docs site that are generated when it is built, run by MkDocs (plugin gen-files).
 
 docs/index.md is the home page, to which links to README.md lead. Text between `<!-- build: NAME -->` and
-`<!-- /build -->` is replaced by a block of reference_blocks.py, and text between `<!-- without a result -->` and
-`<!-- /without a result -->` is left out. Links to files of the repository become links to copies of them. The
-navigation lists every page.
+`<!-- /build -->` is replaced by a block of reference_blocks.py. Links to files of the repository become links to copies
+of them. The navigation lists every page.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ HOW_TO_GROUPS = {
 HIDDEN = {"index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 BUILT_BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
-WITHOUT_RESULT = re.compile(r"^<!-- without a result -->\n.*?^<!-- /without a result -->\n", re.MULTILINE | re.DOTALL)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 
@@ -94,8 +92,7 @@ def link_on_site(target: str, file: str, page: str) -> str:
 
 def page_text(file: str, page: str) -> str:
     """Return the text of a page: blocks filled in, comments left out, links as the site needs them."""
-    text = WITHOUT_RESULT.sub("", (ROOT / file).read_text())
-    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), text)
+    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), (ROOT / file).read_text())
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
     hidden = HIDDEN.get(page)
     text = f"---\nhide: [{hidden}]\n---\n\n{text}" if hidden else text

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,14 @@ RESULTS_MODELS: dict[str, type[Model]] = {
     )
 }
 
+# Table of a page of evidence -> the benchmark that recorded it.
+RECORDED = {name: name for name in ("host_memory", "kill_ranks", "live_faults", "overhead", "peers")}
+RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
+
 FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
-def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
     """Return a Markdown table; the cells may hold Markdown."""
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
@@ -132,6 +138,16 @@ def preset_files() -> str:
 
 def _file_links(preset: Preset) -> str:
     return ", ".join(f"[`{path}`](../../{path})" for path in preset.texts())
+
+
+def recorded_table(name: str) -> str:
+    """Return the table of a benchmark's recorded results."""
+    for folder in ("benchmarks", "benchmarks/gpu"):
+        if str(ROOT / folder) not in sys.path:
+            sys.path.append(str(ROOT / folder))
+    benchmark, record = import_module(RECORDED[name]), import_module("record")
+    header, rows_of = getattr(benchmark, "TABLES", {}).get(name) or (benchmark.HEADER, benchmark.table_rows)
+    return markdown_table(header, [[*map(str, cells)] for cells in rows_of(*record.read_result(name))])
 
 
 def recommendation() -> str:
@@ -251,5 +267,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "preset_files": preset_files,
     "python_names": python_names,
     "run_measured": measured_table,
+    **{f"recorded_{name}": functools.partial(recorded_table, name) for name in RECORDED},
     **{f"results_{name}": functools.partial(results_table, name) for name in RESULTS_MODELS},
 }

@@ -30,7 +30,7 @@ LOSS_TOLERANCE = 1e-5
 # Other engines that are read and written: test_sharded_at_load.py, tests/train/test_resume.py.
 SAME_ROWS = ["--per_device_train_batch_size", "4"]  # both ranks train on the same rows
 CONVERSIONS = [
-    ("zero2", "zero3", 4, ["--per_device_train_batch_size", "1"]),
+    pytest.param("zero2", "zero3", 4, ["--per_device_train_batch_size", "1"], marks=pytest.mark.nightly),
     pytest.param("zero2-lora", "fsdp2", 2, LORA, marks=pytest.mark.nightly),
     ("zero3", "tp", 2, ["--tp", "2", *SAME_ROWS]),  # sharded at load
     pytest.param("fsdp2", "cp", 2, ["--cp", "2", *SAME_ROWS], marks=pytest.mark.nightly),  # with other rows per rank

@@ -48,6 +48,7 @@ def test_findings_as_json_and_the_exit_code(lint: Lint, tmp_path: Path) -> None:
     assert finding["message"] == "any --num_processes is ignored: distributed_type MULTI_CPU starts one process"
     assert finding["fix"] == "`distributed_type: MULTI_GPU`, with `use_cpu: true`"
     assert finding["checked_against"] == "accelerate 1.15.0"
+    assert finding["documentation"].endswith("#starts-one-process")
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
     code, out, _ = lint("mine.yaml", "--json")
     assert (code, json.loads(out)["findings"]) == (0, [])

@@ -57,10 +57,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> 
 
 JOB = "--num-processes 8 --max-seq-length 2048"
 SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
+LARGE = "--per-device-train-batch-size 8"
 LEAN = f"{SMALL} --activation-checkpointing"
 CHEAPEST_FIRST: Steps = {
-    "start: `zero2`, micro-batch 8, `--loss full`": f"{JOB} --preset zero2 --loss full",
-    "1. the chunked loss, the default": f"{JOB} --preset zero2",
+    "start: `zero2`, micro-batch 8, `--loss full`": f"{JOB} --preset zero2 {LARGE} --loss full",
+    "1. the chunked loss, the default": f"{JOB} --preset zero2 {LARGE}",
     "2. and micro-batch 1, 8 accumulation steps": f"{JOB} --preset zero2 {SMALL}",
     "3. and activation checkpointing": f"{JOB} --preset zero2 {LEAN}",
     "4. and `zero3` instead of `zero2`": f"{JOB} --preset zero3 {LEAN}",
@@ -139,7 +140,9 @@ def recommended(options: str) -> str:
         return "nothing fits"
     checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
     size = gib(choice["planned_peak_bytes"])
-    return f"`{choice['preset']}`, micro-batch {choice['per_device_train_batch_size']}{checkpointing}, {size} GiB"
+    host = f", host {gib(choice['host_bytes'])} GiB" if "offload" in choice["preset"] else ""
+    batch = f"micro-batch {choice['per_device_train_batch_size']}{checkpointing}"
+    return f"`{choice['preset']}`, {batch}, {size} GiB{host}"
 
 
 def recommendations() -> str:

@@ -150,7 +150,7 @@ def test_a_driver_that_does_not_answer_and_a_missing_package_are_named(
     ((_, found),) = findings(broken, ["gpu-count"])
     assert (found.level, found.value) == ("error", "0 listed, NVML: Driver/library version mismatch")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert run_here("gpu-ecc").skipped == "nvidia-ml-py is not installed: pip install -c constraints.txt -e '.[gpu]'"
+    assert run_here("gpu-ecc").skipped == "nvidia-ml-py is not installed: pip install 'finetune-toolkit[gpu]'"
 
 
 def test_xids_are_counted_by_gpu_and_code_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def run_cold(
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("toolkit.doctor.ops", "error: torch, deepspeed: not installed"),
+        ("toolkit.doctor.ops", "error: torch, deepspeed are not installed"),
         ("toolkit doctor", "  error: libraries are not installed: torch, deepspeed; expected: installed"),
     ],
 )
@@ -126,7 +126,7 @@ def test_without_torch_it_says_what_is_missing_and_what_to_type(module: str, lin
     ended = run_cold([sys.executable, "-m", *module.split()], PYTHONPATH=f"{tmp_path}:{ROOT}")
     lines = (ended.stdout + ended.stderr).splitlines()
     assert line in lines, ended.stderr
-    assert "pip install torch deepspeed" in lines[lines.index(line) + 1]
+    assert "pip install 'finetune-toolkit[train,deepspeed]'" in lines[lines.index(line) + 1]
 
 
 # -- this node with limits that are really set

@@ -139,7 +139,7 @@ def test_a_node_without_a_gpu_is_told_how_to_add_the_gpu_packages(capsys: pytest
     assert len(lines) == 2
     assert all(name in lines[0] for name in GPU_PACKAGES)
     assert lines[0].endswith("there is no NVIDIA GPU here")
-    assert lines[1] == "  to add it: pip install -c constraints.txt -e '.[gpu]'"
+    assert lines[1] == "  to add it: pip install 'finetune-toolkit[gpu]'"
 
 
 @NO_REAL_GPU

@@ -216,6 +216,7 @@ def another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     trainer_schema.cache_clear()
 
 
+@pytest.mark.nightly
 def test_the_package_describes_the_pinned_transformers_as_it_describes_itself() -> None:
     assert describe_installed() == SHIPPED.read_text()
 
@@ -256,8 +257,8 @@ def test_a_transformers_that_cannot_be_imported_is_named_with_the_reason(
         trainer_schema()
 
 
-def test_without_transformers_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_arguments_are_checked_as_the_version_does_that_the_toolkit_was_made_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(schema, "installed_version", lambda _: None)
-    with pytest.raises(ToolkitError, match="transformers is not installed") as refused:
-        trainer_schema.__wrapped__()  # without its cache
-    assert refused.value.hint == "`make setup` in the clone installs it"
+    assert trainer_schema.__wrapped__().fields == trainer_schema().fields  # without its cache

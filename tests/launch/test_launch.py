@@ -197,7 +197,7 @@ def test_a_dry_run_needs_no_gpu_of_the_named_kind_and_names_missing_packages(
     job: dict[str, Any] = {"preset": "ddp", "num_processes": 8, "training_arguments": words}
     there = launch.prepare_run(TrainOptions(**job, dry_run=True, gpu="h100"), on_message=print)
     (warning,) = there.run.warnings
-    assert warning.startswith("--load_in_4bit needs bitsandbytes, which is not installed here (in the clone: pip")
+    assert warning.startswith("--load_in_4bit needs bitsandbytes, which is not installed here (pip install 'finetune")
     assert there.command.argv.count("8") == 1 + there.command.training_argv.count("8")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ToolkitError, match="--load_in_4bit needs bitsandbytes"):

@@ -98,8 +98,7 @@ def test_a_configuration_without_sense_is_refused_by_field(fields: dict[str, Any
         ("some one/model", "is neither a folder nor a hub id"),
     ],
 )
-def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.read_model._is_reachable", lambda _: False)
+def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str) -> None:
     with pytest.raises(ToolkitError, match=said):
         read_model(model)
 
@@ -166,6 +165,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(children: list[list[str]], t
     assert len(children) == 1
 
 
+@pytest.mark.nightly
 def test_a_real_child_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     path = config_file(tmp_path, "cohere", TINY)

@@ -16,10 +16,20 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.job.job import Job
-from toolkit.plan.options import PlanOptions
+from toolkit.plan.candidates import best_candidates
+from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_table import PlanAnswer, are_states_checked, print_plans, summary
 from toolkit.plan.planned_job import PlannedJob, check_planned_job
-from toolkit.plan.planner import PlanRequest, make_plans, plan_line, plan_request, plan_run, plan_run_here
+from toolkit.plan.planner import (
+    PlanRequest,
+    make_plans,
+    plan_line,
+    plan_request,
+    plan_run,
+    plan_run_here,
+    simplest_fast,
+)
+from toolkit.plan.recommend import recommend, recommend_request
 from toolkit.presets import list_presets, load_preset
 
 Capsys = pytest.CaptureFixture[str]
@@ -36,6 +46,55 @@ def request(*presets: str, world_sizes: tuple[int, ...] = (8,), **how: Any) -> P
         gpu=find_gpu("h100-sxm"),
         strict=bool(presets),
     )
+
+
+def chosen(job: PlannedJob) -> tuple[int, int, bool]:
+    return job.per_device_train_batch_size, job.gradient_accumulation_steps, job.activation_checkpointing
+
+
+def test_without_a_batch_each_preset_is_planned_as_recommend_would_use_it() -> None:
+    options = {"gpu": "h100", "max_seq_length": 4096}
+    plans = make_plans(plan_request(LLAMA_8B, PlanOptions(num_processes=(8,), **options)))  # type: ignore[arg-type]
+    asked = recommend_request(LLAMA_8B, RecommendOptions(num_processes=8, **options))  # type: ignore[arg-type]
+    best = {each.preset.name: chosen(each.job) for each in best_candidates(asked, list_presets())}
+    found = {plan.preset: chosen(plan.job) for plan in plans if plan.preset in best}
+    assert found == {name: best[name] for name in found}
+    assert {recomputes for _, _, recomputes in found.values()} == {False, True}
+    choice = recommend(asked, list_presets()).choice
+    assert simplest_fast([plan for plan in plans if plan.verdict == "fits"]).preset == choice.preset.name
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (4, 1, False)),
+        ({"activation_checkpointing": True}, (4, 1, True)),
+        ({"gradient_accumulation_steps": 3}, (4, 3, False)),
+        ({"per_device_train_batch_size": 3}, (3, 1, False)),
+    ],
+)
+def test_what_is_given_is_planned_and_the_rest_is_found(given: dict[str, Any], expected: tuple[int, int, bool]) -> None:
+    options = PlanOptions(num_processes=(8,), gpu="h100", preset=("fsdp2",), **given)
+    (plan,) = make_plans(plan_request(LLAMA_8B, options))
+    assert chosen(plan.job) == expected
+
+
+def test_the_row_of_a_found_batch_has_it_and_one_that_cannot_fit_says_so(capsys: Capsys) -> None:
+    words = ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"]
+    code, out, err = run_command(words, capsys)
+    assert (code, err) == (0, "")
+    assert "32 sequences per step; the largest micro-batch that fits" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert rows["fsdp2"][1:4] == ["fits", "4", "no"]
+    assert rows["ddp"][1:6] == ["does", "not", "fit", "1", "yes"]
+    assert max(map(len, out.splitlines()[3:17])) <= 100  # the table
+
+
+def test_host_memory_is_assumed_by_the_kind_of_gpu_and_is_part_of_the_verdict(capsys: Capsys) -> None:
+    words = ["plan", LLAMA_8B, "--num-processes", "2", "--gpu", "RTX4090", "--preset", "zero3_cpu_offload"]
+    assert "host memory: 128 GiB per node assumed, 64 per GPU" in (out := run_command(words, capsys)[1])
+    assert "zero3_cpu_offload, 2 GPUs: needs 156.81 GiB of host memory per node, which has 128.00 GiB" in out
+    assert " fits " in run_command([*words, "--host-memory-gib", "160"], capsys)[1]
 
 
 def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_ones_do_not() -> None:
@@ -245,5 +304,6 @@ def test_a_run_that_is_not_planned_or_does_not_fit_says_so(
 def test_the_plan_of_a_run_is_that_of_the_plan_command() -> None:
     plan = plan_run(load_preset("fsdp2"), arguments(), world_size=8, gpu=find_gpu("h100"))
     options = {"per_device_train_batch_size": 1, "max_seq_length": 2048, "preset": ("fsdp2",), "gpu": "h100"}
-    assert make_plans(plan_request(LLAMA_8B, PlanOptions(num_processes=(8,), **options))) == [plan]
+    (planned,) = make_plans(plan_request(LLAMA_8B, PlanOptions(num_processes=(8,), **options)))
+    assert planned.as_row() == plan.as_row()
     assert plan_line(plan).startswith("planned peak ")

@@ -6,6 +6,7 @@ PYTHONPATH=tests:. python tests/plan/test_recommend.py    # rewrites the table i
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def by_memory() -> str:
         answer = found(request(memory_gib=memory_gib))
         job, rule = answer.choice.job, answer.rule_of_thumb
         recomputes = ", checkpointing" if job.activation_checkpointing else ""
-        cost = "" if rule == answer.choice.preset.name else answer.why_not[rule]
+        cost = "" if rule == answer.choice.preset.name else re.sub("; for it: [^;]*", "", answer.why_not[rule])
         chosen = f"`{answer.choice.preset.name}`, micro-batch {job.per_device_train_batch_size}{recomputes}"
         lines.append(f"| {memory_gib} | {chosen} | `{rule}` | {cost} |")
     return "\n".join(lines) + "\n"
@@ -111,8 +112,8 @@ def test_4_bit_weights_that_fit_are_replicated() -> None:
 @pytest.mark.parametrize(
     ("changes", "presets", "message", "hint"),
     [
-        ({"memory_gib": 20}, ["fsdp2", "zero3"], r"on 8 × h100-sxm.*fit: .* GiB of 20.00 GiB", "`--num-processes "),
-        ({"memory_gib": 2}, ["fsdp2"], "nothing fits", "`--lora-r 16`, a shorter `--max-seq-length`, or a larger GPU"),
+        ({"memory_gib": 20}, ["fsdp2", "zero3"], r"on 8 × h100-sxm.*fit: .* GiB of 20.00 GiB", "LoRA fits here, "),
+        ({"memory_gib": 2}, ["fsdp2"], "nothing fits", "a shorter `--max-seq-length`, or a larger GPU"),
         ({"gpu": find_gpu("v100-32gb")}, ["ddp"], r"no preset is for 8 × v100-32gb: .*has no hardware", "see `toolkit"),
         ({"host_memory_bytes": 64 * GIB}, ["zero3_cpu_offload"], "of host memory per node, which has 64.00 GiB", ""),
     ],
@@ -121,6 +122,38 @@ def test_an_error_names_the_smallest_plan(changes: dict[str, Any], presets: list
     with pytest.raises(ToolkitError, match=message) as refused:
         recommend(request(**changes), list(map(load_preset, presets)))
     assert (refused.value.hint or "").startswith(hint)
+
+
+def test_where_nothing_fits_the_hint_has_what_fits_here_before_more_gpus() -> None:
+    options = RecommendOptions(gpu="4090", num_processes=2, host_memory_gib=64)
+    with pytest.raises(ToolkitError, match="nothing fits on 2 × rtx-4090") as refused:
+        recommend(recommend_request(MODEL, options), list_presets())
+    ways = [way.rpartition(": ")[2] for way in (refused.value.hint or "").split("; ")]
+    assert ways == ["`--lora-r 16`", "`--lora-r 16 --load-in-4bit`", "`--host-memory-gib 121`", "`--num-processes 8`"]
+    for changes in ({"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}, {"host_memory_gib": 121}):
+        assert recommend(recommend_request(MODEL, replace(options, **changes)), list_presets()).choice.fits
+
+
+def test_the_first_line_of_an_offload_has_the_host_memory_it_needs() -> None:
+    asked = recommend_request(MODEL, RecommendOptions(gpu="rtx-4090", num_processes=2))
+    lines = recommendation.recommendation_lines(found(asked), asked, model="m")
+    assert lines[2].startswith("  use       fsdp2_cpu_offload: ")
+    assert lines[2].endswith(" GiB of host memory per node")
+    assert any(line.startswith("  host      128 GiB per node assumed, 64 per GPU (") for line in lines)
+
+
+def test_three_alternatives_with_what_speaks_for_them_and_three_rejected_are_shown_without_all() -> None:
+    asked = request()
+    shown, everything = (
+        [line.split()[0] for line in lines if line.startswith("  ")]
+        for lines in (
+            recommendation.recommendation_lines(found(asked), asked, model="m", show_all=show_all)
+            for show_all in (False, True)
+        )
+    )
+    assert (shown.count("or"), shown.count("rejected")) == (3, 3)
+    assert everything.count("or") + everything.count("rejected") == len(list_presets()) - 1
+    assert "GiB less per GPU" in found(asked).why_not["fsdp2"]
 
 
 def test_without_a_known_peak_no_speed_is_shown() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from preset_files import deepspeed_pair
 
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.characteristics import PARTS, characteristics
-from toolkit.presets.shard_bytes import largest_shard, shard_byte_limits
+from toolkit.presets.shard_bytes import largest_shard, persistence_threshold, shard_byte_limits
 
 REDUCED = "all-reduces of activations in each layer"
 DISPATCHED = "all-to-alls of tokens, to their experts and back"
@@ -119,15 +120,15 @@ def test_the_largest_shard_includes_the_engines_padding(
     assert largest_shard(shapes, engine, ranks=ranks) == elements
 
 
-# Ten fp32 elements on two ranks, 40 bytes unsharded. Highest of a DeepSpeed shard: (5 + 8 of padding) x 4 = 52, and
-# 5 % of 40 = 2 for what ZeRO-3 keeps gathered of parameters. Highest of an FSDP2 shard: 3 rows x 2 x 4 = 24.
+# Ten fp32 elements on two ranks, 40 bytes unsharded. Highest of a DeepSpeed shard: (5 + 8 of padding) x 4 = 52, and all
+# 40 bytes again where ZeRO-3 keeps them gathered: up to 10 x the hidden size. Of an FSDP2 shard: 3 rows x 2 x 4 = 24.
 @pytest.mark.parametrize(
     ("name", "ranks", "parameter", "gradient", "optimizer"),
     [
         ("ddp", 2, (40, 40), (40, 40), (40, 40)),
         ("zero1", 2, (40, 40), (40, 40), (0, 52)),
         ("zero2", 2, (40, 40), (0, 52), (0, 52)),
-        ("zero3_cpu_offload", 2, (0, 54), (0, 52), (0, 52)),
+        ("zero3_cpu_offload", 2, (0, 92), (0, 52), (0, 52)),
         ("fsdp2", 2, (0, 24), (0, 24), (0, 24)),
         ("fsdp2_grad_op", 2, (0, 24), (0, 24), (0, 24)),  # gathered parameters are shards again between steps
         ("zero2", 1, (40, 40), (40, 56), (40, 56)),  # 10 + 4 elements at most
@@ -137,5 +138,13 @@ def test_the_largest_shard_includes_the_engines_padding(
 def test_the_limits_of_ten_elements(
     name: str, ranks: int, parameter: tuple[int, int], gradient: tuple[int, int], optimizer: tuple[int, int]
 ) -> None:
-    limits = [shard_byte_limits(load_preset(name), part, [(5, 2)], 4, ranks=ranks) for part in PARTS]
-    assert limits == [parameter, gradient, optimizer]
+    limit = partial(shard_byte_limits, load_preset(name), shapes=[(5, 2)], element_bytes=4, ranks=ranks, hidden_size=1)
+    assert [limit(part=part) for part in PARTS] == [parameter, gradient, optimizer]
+
+
+def test_zero3_may_keep_only_parameters_up_to_the_persistence_threshold_gathered(tmp_path: Path) -> None:
+    zero3, size = load_preset("zero3"), partial(persistence_threshold, hidden_size=4096)
+    own = {"stage": 3, "stage3_param_persistence_threshold": 7}
+    assert [size(load_preset(name)) for name in ("ddp", "zero2", "zero3")] == [0, 0, 40_960]
+    assert size(read_preset(deepspeed_pair(tmp_path, {"zero_optimization": own}))) == 7
+    assert shard_byte_limits(zero3, "parameter", [(5, 2), (11, 1)], 4, ranks=1, hidden_size=1)[1] == 4 * (10 + 21 + 4)

@@ -131,7 +131,7 @@ def test_where_no_preset_fits_a_layout_is_planned_with_memory_by_stage(capsys: p
     text = run_command(NO_PRESET, capsys)[1]
     assert "Preset pipeline_1f1b, which has neither tensor parallelism nor" in text
     assert "dp 1 x tp 4 x pp 4 (data x tensor x pipeline parallelism)" in text
-    assert "For a preset: `--num-processes 32` fits." in text
+    assert "; with more GPUs: `--num-processes 32`." in text
 
 
 @pytest.mark.parametrize("words", [["--preset", "fsdp2"], ["--lora-r", "16", "--gpu-memory-gib", "3"]])

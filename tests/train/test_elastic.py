@@ -22,6 +22,7 @@ def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
     return elastic_job(tiny_model, faq_alpaca)
 
 
+@pytest.mark.nightly
 def test_a_run_that_regains_a_node_keeps_its_rows(job: list[str], tmp_path: Path) -> None:
     with Nodes("zero2", tmp_path, job, f"127.0.0.1:{get_free_port()}") as nodes:
         nodes.start("first")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import attested_ranks, losses, read
@@ -14,6 +15,7 @@ from launching import attested_ranks, losses, read
 from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.verify import verify
 from toolkit.compare.parity import FIRST_LOSS_FLOOR, LOSS_CURVE_FLOOR
+from toolkit.demo.assets import random_llama
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states
@@ -105,6 +107,21 @@ def test_frozen_weights_do_not_change_and_all_others_do(start: Start, preset: st
         assert parameter_bytes in (rank["parameter_bytes"], None)
         assert rank["neftune_noise_alpha"] == 5
     assert_same_losses(folder, start("ddp", *FREEZE))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("words", [(), ("--lora_r", "4")])
+def test_zero3_is_verified_where_it_keeps_each_small_layer_gathered(
+    start: Start, words: tuple[str, ...], tmp_path: Path, tokenizer: Any
+) -> None:
+    sizes = {"hidden_size": 16, "head_dim": 2, "intermediate_size": 8, "num_hidden_layers": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = random_llama(tmp_path / "model", tokenizer, **sizes, **heads, max_position_embeddings=512)
+    folder = start("zero3", "--model_name_or_path", str(model), "--save_model", "false", *words)
+    # Each tensor of a layer, and of an adapter, has at most 10 x 16 elements: only the embedding is released.
+    for rank in attested_ranks(folder):
+        gathered = rank["num_params"] - 49_152 * 16
+        assert rank["parameter_bytes"] == 4 * (49_152 * 16 // 2 + gathered // 2 + gathered)
 
 
 @pytest.mark.nightly

@@ -66,6 +66,7 @@ def test_the_chunked_loss_is_the_full_one_where_checkpointed_layers_are_sharded(
             assert (rank["loss"], rank["loss_chunk_tokens"], rank["activation_checkpointing"]) == expected
 
 
+@pytest.mark.nightly
 def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> None:
     scaling = ["--lr_scaling", "linear", "--lr_reference_batch_size", "2"]
     folder = start("zero3", "--lora_r", "4", "--lora_config", "use_dora=true", "use_rslora=true", *scaling)

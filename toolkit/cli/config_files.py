@@ -56,6 +56,7 @@ def lint(
             key = f" {shorten(finding.key)}:" if finding.key else ""
             print(visible(f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"))
             print(visible(f"  write {finding.fix}  (checked with {finding.checked_against})"))
+            print(visible(f"  see {finding.documentation}"))
     levels = Counter(finding.level for finding in result.findings)
     counts = ", ".join(counted(count, level) for level, count in levels.items())
     print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}")

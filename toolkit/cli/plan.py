@@ -58,12 +58,12 @@ def plan(
     answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
     if not as_json:
         print_plans(answer)
-        print("\n".join(() if compared is None else compared.lines()))
+        print(*([] if compared is None else compared.lines()), sep="\n", end="" if compared is None else "\n")
     verified = []
     if options.verify:
         from toolkit.plan.plan_vs_rehearsal import verify_plans
 
-        for verification in verify_plans(model, plans, request.job, cpu=trains_on_cpu(cpu), say=print_message):
+        for verification in verify_plans(model, plans, cpu=trains_on_cpu(cpu), say=print_message):
             verified.append(verification)
             if not as_json:  # each when its rehearsal of rank 0 ends
                 print("\n" + "\n".join(verification.lines()))
@@ -82,6 +82,8 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     Prints the batch size and activation checkpointing, the reasons, the alternatives and the commands to run. Where no
     preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
+    from rich.console import Console
+
     from toolkit.plan.candidates import NothingFits
     from toolkit.plan.measured_run import MeasuredRun
     from toolkit.plan.recommend import recommend as choose
@@ -106,10 +108,15 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     else:
         price = options.price_per_gpu_hour
         values = recommendation_json(found, request, model=model, objective=options.objective, price=price)
-        lines = recommendation_lines(found, request, model=model, price=price, scaling=options.scaling)
+        shown = {"scaling": options.scaling, "show_all": options.show_all}
+        lines = recommendation_lines(found, request, model=model, price=price, **shown)
     if compared is not None:
         values["measured"], lines = compared.as_row(), [*lines, "", *compared.lines()]
-    print(json.dumps(values, indent=2) if as_json else "\n".join(lines))
+    if as_json:
+        return print(json.dumps(values, indent=2))
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, style="bold" if line.startswith("  use ") else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +164,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     without --output_dir, no files are kept. With --script or --module: the arguments of that script.
     """
     from toolkit.demo.assets import with_demo_inputs
+    from toolkit.launch.preflight import check_libraries
     from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import (
         plan_rehearsal,
@@ -168,6 +176,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
 
     on_cpu = trains_on_cpu(options.cpu)
     preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
+    check_libraries(preset, runs_script=not (options.script is None and options.module is None))
     if options.script is None and options.module is None:
         planned = plan_rehearsal(
             preset,

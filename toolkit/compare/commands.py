@@ -26,7 +26,7 @@ from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
-from toolkit.launch.preflight import check_job, check_process_count
+from toolkit.launch.preflight import check_job, check_libraries, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.observe.words import check_script_preset
 from toolkit.presets.preset_checks import check_arguments
@@ -80,6 +80,8 @@ def check_comparison(options: CompareOptions) -> Runner:
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
     presets = {name: spec.preset(name) for name in largest}
     own = [row for name, row in largest.items() if name in spec.extra_arguments or presets[name].degrees]
+    for preset in presets.values():
+        check_libraries(preset, runs_script=options.runs_script)
     nvme: dict[str, NvmeDisk | None] = {}
     if not options.runs_script:
         checked, *_ = [

@@ -13,6 +13,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import hide_words
+from toolkit.installation import documentation_address
 from toolkit.record.columns import Bytes, Column, Count, Model, NonNegativeReal, PositiveCount, Share
 from toolkit.units import MIB
 
@@ -188,7 +189,8 @@ def load_results(path: str | Path) -> Results:
     try:
         return Results.model_validate(read_json(file, max_bytes=MAX_RESULTS_BYTES))
     except ValidationError as error:
-        hint = "docs/reference/results.md lists the keys; another version of the toolkit may have written it"
+        keys = documentation_address("reference/results.md")
+        hint = f"{keys} lists the keys; another version of the toolkit may have written it"
         raise ToolkitError(f"{file}: {explain(error)}", hint=hint) from None
 
 

@@ -306,7 +306,7 @@ def make_specification(options: CompareOptions) -> ComparisonSpec:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(presets)}")
     target_interval = options.target_interval
     if target_interval is None:
-        offloads = any(preset.offload_optimizer or preset.offload_param for preset in presets.values())
+        offloads = any(preset.offloads for preset in presets.values())
         target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
     job, batches = Job() if options.runs_script else Job.from_argv(options.training_arguments), {}
     scaling = _scaling(options, job)

@@ -10,6 +10,7 @@ from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
 from toolkit.convert.sources import NamedData, named_data, row_fields_reason, set_datasets, take_strategy
 from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.errors import ToolkitError, shown
+from toolkit.installation import documentation_address
 from toolkit.models.optimizers import MUON
 
 DATA_KEYS = {"datasets": "dataset", "test_datasets": "eval_dataset", "pretraining_dataset": "dataset"}
@@ -152,7 +153,8 @@ def _entry(draft: Draft, prefix: str) -> NamedData:
     elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
         draft.notes["max_seq_length"] = "axolotl splits a longer text into several rows; here it is truncated"
         draft.drop(f"{prefix}field", f"{prefix}type")
-    draft.leave_out(f"{prefix}type", reason="rows are recognised by their fields (docs/how-to/data.md)")
+    page = documentation_address("how-to/data.md")
+    draft.leave_out(f"{prefix}type", reason=f"rows are recognised by their fields ({page})")
     return named_data(settings, prefix)
 
 

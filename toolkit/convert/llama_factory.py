@@ -10,6 +10,7 @@ from toolkit.convert import sources
 from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration, unexpected
+from toolkit.installation import documentation_address
 from toolkit.job.argument_aliases import HINTS
 
 
@@ -160,7 +161,7 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sou
     if formatting in (None, "alpaca"):
         named = {columns.get("prompt", "instruction"), columns.get("response", "output")}
         if columns.get("history") or not (named == {"instruction", "output"} or columns == {"prompt": "text"}):
-            return "rows are recognised by their fields: rename them (docs/how-to/data.md)"
+            return f"rows are recognised by their fields: rename them ({documentation_address('how-to/data.md')})"
     else:
         role, content = str(tags.get("role_tag", "from")), str(tags.get("content_tag", "value"))
         reason = sources.row_fields_reason(str(columns.get("messages", "conversations")), role, content)

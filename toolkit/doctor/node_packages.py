@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from toolkit.errors import EXIT_INVALID_INPUT
 from toolkit.hardware.gpus import installed_gpus
-from toolkit.versions import INSTALL_GPU_PACKAGES, installed_version, is_importable, torch_cuda_version
+from toolkit.installation import install_line
+from toolkit.versions import installed_version, is_importable, torch_cuda_version
 
 # Module -> what it is for; the extra `gpu` installs all of them.
 GPU_PACKAGES = {
@@ -25,6 +26,7 @@ GPU_PACKAGES = {
     "liger_kernel": "--use_liger_kernel",
     "pynvml": "energy, throttling and the GPU memory of a process",
 }
+INSTALL_CUDA_BUILD = "pip install --force-reinstall torch   (from an index of CUDA builds)"
 
 
 class LeftOut(NamedTuple):
@@ -41,10 +43,10 @@ def left_out() -> list[LeftOut]:
     missing = [f"{module} ({purpose})" for module, purpose in GPU_PACKAGES.items() if not is_importable(module)]
     if missing:
         reason = "they are not installed" if has_gpu else "there is no NVIDIA GPU here"
-        parts.append(LeftOut(f"GPU packages: {'; '.join(missing)}", reason, INSTALL_GPU_PACKAGES))
+        parts.append(LeftOut(f"GPU packages: {'; '.join(missing)}", reason, install_line(*GPU_PACKAGES)))
     if has_gpu and installed_version("torch") and torch_cuda_version() is None:
         reason = f"torch {installed_version('torch')} is a CPU build, so no GPU would be used"
-        parts.append(LeftOut("CUDA", reason, "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"))
+        parts.append(LeftOut("CUDA", reason, INSTALL_CUDA_BUILD))
     if has_gpu and find_nvcc() is None:
         toolkit = f"the CUDA toolkit {torch_cuda_version() or ''}".strip()
         add = f"install {toolkit} (https://developer.nvidia.com/cuda-downloads), then export CUDA_HOME=/usr/local/cuda"

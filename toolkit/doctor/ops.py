@@ -25,7 +25,7 @@ from toolkit import cache
 from toolkit.cache import ASYNC_IO_OPS, are_compiled, check_extensions_folder, extensions_folder, path_with_ninja
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
-from toolkit.versions import installed_version
+from toolkit.installation import require
 
 # Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
 # collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
@@ -39,10 +39,7 @@ _LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.
 
 def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
     """Compile the ops that are missing. Raises ToolkitError where that fails, and for a folder of others."""
-    missing_libraries = [name for name in ("torch", "deepspeed") if installed_version(name) is None]
-    if missing_libraries:
-        hint = f"make setup   (in the clone), or pip install {' '.join(missing_libraries)}"
-        raise ToolkitError(f"{', '.join(missing_libraries)}: not installed", hint=hint)
+    require("torch", "deepspeed")
     check_extensions_folder()
     folder = extensions_folder()
     if are_compiled(builders):

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_json_object, unexpected
+from toolkit.files.documents import as_mapping, parse_json, read_json_object, unexpected
 from toolkit.files.reading import open_file
 
 if TYPE_CHECKING:
@@ -22,6 +20,15 @@ if TYPE_CHECKING:
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the library's limit
+# Bits of an element of each dtype: https://github.com/huggingface/safetensors#format
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
 _PICKLED = "pytorch_model*.bin"
 _AGAIN = "copy or download it again"
 
@@ -40,20 +47,29 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name; the library checks its header against the file's size.
+    """Return the tensors of a safetensors file by name, from its header, which must account for every byte.
 
-    Raises ToolkitError for a file that is cut off or damaged.
+    The library reads headers with numpy or torch alone. Raises ToolkitError for a file that is cut off or damaged.
     """
-    open_file(path).close()  # the library would wait for a named pipe
+    with open_file(path) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= min(MAX_HEADER_BYTES, size) else b""
     try:
-        with safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-            return {
-                name: StoredTensor(path=path, dtype=stored.get_dtype(), shape=tuple(stored.get_shape()))
-                for name, stored in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
+        header = as_mapping(parse_json(text.decode(), "its header"), "its header")
+        header.pop("__metadata__", None)
+        tensors, end = {}, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, (begin, next_begin) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+                raise ValueError(f"shape of {name[:80]}")
+            if begin != end or 8 * (next_begin - begin) != BITS[dtype] * math.prod(shape):
+                raise ValueError(f"bytes of {name[:80]}")
+            tensors[name], end = StoredTensor(path=path, dtype=dtype, shape=shape), next_begin
+    except (ToolkitError, LookupError, TypeError, ValueError) as error:
         raise damaged(path, error) from None
+    if 8 + length + end != size:
+        raise damaged(path, ValueError(f"{size:,} bytes, expected {8 + length + end:,}"))
+    return tensors
 
 
 def damaged(path: Path, error: Exception) -> ToolkitError:

@@ -1,7 +1,7 @@
 """GPUs as their vendors specify them: memory, dense peaks, bandwidth, interconnect; and lookup by name.
 
-    >>> find_gpu("NVIDIA H100 80GB HBM3").name
-    'h100-sxm'
+    >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("RTX4090").name
+    ('h100-sxm', 'rtx-4090')
 
 Peaks are dense, in TFLOP/s with fp32 accumulation; where a data sheet gives a peak with sparsity only, it is halved.
 Memory is the smallest total that torch reports for the card in public out-of-memory messages: drivers differ by up to
@@ -48,6 +48,11 @@ class Gpu:
         return round(self.memory_gib * GIB)
 
     @property
+    def host_memory(self) -> tuple[int, str]:
+        """Host memory per GPU of a typical node in GiB, and a node that has it or the reason for our choice."""
+        return HOSTS.get(self.name.partition(",")[0], (round(2 * self.memory_gib), "our choice, twice the GPU's"))
+
+    @property
     def memory_bytes_per_second(self) -> int | None:
         return None if self.memory_gb_per_second is None else round(self.memory_gb_per_second * GIGA)
 
@@ -77,7 +82,7 @@ def find_gpu(name: str) -> Gpu:
     found = known_gpu(name)
     if found is not None:
         return found
-    meant = [gpu.name for gpu in GPUS if _key(name) and gpu.name.startswith(_key(name))]
+    meant = [gpu.name for gpu in GPUS if _key(name) and _key(gpu.name).startswith(_key(name))]
     if meant:
         raise ToolkitError(f"{name!r} may be {' or '.join(meant)}", hint=f"name one, as in `--gpu {meant[0]}`")
     close = nearest(_key(name), _BY_KEY)
@@ -147,9 +152,9 @@ def custom_gpu(
 
 
 def _key(name: str) -> str:
-    """`NVIDIA A100-SXM4-80GB` → `a100-sxm4-80gb`: vendor and family words are redundant."""
+    """`NVIDIA A100-SXM4-80GB` → `a100sxm480gb`: vendor and family words are redundant."""
     words = re.split(r"[^a-z0-9]+", name.lower())
-    return "-".join(word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"})
+    return "".join(word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"})
 
 
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -202,4 +207,19 @@ GPUS = (
          5, "AMD Instinct MI300X data sheet"),
 )
 # fmt: on
+# Host memory per GPU in GiB, and a node that has it: of an instance type, the one with several GPUs and the least.
+_BOARD = 64, "our choice, a desktop board with two cards and 128 GiB"
+HOSTS = {
+    **dict.fromkeys(("h100-sxm", "h200", "b200"), (256, "AWS p5, p5en and p6-b200.48xlarge")),
+    **dict.fromkeys(("a100-40gb", "a100-80gb"), (144, "AWS p4d and p4de.24xlarge")),
+    "l40s": (96, "AWS g6e.12xlarge"),
+    "l4": (48, "AWS g6.12xlarge"),
+    "a10g": (48, "AWS g5.12xlarge"),
+    "t4": (48, "AWS g4dn.12xlarge"),
+    "v100-16gb": (61, "AWS p3.16xlarge"),
+    "v100-32gb": (96, "AWS p3dn.24xlarge"),
+    "mi300x": (231, "Azure ND96isr MI300X v5"),
+    "mi250x": (64, "a node of Frontier"),
+    **dict.fromkeys(("rtx-3090", "rtx-4090", "rtx-5090"), _BOARD),
+}
 _BY_KEY = {_key(name): gpu for gpu in GPUS for name in gpu.names}

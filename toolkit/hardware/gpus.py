@@ -16,8 +16,8 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.system_text import entries_of, output_of
+from toolkit.installation import install_line
 from toolkit.units import MIB
-from toolkit.versions import INSTALL_GPU_PACKAGES
 
 # Column of nvidia-smi -> key in run.json.
 GPU_FIGURES = {
@@ -120,7 +120,7 @@ def load_nvml() -> Any:
     try:
         import pynvml
     except ImportError:
-        raise ToolkitError("nvidia-ml-py is not installed", hint=INSTALL_GPU_PACKAGES) from None
+        raise ToolkitError("nvidia-ml-py is not installed", hint=install_line("pynvml")) from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.files.secrets import refuse_hidden
+from toolkit.installation import install_line
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_reading import argument_words
 from toolkit.job.argument_values import as_list, check_range, check_word
@@ -23,7 +24,7 @@ from toolkit.job.model_arguments import check_attention
 from toolkit.job.trainer_checks import check_trainer_arguments, optimizer_module
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import missing_attention_package
-from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable
+from toolkit.versions import is_importable
 
 # Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
 ARGUMENTS_OF_COMPARISON = {
@@ -192,16 +193,15 @@ def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
         "bitsandbytes": ("--load_in_4bit needs bitsandbytes", job.load_in_4bit),
         "liger_kernel": ("--use_liger_kernel needs liger-kernel", job.use_liger_kernel),
     }
-    hint = f"in the clone: {INSTALL_GPU_PACKAGES}"
     missing = [
-        ToolkitError(message, hint=hint)
+        ToolkitError(message, hint=install_line(module))
         for module, (message, is_used) in needed.items()
         if is_used and not is_importable(module)
     ]
     optimizer = optimizer_module(job.optim)
     if optimizer is not None and not is_importable(optimizer[0]):
         module, command = optimizer
-        install = hint if module == "bitsandbytes" else command
+        install = install_line(module) if module == "bitsandbytes" else command
         missing.append(ToolkitError(f"--optim {job.optim} needs {module}", hint=install))
     package = missing_attention_package(job.attn_implementation)
     if package is not None:

@@ -60,13 +60,12 @@ class TrainerSchema:
 def trainer_schema() -> TrainerSchema:
     """Return what the installed transformers accepts.
 
-    Raises ToolkitError where transformers is not installed, or cannot be imported.
+    Without transformers, what the version accepts that the toolkit was made with. Raises ToolkitError where it cannot
+    be imported.
     """
     version = installed_version("transformers")
-    if version is None:
-        raise ToolkitError("transformers is not installed", hint="`make setup` in the clone installs it")
     shipped = read_json_object(SHIPPED, limits=CONFIGURATION)
-    described = shipped if shipped["transformers"] == version else _cached(version)
+    described = shipped if version in (None, shipped["transformers"]) else _cached(str(version))
     fields = {
         name: TrainerField(type=field["type"], choices=tuple(field.get("choices", ())), help=field.get("help", ""))
         for name, field in described["fields"].items()
@@ -80,8 +79,8 @@ def trainer_schema() -> TrainerSchema:
 
 
 def trainer_argument_names() -> frozenset[str]:
-    """Return the names of `TrainingArguments`' fields; none where transformers is not installed."""
-    return frozenset(trainer_schema().fields if installed_version("transformers") else ())
+    """Return the names of `TrainingArguments`' fields."""
+    return frozenset(trainer_schema().fields)
 
 
 def _cached(version: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import check_job, check_output, check_process_count, reuse_folder
+from toolkit.launch.preflight import check_job, check_libraries, check_output, check_process_count, reuse_folder
 from toolkit.launch.process import ProcessResult, RunResult, record_result, run_command
 from toolkit.launch.resume import (
     TrainingRun,
@@ -66,6 +66,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     `train` removes it at the end. Raises ToolkitError for the first problem.
     """
     preset = load_preset(options.preset)
+    check_libraries(preset, runs_script=options.runs_script)
     if options.runs_script:
         return _prepare_script(options, preset)
     run = check_job(

@@ -19,13 +19,14 @@ from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import check_free_space
 from toolkit.hardware.gpus import count_gpus
+from toolkit.installation import TRAIN, require
 from toolkit.job.argument_values import as_list
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch.resume import TrainingRun
 from toolkit.models.config_fields import read_config
-from toolkit.models.read_model import download_config, no_such_model
+from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.spec import PresetSpec
@@ -87,6 +88,11 @@ def check_job(
     run = replace(run, job=with_accumulation(job, data_parallel_size=groups, ranks_per_batch=num_processes // groups))
     check_rows_fill_a_step(rows, run.global_batch_size, names, packing=job.packing)
     return run
+
+
+def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
+    """Raise ToolkitError, with the line to type, for a library that the ranks import and that is not installed."""
+    require(*TRAIN[:3] if runs_script else TRAIN, *("deepspeed", "ninja") * (preset.engine == "deepspeed"))
 
 
 def check_process_count(num_processes: int, *, gpus: int | None, preset: PresetSpec, nodes: int = 1) -> None:

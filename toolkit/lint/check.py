@@ -16,6 +16,7 @@ from pathlib import Path
 
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files.reading import is_file
+from toolkit.installation import documentation_address
 from toolkit.lint.document import (
     LINTED_SUFFIXES,
     Document,
@@ -105,6 +106,7 @@ def lint_document(document: Document) -> list[Finding]:
             message=match.message,
             fix=match.fix,
             checked_against=rule.checked_against,
+            documentation=documentation_address("reference/lint.md", rule.name),
         )
         for rule, match in _matches(document)
     ]

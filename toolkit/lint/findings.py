@@ -53,6 +53,7 @@ class Finding:
     message: str
     fix: str
     checked_against: str
+    documentation: str  # address of the rule's description
 
 
 Check = Callable[[Document], Iterable[Match]]

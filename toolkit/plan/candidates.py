@@ -8,10 +8,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
@@ -22,18 +23,30 @@ from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
-from toolkit.plan.methods import SFT, not_planned
+from toolkit.plan.methods import SFT, Method, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import MeasuredStep, StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported
-from toolkit.units import gib
+from toolkit.units import GIB, gib
 
 # Of 237 pairs of published rows with the same model, GPU and method and another preset, 89 % have a ratio of speeds
 # that is planned within 15 % (tests/plan/test_step_time.py): what a plan does not know of a GPU cancels.
 EQUAL_WITHIN = 1.15
+OBJECTIVES = ("fastest", "least-memory")
+DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to what the GPUs can share
 NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
+
+
+def default_global_batch(method: Method, world_size: int) -> int:
+    """Return the sequences of a step where nobody says: 32, rounded up to what GPUs and generations can share.
+
+    >>> default_global_batch(Method(), 24), default_global_batch(Method(method="grpo"), 12)
+    (48, 48)
+    """
+    unit = math.lcm(world_size * method.smallest_batch, (method.num_generations or method.spec.num_generations) or 1)
+    return -(-DEFAULT_GLOBAL_BATCH // unit) * unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +61,11 @@ class RecommendRequest:
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
-    host_memory_bytes: int | None = None  # host memory of one node; None: as much as needed
+    host_memory_bytes: int | None = None  # host memory of one node; None: what is typical for its GPUs
     measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
+    accumulation: int | None = None  # accumulation steps; None: those that fill the global batch
+    checkpointing: tuple[bool, ...] = (False, True)  # what may be chosen
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:
@@ -67,9 +82,15 @@ class RecommendRequest:
         return replace(made, network_bytes_per_second=self.network_bytes_per_second)
 
     def step_time(self, setup: TrainingSetup) -> StepTime | None:
-        """Return the planned times of a setup on such GPUs, as many as it has."""
+        """Return the planned times of a setup on such GPUs, as many as it has; None if their peak is unknown."""
         interconnect = replace(self.interconnect, world_size=setup.world_size)
         return step_time(setup, interconnect, nvme_bytes_per_second=self.nvme_bytes_per_second, measured=self.measured)
+
+    @property
+    def node_memory_bytes(self) -> int:
+        """Host memory of a node: as given, or what is typical for its GPUs."""
+        gpus = min(self.world_size, self.job.gpus_per_node)
+        return self.host_memory_bytes or gpus * self.gpu.host_memory[0] * GIB
 
     @property
     def sequences_per_group(self) -> int:
@@ -82,14 +103,20 @@ class RecommendRequest:
         share, pipeline = self.sequences_per_group, self.job.pipeline
         smallest = self.job.method.smallest_batch
         sizes = [size for size in range(smallest, share + 1) if share % size == 0] or [smallest]
-        return [size for size in sizes if pipeline is None or not pipeline.problem(micro_batches=share // size)]
+        if pipeline is None:
+            return sizes
+        return [size for size in sizes if not pipeline.problem(micro_batches=self.steps_of(size))] or [smallest]
+
+    def steps_of(self, micro_batch: int) -> int:
+        """Return the accumulation steps with a micro-batch."""
+        return self.accumulation or max(self.sequences_per_group // micro_batch, 1)
 
     def job_with(self, *, micro_batch: int, checkpointing: bool) -> PlannedJob:
         """Return the job with micro-batch, accumulation steps and activation checkpointing filled in."""
         return replace(
             self.job,
             per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=self.sequences_per_group // micro_batch,
+            gradient_accumulation_steps=self.steps_of(micro_batch),
             activation_checkpointing=checkpointing,
         )
 
@@ -98,17 +125,50 @@ class RecommendRequest:
 class Candidate:
     """A preset with its micro-batch, accumulation and checkpointing, and the plan for it."""
 
-    preset: PresetSpec
-    job: PlannedJob
+    request: RecommendRequest
+    setup: TrainingSetup
     memory: MemoryPlan
-    verdict: str  # verdict for the GPU: `fits`, `too_close` or `does_not_fit`
-    speed: StepTime | None  # None if the GPU's peak is unknown, or the candidate does not fit
-    host_refusal: str | None = None  # reason for which the node's host memory is too small; None if it is not
+
+    def on(self, gpu: Gpu) -> Candidate:
+        """Return the candidate on as many of another GPU."""
+        return replace(self, request=replace(self.request, gpu=gpu))
+
+    @property
+    def verdict(self) -> str:
+        """Verdict for GPU and host: `fits`, `too_close` or `does_not_fit`."""
+        gpu, host = self.request.gpu.memory_bytes, self.request.node_memory_bytes
+        return memory_verdict(self.memory, memory_bytes=gpu, host_bytes=host)
+
+    @property
+    def fits_gpu(self) -> bool:
+        """True if the candidate fits on the GPU, whether it fits on the host or not."""
+        return memory_verdict(self.memory, memory_bytes=self.request.gpu.memory_bytes) == FITS
+
+    @property
+    def host_refusal(self) -> str | None:
+        """Why the node's host memory is too small; None if it is not."""
+        needed, host = self.memory.host.peak_bytes, self.request.node_memory_bytes
+        return f"needs {gib(needed)} of host memory per node, which has {gib(host)}" if needed > host else None
+
+    @property
+    def preset(self) -> PresetSpec:
+        """The preset."""
+        return self.setup.preset
+
+    @property
+    def job(self) -> PlannedJob:
+        """The job with micro-batch, accumulation and activation checkpointing."""
+        return self.setup.job
+
+    @cached_property
+    def speed(self) -> StepTime | None:
+        """Planned times; None if the GPU's peak is unknown."""
+        return self.request.step_time(self.setup)
 
     @property
     def fits(self) -> bool:
         """True if the candidate can be chosen."""
-        return self.verdict == FITS and self.host_refusal is None
+        return self.verdict == FITS
 
     @property
     def settings(self) -> str:
@@ -147,7 +207,7 @@ def best_candidates(
     best = []
     for preset in presets:
         layouts = [divided for divided in divided_requests(request, preset) if not refusal(divided, preset, purpose)]
-        best += [_better([_best(divided, preset) for divided in layouts])] if layouts else []
+        best += [_better([best_candidate(divided, preset) for divided in layouts])] if layouts else []
     return best
 
 
@@ -195,25 +255,63 @@ def refusal(request: RecommendRequest, preset: PresetSpec, purpose: Purpose = "r
     return None if reason is None else reason.why
 
 
-def _best(request: RecommendRequest, preset: PresetSpec) -> Candidate:
-    """The best with sharded gradients, unless a plan can tell that FSDP2 with whole ones is faster.
+def best_candidate(request: RecommendRequest, preset: PresetSpec) -> Candidate:
+    """Return the best with sharded gradients, unless a plan can tell that FSDP2 with whole ones is faster.
 
     Those are summed in bf16, and shards in fp32, so a difference within a plan's precision is no reason.
     """
-    best = _better([largest_candidate(request, preset, checkpointing=on) for on in (False, True)])
-    if preset.engine != "fsdp2" or request.job.accumulate is not None or not best.fits:
+    best = _fastest(request, preset)
+    could_wait = best.fits and best.job.gradient_accumulation_steps > 1
+    if preset.engine != "fsdp2" or request.job.accumulate is not None or not could_wait:
         return best
-    kept = replace(request, job=replace(request.job, accumulate=WHOLE))
-    whole = _better([largest_candidate(kept, preset, checkpointing=on) for on in (False, True)])
+    whole = _fastest(replace(request, job=replace(request.job, accumulate=WHOLE)), preset)
     is_faster = whole.fits and whole.job.keeps_whole_gradients and min(best.time_ratios(whole)) > EQUAL_WITHIN
     return whole if is_faster else best
 
 
+def _fastest(request: RecommendRequest, preset: PresetSpec) -> Candidate:
+    """With or without checkpointing, which is slower where all sequences fit into one micro-batch without it."""
+    found: list[Candidate] = []
+    for checkpointing in request.checkpointing:
+        if not found or not found[0].fits or found[0].job.gradient_accumulation_steps > 1:
+            found.append(largest_candidate(request, preset, checkpointing=checkpointing))
+    return _better(found)
+
+
 def _better(candidates: Sequence[Candidate]) -> Candidate:
     fitting = [candidate for candidate in candidates if candidate.fits]
+    if len(fitting) == 1:
+        return fitting[0]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.seconds)
     return min(candidates, key=lambda candidate: candidate.memory.planned_peak_bytes)
+
+
+def best_first(fitting: Sequence[Candidate], objective: str = OBJECTIVES[0]) -> list[Candidate]:
+    """Return those as fast as the fastest first, as far as plans tell, the least sharded of them at the front.
+
+    Packed 4-bit weights cross PCIe in little planned time, and none of it has been measured: candidates that keep them
+    in host memory come last.
+    """
+    resident = [candidate for candidate in fitting if candidate.preset.offload_param is None]
+    if fitting[0].job.load_in_4bit and 0 < len(resident) < len(fitting):
+        offloaded = [candidate for candidate in fitting if candidate not in resident]
+        return best_first(resident, objective) + best_first(offloaded, objective)
+    if objective == OBJECTIVES[1]:
+        return sorted(fitting, key=lambda candidate: (candidate.memory.planned_peak_bytes, candidate.seconds))
+    fastest = min(fitting, key=lambda candidate: candidate.seconds)
+    equal = [candidate for candidate in fitting if max(candidate.time_ratios(fastest)) <= EQUAL_WITHIN]
+    slower = [candidate for candidate in fitting if candidate not in equal]
+    return sorted(equal, key=sharding) + sorted(slower, key=lambda candidate: candidate.seconds)
+
+
+def sharding(candidate: Candidate) -> tuple[int, int, int, bool, float, str]:
+    """Return offloads, dimensions beside data parallelism, sharded parts, hybrid sharding; then seconds."""
+    preset = candidate.preset
+    cost = {None: 0, "cpu": 1, "nvme": 2}
+    offloads = cost[preset.offload_optimizer] + cost[preset.offload_param]
+    hybrid = preset.sharding == "hybrid_shard"
+    return offloads, len(preset.degrees), len(preset.sharded_parts), hybrid, candidate.seconds, preset.name
 
 
 def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpointing: bool) -> Candidate:
@@ -222,22 +320,24 @@ def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpoi
 
     @cache
     def planned(size: int) -> Candidate:
-        return _candidate(request, preset, request.job_with(micro_batch=size, checkpointing=checkpointing))
+        return candidate_of(request, preset, request.job_with(micro_batch=size, checkpointing=checkpointing))
 
     return planned(sizes[max(bisect.bisect_left(sizes, True, key=lambda size: not planned(size).fits) - 1, 0)])
 
 
-def _candidate(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:
+def candidate_of(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:
+    """Return the candidate of a job whose micro-batch, accumulation and checkpointing are known."""
+    shape = job.method.model(request.shape)
+    setup = TrainingSetup(shape=shape, preset=preset, world_size=request.world_size, job=job)
     memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
-    verdict = memory_verdict(memory, memory_bytes=request.gpu.memory_bytes)
-    host, host_refusal = request.host_memory_bytes, None
-    if host is not None and memory.host.peak_bytes > host:
-        host_refusal = f"needs {gib(memory.host.peak_bytes)} of host memory per node, which has {gib(host)}"
-    speed = None
-    if verdict == FITS and host_refusal is None:
-        setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
-        speed = request.step_time(setup)
-    return Candidate(preset=preset, job=job, memory=memory, verdict=verdict, speed=speed, host_refusal=host_refusal)
+    return Candidate(request=request, setup=setup, memory=memory)
+
+
+def host_assumption(request: RecommendRequest) -> str:
+    """Return how much host memory a node is assumed to have, and why."""
+    per_gpu, source = request.gpu.host_memory
+    node = f"{request.node_memory_bytes / GIB:,.0f} GiB per node"
+    return f"{node} assumed, {per_gpu} per GPU ({source}); `--host-memory-gib` sets it"
 
 
 class NothingFits(ToolkitError):
@@ -280,6 +380,22 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     degree = preset.dp_shard_size(request.world_size)
     launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
     return f"{launcher} -m toolkit.train {words}"
+
+
+def broken(command: str) -> str:
+    """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
+
+    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {70 * 'D'} --max_steps 2"))
+      toolkit train --preset zero2 -- \\
+        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
+    """
+    lines = [" "]
+    for words in re.split(r" (?=--)", command):
+        if len(lines[-1]) + len(words) > 96:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {words}"
+    return "\n".join(lines)
 
 
 def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:

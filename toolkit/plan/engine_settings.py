@@ -7,16 +7,16 @@ library's default (deepspeed 0.19.8, `runtime/zero/config.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from toolkit.models.shape import Tensor
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.presets.shard_bytes import persistence_threshold, zero_block
 from toolkit.presets.spec import PresetSpec
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, PREFETCH_BUCKET, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000
-PERSISTENCE_THRESHOLD, REUSE_DISTANCE = 100_000, 1_000_000_000
+REUSE_DISTANCE = 1_000_000_000
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "no": 4}
 
 
@@ -125,12 +125,6 @@ def engine_settings(
     )
 
 
-@lru_cache(maxsize=256)
-def zero_block(preset: PresetSpec) -> dict[str, Any]:
-    """Return the `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
-    return dict((preset.deepspeed_config() or {}).get("zero_optimization") or {})
-
-
 def _zero_settings(preset: PresetSpec, hidden_size: int) -> dict[str, Any]:
     zero, full, square = zero_block(preset), preset.shards_parameters, hidden_size * hidden_size
 
@@ -144,7 +138,7 @@ def _zero_settings(preset: PresetSpec, hidden_size: int) -> dict[str, Any]:
         # ZeRO-3 has a single buffer: the next bucket fills it while the last one is reduced.
         "num_reduce_buckets": 2 if overlaps and not full else 1,
         "prefetch_bucket": setting("stage3_prefetch_bucket_size", int(0.9 * square), PREFETCH_BUCKET),
-        "persistence_threshold": setting("stage3_param_persistence_threshold", 10 * hidden_size, PERSISTENCE_THRESHOLD),
+        "persistence_threshold": persistence_threshold(preset, hidden_size=hidden_size),
         "reuse_distance": setting("stage3_max_reuse_distance", REUSE_DISTANCE, REUSE_DISTANCE),
         "sub_group": setting("sub_group_size", SUB_GROUP, SUB_GROUP),
         "secondary_partition": int(zero.get("zero_hpz_partition_size", 1)),

@@ -13,7 +13,7 @@ from typing import Annotated
 from typer import Option
 
 from toolkit.flags import PRESET_HELP
-from toolkit.job.argument_values import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.job.argument_values import MAX_SEQ_LENGTH
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, SCHEDULES
 
@@ -87,20 +87,23 @@ class PlanOptions(JobAndGpuOptions):
     preset: Annotated[
         tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
     ] = ()
-    per_device_train_batch_size: Annotated[int, Option(help="sequences per GPU and accumulation step")] = (
-        PER_DEVICE_TRAIN_BATCH_SIZE
-    )
-    gradient_accumulation_steps: Annotated[int, Option(help="accumulation steps per optimizer step")] = (
-        GRADIENT_ACCUMULATION_STEPS
-    )
+    per_device_train_batch_size: Annotated[
+        int | None,
+        Option(help="sequences per GPU and accumulation step; by default the most that fit, of 32 or more per step"),
+    ] = None
+    gradient_accumulation_steps: Annotated[
+        int | None,
+        Option(help="accumulation steps per optimizer step; by default those that make 32 sequences, or 1"),
+    ] = None
     activation_checkpointing: Annotated[
-        bool,
+        bool | None,
         Option(
             CHECKPOINTING_FLAG,
-            help="recompute activations in the backward pass instead of saving them; off by default",
+            help="recompute activations in the backward pass instead of saving them; by default where it is faster or"
+            " needed, and off where the batch size is given",
             show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
         ),
-    ] = False
+    ] = None
     lora_target_modules: Annotated[
         tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
     ] = ()
@@ -170,4 +173,5 @@ class RecommendOptions(JobAndGpuOptions):
     gpu_link_gb_per_second: Annotated[
         float | None, Option(help="GPU-to-GPU bandwidth, one direction, if the table does not have it")
     ] = None
+    show_all: Annotated[bool, Option("--all", help="show every alternative and every rejected preset")] = False
     scaling: Annotated[bool, Option("--scaling", help="also show the scaling curve to 1,024 GPUs")] = False

@@ -9,9 +9,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
+from toolkit.plan.candidates import host_assumption
 from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.methods import SFT
@@ -20,37 +22,28 @@ from toolkit.plan.planner import (
     VERDICT_TEXT,
     Plan,
     PlanRequest,
-    offloads,
     simplest_fast,
-    verdict_of_batch,
+    with_batch,
 )
+from toolkit.plan.step_time import NO_GENERATION
 from toolkit.units import GIB, MIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 TABLE_COLUMNS = 100
 # Two lines of heading for each column.
-COLUMNS = (
-    *("preset\n", "GPUs\n", "verdict\n", "torch\nGiB", "smi\nGiB", "model\nstates", "activ-\nations", "logits\n"),
-    *("other\n", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
-)
-GPU_COLUMNS = (
-    *("GPU\n", "GPUs\n", "preset\n", "torch\nGiB", "smi\nGiB", "of\nGiB", "tokens/s\nper GPU", "$ per M\ntokens"),
-)
+FOUND = ("micro\nbatch", "ckpt\n")
+PARTS_OF_PEAK = ("model\nstates", "activ-\nations", "logits\n", "other\n", "host\nGiB")
 TEXT_COLUMNS = {"GPU\n", "preset\n", "verdict\n"}
 MAX_GPUS_SHOWN = 12
-NUMBERS = (
-    "torch: GiB (2**30) allocated on rank 0, which has the largest share, at its peak, as",
-    "torch.cuda.max_memory_allocated() says; smi: what nvidia-smi shows, with the allocator's reserve,",
-)
+STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
+NUMBERS = "torch: GiB (2**30) that torch allocates on rank 0 at its peak; smi: what nvidia-smi shows."
 LEGEND = (
-    "CUDA and NCCL; of it model states, activations, logits and other (buffers, gathered layers, and what",
-    "only nvidia-smi shows); host: memory of each node. max. batch: largest micro-batch that fits; min.",
-    f"GPUs: fewest that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: ±25% is a 90 % range from 0.8",
-    "to 1.25 times the estimate. See docs/concepts/plan.md",
+    "ckpt: activation checkpointing; other: buffers, gathered layers, slack, CUDA, NCCL; host: per node;",
+    f"min. GPUs: fewest of up to {LARGEST_WORLD_SIZE:,} that fit, with the smallest batch if none is given.",
 )
+SPEEDS = "tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate."
 GPU_LEGEND = (
-    "CUDA and NCCL; tokens/s: ±25% is a 90 % range from 0.8 to 1.25 times the estimate. Presets that",
-    "offload are planned only if `--preset` names them; `--gpu NAME --num-processes N` shows the parts.",
-    "See docs/concepts/plan.md",
+    "Presets that offload are planned only if `--preset` names them; `--gpu NAME --num-processes N` shows",
+    "the parts.",
 )
 
 
@@ -71,7 +64,7 @@ def print_json(model: str, answer: PlanAnswer, **more: Any) -> None:
     head: dict[str, Any] = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
     head |= {"activations_from": shape.activations_from, "model_states_checked": are_states_checked(request)}
     head["summary"] = summary(answer)[0]
-    rows = [plan.as_row() | finish_row(plan, request.job, answer.work, answer.prices) for plan in answer.plans]
+    rows = [plan.as_row() | finish_row(plan, plan.job, answer.work, answer.prices) for plan in answer.plans]
     print(json.dumps(head | {"plans": rows} | more, indent=2))
 
 
@@ -82,10 +75,12 @@ def print_plans(answer: PlanAnswer) -> None:
     for line in (_heading(answer), *summary(answer), ""):
         console.print(line, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in GPU_COLUMNS[: None if answer.prices else -1] if answer.any_gpu else COLUMNS:
+    columns = _columns(answer)
+    for heading in columns:
         table.add_column(heading, justify="left" if heading in TEXT_COLUMNS else "right", no_wrap=True)
     for plan in plans:
-        table.add_row(*(_gpu_cells(plan, answer.prices) if answer.any_gpu else _cells(plan)))
+        cells = _cells(plan, answer.prices)
+        table.add_row(*(cells[heading] for heading in columns))
     console.print(table, soft_wrap=False)
     checked = f"{request.shape.model_type}, {request.job.method_text}"
     exact = f"Model states are exact (tests compare {checked}, with the libraries)."
@@ -94,9 +89,9 @@ def print_plans(answer: PlanAnswer) -> None:
     disk = max(plan.memory.host.disk_bytes for plan in plans)
     advice = [f"{plan.preset}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
-    legend = (*NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND))
+    legend = (NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND), SPEEDS)
     methods = () if answer.any_gpu else (*_phase_lines(plans), *advice)
-    more = (*_wider_lines(plans), *methods, *_finish_lines(plans, answer))
+    more = (*_wider_lines(plans), *_host_lines(plans, request), *methods, *_finish_lines(plans, answer))
     lines = (*_layout_lines(plans), *more, *legend, exact)
     for line in (*lines, "No figure has been checked against a GPU.", *on_disk):
         console.print(line, markup=False)
@@ -107,40 +102,40 @@ def summary(answer: PlanAnswer) -> tuple[str, str]:
 
     It is about the fewest GPUs on which something fits, and the simplest of the fastest presets there.
     """
-    plans, request = answer.plans, answer.request
+    plans, found = answer.plans, answer.request.finds_batch
     fitting = [plan for plan in plans if plan.verdict == FITS]
-    offloading = {each.name for each in request.presets if offloads(each)}
     if answer.any_gpu:
         best, first = plans[0], "cheapest of those with a price" if answer.prices else "the least memory in all"
-        text = f"{first}: {_where(best)}, {_of_gpu(best)}"
+        text = f"{first}: {_where(best, found)}, {_of_gpu(best)}"
     elif fitting:
-        fewest = [plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)]
-        best = simplest_fast(fewest, request.presets)
-        text = f"fits on {_where(best)}, {_of_gpu(best)}; {_next_batch(best, request)}"
+        best = simplest_fast([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])
+        text = f"fits on {_where(best, found)}, {_of_gpu(best)}; {_next_batch(best)}"
     else:
         best = min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
         enough = [plan for plan in plans if plan.smallest_world_size is not None]
-        more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset in offloading), default=None)
-        text = f"{VERDICT_TEXT[best.verdict]} on {_where(best)}, {_of_gpu(best)}"
+        more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.candidate.preset.offloads), default=None)
+        text = f"{VERDICT_TEXT[best.verdict]} on {_where(best, found)}, {_of_gpu(best)}"
         text += "" if more is None else f"; `{more.preset}` fits on {more.smallest_world_size} GPUs"
     peak, share = best.memory.peak, percent(best.logits_fraction)
     shown = f"torch allocates {gib(peak.allocated_bytes)}, {share} of it logits; nvidia-smi shows "
     return text, f"{shown}{gib(best.memory.planned_peak_bytes)} ({peak.phase})"
 
 
-def _where(plan: Plan) -> str:
-    return f"{plan.world_size} x {plan.gpu} with `{plan.preset}`"
+def _where(plan: Plan, found: bool) -> str:
+    """GPUs and preset, and the batch that was found."""
+    settings = f", {plan.candidate.settings}" if found else ""
+    return f"{plan.world_size} x {plan.gpu} with `{plan.preset}`{settings}"
 
 
 def _of_gpu(plan: Plan) -> str:
     return f"{plan.memory.planned_peak_bytes / GIB:.1f} GiB of {plan.gpu_memory_bytes / GIB:.1f}"
 
 
-def _next_batch(plan: Plan, request: PlanRequest) -> str:
-    size = request.job.per_device_train_batch_size
+def _next_batch(plan: Plan) -> str:
+    size = plan.job.per_device_train_batch_size
     if plan.largest_micro_batch is not None and plan.largest_micro_batch > size:
         return f"up to {plan.largest_micro_batch} sequences per GPU do"
-    is_close = verdict_of_batch(request, plan, size + 1) == TOO_CLOSE
+    is_close = with_batch(plan.candidate, size + 1).verdict == TOO_CLOSE
     return f"the next larger batch {'is too close to call' if is_close else 'does not'}"
 
 
@@ -152,12 +147,15 @@ def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
     for plan in plans:
         if plan.verdict == DOES_NOT_FIT:
             continue
-        finish = finish_of(plan, answer.request.job, answer.work, answer.prices)
+        finish = finish_of(plan, plan.job, answer.work, answer.prices)
         text = f"  {plan.world_size} x {plan.gpu}, {plan.preset}: {finish.steps:,} steps"
         if finish.hours is not None and finish.hours_range is not None:
             unit, scale = ("h", 1) if finish.hours >= 2 else ("min", 60)
             low, high = (f"{scale * hours:,.1f}" for hours in finish.hours_range)
-            text += f", {scale * finish.hours:,.1f} {unit} ({low} to {high})"
+            least = "at least " if plan.speed is not None and plan.speed.without_generation else ""
+            text += f", {least}{scale * finish.hours:,.1f} {unit} ({low} to {high})"
+            if finish.precompute_hours:
+                text += f", {scale * finish.precompute_hours:,.1f} of it to precompute"
         if finish.dollars_range is not None:
             low, high = map(number, finish.dollars_range)
             text += f", {number(finish.dollars)} dollars ({low} to {high})"
@@ -168,10 +166,15 @@ def _heading(answer: PlanAnswer) -> str:
     request = answer.request
     shape, job, steps = request.shape, request.job, request.job.gradient_accumulation_steps
     batch_group = "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
+    batch = f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per {batch_group}"
+    if request.finds_batch:
+        rows = sorted({plan.candidate.request.global_batch_size for plan in answer.plans})
+        step = f"{' or '.join(map(str, rows))} sequences per step" if request.accumulation is None else ""
+        batch = "; ".join(filter(None, (f"{job.tokens_per_row} tokens", step, "the largest micro-batch that fits")))
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
-        f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per {batch_group}",
+        batch,
         "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
@@ -185,27 +188,49 @@ def _heading(answer: PlanAnswer) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _cells(plan: Plan) -> list[str]:
+def _columns(answer: PlanAnswer) -> list[str]:
+    """Headings of the table: what does not differ between its rows is in the lines above it."""
+    found = FOUND if answer.request.finds_batch else ()
+    memory, speed = ("torch\nGiB", "smi\nGiB"), "tokens/s\nper GPU"
+    if answer.any_gpu:
+        price = ["$ per M\ntokens"] if answer.prices else []
+        return ["GPU\n", "GPUs\n", "preset\n", *found, *memory, "of\nGiB", speed, *price]
+    sizes = ["GPUs\n"] if len(answer.request.world_sizes) > 1 else []
+    largest = () if found else ("max.\nbatch",)
+    fewest = () if found and sizes else ("min.\nGPUs",)
+    return ["preset\n", *sizes, "verdict\n", *found, *memory, *PARTS_OF_PEAK, *largest, *fewest, speed]
+
+
+def _cells(plan: Plan, prices: Mapping[str, float]) -> dict[str, str | Text]:
+    """Every cell of a plan by its heading."""
     memory, peak = plan.memory, plan.memory.peak
-    sizes = [peak.allocated_bytes, memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes]
-    sizes += [
-        peak.logits_bytes,
-        peak.buffer_bytes + peak.generation_bytes + memory.overhead_bytes,
-        memory.host.peak_bytes,
-    ]
-    counts = (plan.largest_micro_batch, plan.smallest_world_size)
-    return [
-        *(plan.preset, str(plan.world_size), plan.verdict.replace("_", " ")),
-        *map(_short_gib, sizes),
-        *("none" if count is None else str(count) for count in counts),
-        _speed(plan),
-    ]
+    other = peak.buffer_bytes + peak.generation_bytes + memory.overhead_bytes
+    parts = (peak.state_bytes, peak.activation_bytes, peak.logits_bytes, other, memory.host.peak_bytes)
+    return {
+        "preset\n": plan.preset,
+        "GPU\n": plan.gpu,
+        "GPUs\n": str(plan.world_size),
+        "verdict\n": Text(plan.verdict.replace("_", " "), style=STYLES[plan.verdict]),
+        FOUND[0]: str(plan.job.per_device_train_batch_size),
+        FOUND[1]: "yes" if plan.job.activation_checkpointing else "no",
+        "torch\nGiB": _short_gib(peak.allocated_bytes),
+        "smi\nGiB": _short_gib(memory.planned_peak_bytes),
+        "of\nGiB": _short_gib(plan.gpu_memory_bytes),
+        **dict(zip(PARTS_OF_PEAK, map(_short_gib, parts), strict=True)),
+        "max.\nbatch": str(plan.largest_micro_batch or "none"),
+        "min.\nGPUs": str(plan.smallest_world_size or "none"),
+        "tokens/s\nper GPU": _speed(plan),
+        "$ per M\ntokens": number(dollars_per_million_tokens(plan, prices)),
+    }
 
 
-def _gpu_cells(plan: Plan, prices: Mapping[str, float]) -> list[str]:
-    sizes = (plan.memory.peak.allocated_bytes, plan.memory.planned_peak_bytes, plan.gpu_memory_bytes)
-    words = [plan.gpu, str(plan.world_size), plan.preset, *map(_short_gib, sizes), _speed(plan)]
-    return [*words, number(dollars_per_million_tokens(plan, prices))] if prices else words
+def _host_lines(plans: Sequence[Plan], request: PlanRequest) -> Iterator[str]:
+    """The host memory that is assumed, and the presets for which it is too small."""
+    if request.host_memory_bytes is None and any(plan.candidate.preset.offloads for plan in plans):
+        yield f"host memory: {host_assumption(plans[-1].candidate.request)}"
+    for plan in plans:
+        if plan.candidate.host_refusal is not None:
+            yield f"{plan.preset}, {plan.world_size} GPUs: {plan.candidate.host_refusal}"
 
 
 def _short_gib(size: int) -> str:
@@ -228,6 +253,8 @@ def _wider_lines(plans: Sequence[Plan]) -> Iterator[str]:
         for reason in plan.speed.wider_for if plan.speed else ():
             names = by_reason.setdefault(reason, [])
             names += [plan.preset] if plan.preset not in names else []
+    if any(plan.speed.without_generation for plan in plans if plan.speed):
+        yield f"tokens/s: without {NO_GENERATION}"
     every = {plan.preset for plan in plans}
     for reason, names in by_reason.items():
         yield f"tokens/s: wider because of {reason} ({'all' if set(names) == every else ', '.join(names)})"
@@ -253,7 +280,7 @@ def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
 def _phase_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """The phases of a method that scores, generates or holds more than one model, each with its parts."""
     for plan in plans:
-        if plan.method == SFT:
+        if plan.job.method.method == SFT:
             continue
         yield f"{plan.preset}, {plan.world_size} GPUs, allocated by phase:"
         for phase in plan.memory.phases:

@@ -18,7 +18,6 @@ from toolkit.job.job import Job
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
-from toolkit.presets.preset import load_preset
 from toolkit.presets.support import unsupported
 from toolkit.rehearse.rehearsal import Rehearsal, plan_rehearsal, rehearse_once
 from toolkit.units import NOT_AVAILABLE, gib
@@ -113,13 +112,13 @@ def compare_parts(plan: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> list
 
 
 def verify_plans(
-    model: str, plans: Sequence[Plan], job: PlannedJob, *, cpu: bool, say: Callable[[str], None]
+    model: str, plans: Sequence[Plan], *, cpu: bool, say: Callable[[str], None]
 ) -> Iterator[PlanVerification]:
     """Rehearse rank 0 of each plan in turn, and yield each comparison when its rehearsal ends (seconds to minutes)."""
     for plan in plans:
         named: dict[str, Any] = {"preset": plan.preset, "world_size": plan.world_size}
         try:
-            rehearsal = rehearsal_of_plan(model, plan, job, cpu=cpu)
+            rehearsal = rehearsal_of_plan(model, plan, cpu=cpu)
         except ToolkitError as error:
             yield PlanVerification(**named, why_not=error.message)
             continue
@@ -134,9 +133,9 @@ def verify_plans(
         yield PlanVerification(**named, rehearsed_on=device, parts=parts)
 
 
-def rehearsal_of_plan(model: str, plan: Plan, job: PlannedJob, *, cpu: bool) -> Rehearsal:
+def rehearsal_of_plan(model: str, plan: Plan, *, cpu: bool) -> Rehearsal:
     """Return the rehearsal of a plan's rank 0. Raises ToolkitError, with the reason, if this node cannot run it."""
-    preset = load_preset(plan.preset)
+    preset, job = plan.candidate.preset, plan.job
     if job.loss == "chunked_output":
         raise ToolkitError("--loss chunked_output is planned only: it is torchtune's", hint="`--loss chunked`")
     if job.packing:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.gpus import count_gpus
 from toolkit.job.accumulation import ACCUMULATE, WHOLE
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_values import Range, check_range, check_word
@@ -32,6 +33,7 @@ from toolkit.plan.model_states import JobWeights, job_weights
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
+from toolkit.units import GIB
 
 LOSSES = ("chunked", "full", "fused", "chunked_output")
 # Larger values are typing errors: no cluster has so many GPUs.
@@ -73,9 +75,9 @@ class PlannedJob(Job):
 
     @classmethod
     def from_options(cls, options: object, *, full_length: bool) -> PlannedJob:
-        """Return the job of a command's options, which have the names of its fields; the others have their defaults."""
+        """Return the job of a command's options, which have the names of its fields; None is the field's default."""
         names = (*PLANNED_ARGUMENTS, "accumulate", "activation_checkpointing", "loss", "gpus_per_node")
-        given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+        given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
         if getattr(options, "use_liger_kernel", False) and given.get("loss", "chunked") == "chunked":
             given["loss"] = "fused"
@@ -118,7 +120,7 @@ class PlannedJob(Job):
         # any GPU, without a package: what the plan assumes of the memory is the same with flash attention
         return packed_attention(model, capability=(0, 0), half_precision=True) is not None
 
-    @property
+    @cached_property
     def as_trained(self) -> Job:
         """The job as the compatibility rules see it: losses have names of their own in the planner."""
         return replace(self, loss="auto", use_liger_kernel=self.loss == "fused")
@@ -247,7 +249,7 @@ class TrainingSetup:
     @property
     def local_tokens(self) -> int:
         """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
-        return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
+        return -(-self.job.tokens_per_forward // self.engine.ranks_per_sequence)
 
     @cached_property
     def part(self) -> ModelShape:
@@ -308,6 +310,16 @@ def scaled(option: str, value: float | None, unit: int) -> int | None:
     if value is not None and not 0 < value < 10**6:
         raise ToolkitError(f"{option} is {value}, expected more than 0 and below a million")
     return None if value is None else round(value * unit)
+
+
+def node_memory(given_gib: float | None = None, gpu: str | None = None) -> int | None:
+    """Return a node's host memory: as given, or this node's where no GPU is named and one is visible; else None."""
+    given = scaled("--host-memory-gib", given_gib, GIB)
+    if given is not None or gpu is not None or not count_gpus():
+        return given
+    from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes  # a browser has no such limits
+
+    return memory_limit_bytes() or host_memory_bytes()
 
 
 def check_size(option: str, value: int, largest: int) -> None:

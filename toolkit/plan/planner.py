@@ -6,9 +6,11 @@ plans = make_plans(request)
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -18,23 +20,32 @@ from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import EQUAL_WITHIN
+from toolkit.plan.candidates import (
+    Candidate,
+    RecommendRequest,
+    best_candidate,
+    best_first,
+    candidate_of,
+    default_global_batch,
+    divided_request,
+)
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_world_size, scaled
-from toolkit.plan.step_time import DimensionTraffic, MeasuredStep, StepTime, dimension_traffic, speed_row, step_time
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory
+from toolkit.plan.step_time import DimensionTraffic, MeasuredStep, StepTime, dimension_traffic, speed_row
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import unsupported
-from toolkit.units import GIB, gib
+from toolkit.units import gib
 
 LARGEST_MICRO_BATCH = 4096
+FOUND = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
 LARGEST_WORLD_SIZE = 1024
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
 
@@ -48,8 +59,11 @@ class PlanRequest:
     world_sizes: Sequence[int]
     job: PlannedJob
     gpu: Gpu
-    host_memory_bytes: int | None = None  # host memory of a node; None: not part of the verdict
+    host_memory_bytes: int | None = None  # host memory of a node; None: what is typical for its GPUs
     measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
+    finds_batch: bool = False  # True: instead of the job's batch each plan has the largest micro-batch that fits
+    accumulation: int | None = None  # with it: accumulation steps; None: those that `toolkit recommend` chooses
+    checkpointing: tuple[bool, ...] = (False, True)  # with it: activation checkpointing that may be chosen
     strict: bool = True  # True: a preset that does not support a world size is an error; False: it is left out
 
 
@@ -57,24 +71,63 @@ class PlanRequest:
 class Plan:
     """The plan of one preset at one world size."""
 
-    preset: str
-    world_size: int
-    gpu: str
-    verdict: str
-    gpu_memory_bytes: int
-    memory: MemoryPlan
-    num_params: int
+    candidate: Candidate
     num_trainable_params: int
     communication_bytes_per_step: int
-    speed: StepTime | None  # None if the GPU's peak is unknown
     largest_micro_batch: int | None
     smallest_world_size: int | None
     traffic: tuple[DimensionTraffic, ...]  # what each GPU sends in a step, by dimension of the mesh
-    layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
-    accumulate: str | None = None
-    """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
-    method: str = SFT
     advice: tuple[str, ...] = ()
+
+    @property
+    def preset(self) -> str:
+        """Name of the preset."""
+        return self.candidate.preset.name
+
+    @property
+    def job(self) -> PlannedJob:
+        """The job that is planned, with the batch and checkpointing of this plan."""
+        return self.candidate.job
+
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return self.candidate.setup.world_size
+
+    @property
+    def gpu(self) -> str:
+        """Name of the GPU."""
+        return self.candidate.request.gpu.name
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """Memory of one GPU."""
+        return self.candidate.request.gpu.memory_bytes
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Memory by part and phase."""
+        return self.candidate.memory
+
+    @property
+    def verdict(self) -> str:
+        """Verdict for GPU and host: `fits`, `too_close` or `does_not_fit`."""
+        return self.candidate.verdict
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return self.candidate.request.shape.num_params
+
+    @property
+    def speed(self) -> StepTime | None:
+        """Planned times; None if the GPU's peak is unknown."""
+        return self.candidate.speed
+
+    @property
+    def layout(self) -> ParallelLayout | None:
+        """How the ranks are divided; None for data parallelism alone."""
+        return self.candidate.setup.layout
 
     @property
     def headroom_bytes(self) -> int:
@@ -96,10 +149,11 @@ class Plan:
         memory, peak, speed = self.memory, self.memory.peak, self.speed
         return {
             "preset": self.preset,
-            "method": self.method,
+            "method": self.job.method.method,
             "world_size": self.world_size,
             "gpu": self.gpu,
             "verdict": self.verdict,
+            **{name: getattr(self.job, name) for name in FOUND},
             "planned_peak_bytes": memory.planned_peak_bytes,
             "headroom_bytes": self.headroom_bytes,
             "allocated_peak_bytes": peak.allocated_bytes,
@@ -110,8 +164,9 @@ class Plan:
             **{f"{part}_bytes": getattr(peak, f"{part}_bytes") for part in PARTS[3:]},
             "overhead_bytes": memory.overhead_bytes,
             "host_bytes": memory.host.peak_bytes,
+            "host_memory_bytes": self.candidate.request.node_memory_bytes,
             "disk_bytes": memory.host.disk_bytes,
-            "accumulate": self.accumulate,
+            "accumulate": self.job.accumulate_under(self.candidate.preset),
             "peak_phase": peak.phase,
             "phases": {phase.phase: phase.as_row() for phase in memory.phases},
             "largest_micro_batch": self.largest_micro_batch,
@@ -138,7 +193,6 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     gpu = GPUS[0] if (any_gpu := asks_which_gpus(options)) else None
     gpu = gpu or named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
     gpu = custom_gpu(gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
-    host_bytes = scaled("--host-memory-gib", options.host_memory_gib, GIB)
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
@@ -147,15 +201,18 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     if any_gpu and options.vllm == "colocate":
         raise ToolkitError("--vllm colocate takes a share of a GPU, and none is named", hint="add `--gpu h100`")
     check_unquantized(model)
-    # a rehearsal's rows all have the full length
-    job = PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify)
+    full_length = options.equal_lengths or options.verify  # a rehearsal's rows all have the full length
+    job, recomputes = PlannedJob.from_options(options, full_length=full_length), options.activation_checkpointing
     return PlanRequest(
         shape=read_model(model),
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or ([] if any_gpu else [visible_world_size()]),
         job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
         gpu=gpu,
-        host_memory_bytes=host_bytes,
+        host_memory_bytes=node_memory(options.host_memory_gib, options.gpu),
+        finds_batch=options.per_device_train_batch_size is None,
+        accumulation=options.gradient_accumulation_steps,
+        checkpointing=(False, True) if recomputes is None else (recomputes,),
         strict=bool(options.preset),
     )
 
@@ -186,16 +243,15 @@ def check_request(request: PlanRequest) -> None:
     check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
-        completions = world_size * request.job.per_device_train_batch_size * request.job.gradient_accumulation_steps
-        check_generations(request.job.method, completions)
+        check_generations(request.job.method, _global_batch_size(request, world_size))
         Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
 
 
-def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu) -> Plan:
+def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, host_memory_bytes: int | None = None) -> Plan:
     """Return the plan for rows of full length on one node. Raises ToolkitError, with the reason, if there is none."""
     shape = read_model(str(job.model_name_or_path), count=False)
     request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
-    return make_plans(request)[0]
+    return make_plans(replace(request, host_memory_bytes=host_memory_bytes))[0]
 
 
 def plan_run_here(
@@ -209,7 +265,7 @@ def plan_run_here(
         names = sorted(set(gpu_names()))
         if len(names) != 1:
             raise ToolkitError(f"the GPUs of this node are {', '.join(names) or 'not known to nvidia-smi'}")
-        plan = plan_run(preset, job, world_size=world_size, gpu=find_gpu(names[0]))
+        plan = plan_run(preset, job, world_size=world_size, gpu=find_gpu(names[0]), host_memory_bytes=node_memory())
     except ToolkitError as error:
         say(f"not planned: {error.message}")
         return None
@@ -222,12 +278,15 @@ def plan_run_here(
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
     peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.gpu_memory_bytes)
-    return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {VERDICT_TEXT[plan.verdict]}"
+    verdict = plan.candidate.host_refusal or VERDICT_TEXT[plan.verdict]
+    return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {verdict}"
 
 
 def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
     """Return why a preset does not train the job on that many GPUs; None if it does."""
     job = _job_of(request, preset)
+    if request.finds_batch and job.pp:  # so are the accumulation steps: any number that suits the stages
+        job = replace(job, gradient_accumulation_steps=job.pp)
     limits = job.limits_on(request.shape)
     return not_planned(job.method, preset) or unsupported(
         preset, job.as_trained, world_size=world_size, model=limits, purpose="plan"
@@ -240,66 +299,83 @@ def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
     others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
     if "pp" not in preset.parallel and "pp" in planned:
         others += ["pipeline_schedule", "pipeline_chunks"]
-    return replace(request.job, **dict.fromkeys(others))  # type: ignore[arg-type]
+    return replace(request.job, **dict.fromkeys(others)) if others else request.job  # type: ignore[arg-type]
 
 
-def _fits(request: PlanRequest, preset: PresetSpec, world_size: int, micro_batch: int) -> bool:
-    job = replace(_job_of(request, preset), per_device_train_batch_size=micro_batch)
-    return _verdict(request, plan_memory(request.shape, preset, world_size=world_size, job=job)) == FITS
+def _on_gpus(request: PlanRequest, preset: PresetSpec, world_size: int) -> RecommendRequest:
+    """The request for one preset on one number of GPUs."""
+    job = _job_of(request, preset)
+    on_gpus = RecommendRequest(
+        shape=request.shape,
+        gpu=request.gpu,
+        world_size=world_size,
+        global_batch_size=_global_batch_size(request, world_size),
+        job=job,
+        host_memory_bytes=request.host_memory_bytes,
+        measured=request.measured,
+        accumulation=request.accumulation,
+        checkpointing=request.checkpointing,
+    )
+    return divided_request(on_gpus, preset, job.degrees)
 
 
-def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
-    return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
+def _global_batch_size(request: PlanRequest, world_size: int) -> int:
+    job = request.job
+    if request.finds_batch:
+        return default_global_batch(job.method, world_size)
+    return world_size * job.per_device_train_batch_size * job.gradient_accumulation_steps
 
 
-def simplest_fast(plans: Sequence[Plan], presets: Sequence[PresetSpec]) -> Plan:
-    """Return the plan that shards and offloads least of those that are as fast as the fastest, as far as plans tell.
-
-    One that offloads to the host is returned only where all do.
-    """
-    by_name = {preset.name: preset for preset in presets}
-    resident = [each for each in plans if not offloads(by_name[each.preset])] or plans
-    fastest = min(each.estimate_seconds or 0.0 for each in resident)
-    equal = [each for each in resident if (each.estimate_seconds or 0.0) <= EQUAL_WITHIN * fastest]
-
-    def sharding(plan: Plan) -> tuple[int, int, bool, float]:
-        preset = by_name[plan.preset]
-        return len(preset.degrees), len(preset.sharded_parts), preset.name != "single", plan.estimate_seconds or 0.0
-
-    return min(equal, key=sharding)
+def smallest_plan(request: PlanRequest, preset: PresetSpec, world_size: int) -> Candidate:
+    """Return the plan of the job; where its batch is to be found, with the least memory that can be chosen."""
+    on_gpus = _on_gpus(request, preset, world_size)
+    if not request.finds_batch:
+        return candidate_of(on_gpus, preset, on_gpus.job)
+    job = on_gpus.job_with(micro_batch=on_gpus.micro_batches[0], checkpointing=request.checkpointing[-1])
+    return candidate_of(on_gpus, preset, job)
 
 
-def offloads(preset: PresetSpec) -> bool:
-    """Return True for a preset that keeps something in host memory or on a disk."""
-    return bool(preset.offload_optimizer or preset.offload_param)
+def simplest_fast(plans: Sequence[Plan]) -> Plan:
+    """Return the plan that `toolkit recommend` would choose."""
+    best = best_first([plan.candidate for plan in plans])[0]
+    return next(plan for plan in plans if plan.candidate is best)
 
 
-def verdict_of_batch(request: PlanRequest, plan: Plan, micro_batch: int) -> str:
-    """Return the verdict of a plan with another micro-batch."""
-    other = replace(request, job=replace(request.job, per_device_train_batch_size=micro_batch))
-    (preset,) = (each for each in request.presets if each.name == plan.preset)
-    return _verdict(other, memory_of(other, preset, plan.world_size))
+def with_batch(candidate: Candidate, micro_batch: int) -> Candidate:
+    """Return a candidate with another micro-batch."""
+    job = replace(candidate.job, per_device_train_batch_size=micro_batch)
+    return candidate_of(candidate.request, candidate.preset, job)
 
 
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
-    """The smallest power of two, up to 1,024, on which the job fits; None if there is none."""
-    rows = request.job.per_device_train_batch_size
-    sizes = (1 << power for power in range(LARGEST_WORLD_SIZE.bit_length()))
-    supported = (size for size in sizes if why_unsupported(request, preset, size) is None)
-    return next((size for size in supported if _fits(request, preset, size, rows)), None)
+    """The smallest power of two, up to 1,024, on which the job fits, with the smallest batch if that is to be found.
+
+    One GPU needs no buffers for communication; from two on a GPU needs less the more there are.
+    """
+    sizes = [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
+    supported = [size for size in sizes if why_unsupported(request, preset, size) is None]
+
+    @cache
+    def fits(size: int) -> bool:
+        return smallest_plan(request, preset, size).fits
+
+    if not supported or not (fits(supported[0]) or fits(supported[-1])):
+        return None
+    return supported[0] if fits(supported[0]) else supported[bisect.bisect_left(supported, True, key=fits)]
 
 
-def largest_micro_batch(fits: Callable[[int], bool]) -> int | None:
+def largest_micro_batch(fits: Callable[[int], bool], *, near: int = 1) -> int | None:
     """Return the largest micro-batch, up to 4,096, for which `fits` is true; None if 1 does not fit.
 
-    Memory grows with the micro-batch, so this doubles, then bisects.
+    Memory grows with the micro-batch, so this doubles from `near`, or from 1 if that does not fit, then bisects.
 
-    >>> largest_micro_batch(lambda size: size <= 7)
+    >>> largest_micro_batch(lambda size: size <= 7, near=2)
     7
     """
-    if not fits(1):
+    good = near if fits(near) else 1
+    if not fits(good):
         return None
-    good, bad = 1, 2
+    bad = 2 * good if good == near else near
     while bad <= LARGEST_MICRO_BATCH and fits(bad):
         good, bad = bad, bad * 2
     while bad - good > 1:
@@ -308,34 +384,20 @@ def largest_micro_batch(fits: Callable[[int], bool]) -> int | None:
     return good
 
 
-def memory_of(request: PlanRequest, preset: PresetSpec, world_size: int) -> MemoryPlan:
-    """Return the memory of a job under one of the presets."""
-    return plan_memory(request.shape, preset, world_size=world_size, job=_job_of(request, preset))
-
-
 def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: int | None = None) -> Plan:
     """Return the plan of one preset at one world size; `smallest` is the fewest GPUs that fit, if it is known."""
-    shape, job = request.shape, _job_of(request, preset)
-    memory = memory_of(request, preset, world_size)
-    setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
-    interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
-    collectives = step_collectives(setup)
+    on_gpus, shape = _on_gpus(request, preset, world_size), request.shape
+    candidate = best_candidate(on_gpus, preset) if request.finds_batch else candidate_of(on_gpus, preset, on_gpus.job)
+    job = candidate.job
+    collectives = step_collectives(candidate.setup)
     return Plan(
-        preset=preset.name,
-        world_size=world_size,
-        gpu=request.gpu.name,
-        verdict=_verdict(request, memory),
-        gpu_memory_bytes=request.gpu.memory_bytes,
-        memory=memory,
-        num_params=shape.num_params,
+        candidate=candidate,
         num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules).num_trained,
         communication_bytes_per_step=communication_bytes(collectives),
-        traffic=dimension_traffic(collectives, interconnect),
-        layout=setup.layout,
-        speed=step_time(setup, interconnect, measured=request.measured),
-        largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
+        traffic=dimension_traffic(collectives, on_gpus.interconnect),
+        largest_micro_batch=largest_micro_batch(
+            cache(lambda size: with_batch(candidate, size).fits), near=job.per_device_train_batch_size
+        ),
         smallest_world_size=smallest,
-        accumulate=job.accumulate_under(preset),
-        method=job.method.method,
-        advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=memory)),
+        advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=candidate.memory)),
     )

@@ -8,6 +8,7 @@ they are compared at the same end of their ranges and never across.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,24 +18,26 @@ from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
+    OBJECTIVES,
     Candidate,
     NothingFits,
     RecommendRequest,
     best_candidates,
+    best_first,
+    default_global_batch,
     divided_request,
     largest_candidate,
     memory_refusal,
+    sharding,
     why_refused,
 )
 from toolkit.plan.methods import check_generations
 from toolkit.plan.options import RecommendOptions
-from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, scaled
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, node_memory, scaled
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, gib
 
-OBJECTIVES = ("fastest", "least-memory")
-DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to a multiple of the GPUs
 LARGEST_GLOBAL_BATCH = 2**20
 
 
@@ -43,7 +46,7 @@ class Recommendation:
     """The chosen preset, and the reasons against the others."""
 
     choice: Candidate
-    others: tuple[Candidate, ...]  # the two next best that fit
+    others: tuple[Candidate, ...]  # all others that fit, the best first
     reasons: tuple[str, ...]
     why_not: dict[str, str]  # reason against every other preset, by name
     rule_of_thumb: str  # the preset that fits with the least sharding, regardless of speed
@@ -70,7 +73,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         tflops=options.gpu_tflops,
         link_gb_per_second=options.gpu_link_gb_per_second,
     )
-    global_batch_size = options.global_batch_size or -(-DEFAULT_GLOBAL_BATCH // world_size) * world_size
+    global_batch_size = options.global_batch_size or default_global_batch(job.method, world_size)
     check_generations(job.method, global_batch_size)
     return RecommendRequest(
         shape=shape,
@@ -80,7 +83,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
         network_bytes_per_second=scaled("--network-gb-per-second", options.network_gb_per_second, GIGA),
         nvme_bytes_per_second=scaled("--nvme-gb-per-second", options.nvme_gb_per_second, GIGA),
-        host_memory_bytes=scaled("--host-memory-gib", options.host_memory_gib, GIB),
+        host_memory_bytes=node_memory(options.host_memory_gib, options.gpu),
     )
 
 
@@ -95,17 +98,18 @@ def recommend(
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise _nothing_fits(request, presets, candidates)
-    choice, *others = _best_first(fitting, objective)
-    rule_of_thumb = min(fitting, key=_sharding)
+    choice, *others = best_first(fitting, objective)
+    rule_of_thumb = min(fitting, key=sharding)
     refused = {preset.name: why_refused(request, preset) for preset in presets if preset.name != choice.preset.name}
-    why_not = {name: reason for name, reason in refused.items() if reason is not None}
-    for candidate in candidates:
+    why_not: dict[str, str] = {}
+    for candidate in sorted(candidates, key=lambda each: each.memory.planned_peak_bytes):
         if candidate is not choice:
             too_large = memory_refusal(request, candidate).removeprefix("it ").removeprefix("is ")
             why_not[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
+    why_not |= {name: reason for name, reason in refused.items() if reason is not None and name not in why_not}
     return Recommendation(
         choice=choice,
-        others=tuple(others[:2]),
+        others=tuple(others),
         reasons=tuple(_reasons(request, choice, fitting, rule_of_thumb)),
         why_not=why_not,
         rule_of_thumb=rule_of_thumb.preset.name,
@@ -118,36 +122,9 @@ def _candidates(request: RecommendRequest, presets: Sequence[PresetSpec]) -> lis
     Data parallelism is simpler, and split layers and sequences cost communication in every layer.
     """
     simple = best_candidates(request, [preset for preset in presets if not preset.degrees])
-    if any(each.fits and not (each.preset.offload_optimizer or each.preset.offload_param) for each in simple):
+    if any(each.fits and not each.preset.offloads for each in simple):
         return simple
     return simple + best_candidates(request, [preset for preset in presets if preset.degrees])
-
-
-def _best_first(fitting: list[Candidate], objective: str) -> list[Candidate]:
-    """Candidates as fast as the fastest come first, the least sharded of them at the front.
-
-    Packed 4-bit weights cross PCIe in little planned time, and none of it has been measured: candidates that keep them
-    in host memory come last.
-    """
-    resident = [candidate for candidate in fitting if candidate.preset.offload_param is None]
-    if fitting[0].job.load_in_4bit and 0 < len(resident) < len(fitting):
-        offloaded = [candidate for candidate in fitting if candidate not in resident]
-        return _best_first(resident, objective) + _best_first(offloaded, objective)
-    if objective == "least-memory":
-        return sorted(fitting, key=lambda candidate: (candidate.memory.planned_peak_bytes, candidate.seconds))
-    fastest = min(fitting, key=lambda candidate: candidate.seconds)
-    equal = [candidate for candidate in fitting if max(candidate.time_ratios(fastest)) <= EQUAL_WITHIN]
-    slower = [candidate for candidate in fitting if candidate not in equal]
-    return sorted(equal, key=_sharding) + sorted(slower, key=lambda candidate: candidate.seconds)
-
-
-def _sharding(candidate: Candidate) -> tuple[int, int, int, bool, float, str]:
-    """Offloads, dimensions beside data parallelism, sharded parts, hybrid sharding; then seconds."""
-    preset = candidate.preset
-    cost = {None: 0, "cpu": 1, "nvme": 2}
-    offloads = cost[preset.offload_optimizer] + cost[preset.offload_param]
-    hybrid = preset.sharding == "hybrid_shard"
-    return offloads, len(preset.degrees), len(preset.sharded_parts), hybrid, candidate.seconds, preset.name
 
 
 def _reasons(
@@ -158,9 +135,6 @@ def _reasons(
     fastest = min(fitting, key=lambda candidate: candidate.seconds)
     if fastest is not choice and choice.speed is not None:
         reasons.append(f"{preset.name} takes {ratios_text(choice, fastest)} as long as {fastest.preset.name}")
-    if request.host_memory_bytes is None and (preset.offload_optimizer or preset.offload_param):
-        host = gib(choice.memory.host.peak_bytes)
-        reasons.append(f"each node is assumed to have {host} of host memory (`--host-memory-gib` sets what it has)")
     if choice.job.activation_checkpointing:
         divided = divided_request(request, preset, choice.job.degrees)
         without = largest_candidate(divided, preset, checkpointing=False)
@@ -182,10 +156,23 @@ def _compared(candidate: Candidate, choice: Candidate) -> str:
     low, high = sorted(candidate.time_ratios(choice))
     text = f"{ratios_text(candidate, choice)} as long"
     if high <= EQUAL_WITHIN and low >= 1 / EQUAL_WITHIN:
-        text = f"no difference that a plan can tell ({text})"
+        text = f"the plan cannot separate them ({text})"
     elif low < 1 < high:
         text += ", so faster or slower depending on the interconnect"
-    return f"{text}; {planned}"
+    advantages = _advantages(candidate, choice)
+    return f"{text}{'; for it: ' if advantages else ''}{', '.join(advantages)}; {planned}"
+
+
+def _advantages(candidate: Candidate, choice: Candidate) -> list[str]:
+    """What speaks for a candidate that was not chosen: what it needs less of, from 1 GiB and 1 GB on."""
+    own, chosen = candidate.memory, choice.memory
+    saved = {"per GPU": chosen.planned_peak_bytes - own.planned_peak_bytes}
+    saved["of host memory per node"] = chosen.host.peak_bytes - own.host.peak_bytes
+    found = [f"{gib(size)} less {where}" for where, size in saved.items() if size >= GIB]
+    if candidate.speed is not None and choice.speed is not None:
+        unsent = choice.speed.communication_bytes_per_step - candidate.speed.communication_bytes_per_step
+        found += [f"{unsent / GIGA:,.1f} GB less sent per step"] if unsent >= GIGA else []
+    return found
 
 
 def ratios_text(one: Candidate, other: Candidate) -> str:
@@ -202,12 +189,32 @@ def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], cand
         return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
     smallest = min(candidates, key=lambda each: (each.host_refusal is not None, each.memory.planned_peak_bytes))
     reason = memory_refusal(request, smallest).removeprefix("it ")
-    adapters = "" if request.job.lora_r else "`--lora-r 16`, "
-    hint, size = f"{adapters}a shorter `--max-seq-length`, or a larger GPU", 2 * request.world_size
+    ways, size = _ways_here(request, presets, candidates), 2 * request.world_size
     while size <= LARGEST_WORLD_SIZE:
         larger = replace(request, world_size=size, global_batch_size=-(-request.global_batch_size // size) * size)
         if any(candidate.fits for candidate in _candidates(larger, presets)):
-            hint = f"`--num-processes {size}` fits"
+            ways.append(f"with more GPUs: `--num-processes {size}`")
             break
         size *= 2
+    hint = "; ".join(ways) or "a shorter `--max-seq-length`, or a larger GPU"
     return NothingFits(f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=hint)
+
+
+def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate]) -> list[str]:
+    """What fits on these GPUs: adapters, and an offload for which a node needs more memory than it has."""
+    job, ways = request.job, []
+    adapters = [] if job.is_lora else [("LoRA", "--lora-r 16", False)]
+    adapters += [] if job.load_in_4bit else [("QLoRA", f"{'' if job.is_lora else '--lora-r 16 '}--load-in-4bit", True)]
+    for name, flags, in_4bit in adapters:
+        trained = replace(request, job=replace(job, lora_r=job.lora_r or 16, load_in_4bit=in_4bit))
+        fitting = [candidate for candidate in _candidates(trained, presets) if candidate.fits]
+        if fitting:
+            best = best_first(fitting)[0]
+            peak = gib(best.memory.planned_peak_bytes)
+            ways.append(f"{name} fits here, {peak} per GPU with {best.preset.name}: `{flags}`")
+    short = [each for each in candidates if each.fits_gpu]
+    if short:
+        least = min(short, key=lambda each: each.memory.host.peak_bytes)
+        needed = math.ceil(least.memory.host.peak_bytes / GIB)
+        ways.append(f"with enough host memory {least.preset.name} fits: `--host-memory-gib {needed}`")
+    return ways

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.plan.candidates import Candidate, RecommendRequest, train_command, training_words
+from toolkit.plan.candidates import Candidate, RecommendRequest, broken, host_assumption, train_command, training_words
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
 from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import StepTime, speed_row
+from toolkit.plan.step_time import NO_GENERATION, StepTime, speed_row
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
+SHOWN, COMPARED = 3, 2  # alternatives and rejected presets that are shown without `--all`; alternatives to measure
 # Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
 # table 5): one per 50,700 GPU-hours.
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16_384 / 419
@@ -41,7 +42,8 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
     size, preset, per_node = request.world_size, candidate.preset, request.job.gpus_per_node
     while size <= max(request.world_size, min(LARGEST_WORLD_SIZE, preset.max_world_size or LARGEST_WORLD_SIZE)):
         if size <= per_node or size % per_node == 0:
-            setup = TrainingSetup(shape=request.shape, preset=preset, world_size=size, job=candidate.job)
+            shape = candidate.job.method.model(request.shape)
+            setup = TrainingSetup(shape=shape, preset=preset, world_size=size, job=candidate.job)
             speed = request.step_time(setup)
             if speed is None:
                 return []
@@ -94,7 +96,7 @@ def recommendation_json(
         "rule_of_thumb": recommendation.rule_of_thumb,
         "scaling": [asdict(point) for point in scaling_curve(choice, request)],
         "command": train_command(choice, request, model),
-        "compare_command": compare_command([choice, *others], request, model),
+        "compare_command": compare_command([choice, *others[:COMPARED]], request, model),
     }
 
 
@@ -126,6 +128,7 @@ def recommendation_lines(
     model: str,
     price: float | None = None,
     scaling: bool = False,
+    show_all: bool = False,
 ) -> list[str]:
     """Return the recommendation as lines of text that are legible without colour."""
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
@@ -135,23 +138,33 @@ def recommendation_lines(
         f"{request.job.tokens_per_row:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
         f"on {request.world_size} × {request.gpu.name}",
         "",
-        f"  use       {choice.preset.name}: {choice.settings}",
+        f"  use       {choice.preset.name}: {choice.settings}{_host_need(choice)}",
         *_facts(choice, request, price),
         *(f"  because   {reason}" for reason in recommendation.reasons),
         "",
-        *(f"  next      {other.preset.name}: {why_not[other.preset.name]}" for other in others),
     ]
-    shown = {choice.preset.name, *(other.preset.name for other in others)}
-    lines += [f"  not       {name}: {reason}" for name, reason in why_not.items() if name not in shown]
+    shown = None if show_all else SHOWN
+    fitting = [other.preset.name for other in others]
+    rejected = [name for name in why_not if name not in fitting]
+    lines += [f"  or        {name}: {why_not[name]}" for name in fitting[:shown]]
+    lines += [f"  rejected  {name}: {why_not[name]}" for name in rejected[:shown]]
+    hidden = 0 if show_all else len(fitting[SHOWN:]) + len(rejected[SHOWN:])
+    lines += [f"  {hidden} more with `--all`"] if hidden else []
     lines += ["", *_scaling_lines(scaling_curve(choice, request))] if scaling else []
-    lines += ["", "run it:", f"  {train_command(choice, request, model)}"]
-    compare = compare_command([choice, *others], request, model)
+    lines += ["", "run it:", broken(train_command(choice, request, model))]
+    compare = compare_command([choice, *others[:COMPARED]], request, model)
     if compare is None:
         measures = f"a run with `--max_steps {COMPARED_STEPS}` measures"
         if request.interconnect.num_nodes > 1:
             measures = "`toolkit compare` measures on one node"
         return [*lines, "", f"No figure above is measured; {measures}."]
-    return [*lines, "", "No figure above is measured; this measures:", f"  {compare}"]
+    return [*lines, "", "No figure above is measured; this measures:", broken(compare)]
+
+
+def _host_need(choice: Candidate) -> str:
+    """The host memory of an offload, which a node may not have."""
+    needed = gib(choice.memory.host.peak_bytes)
+    return f"; needs {needed} of host memory per node" if choice.preset.offloads else ""
 
 
 def _facts(choice: Candidate, request: RecommendRequest, price: float | None) -> list[str]:
@@ -162,17 +175,17 @@ def _facts(choice: Candidate, request: RecommendRequest, price: float | None) ->
         f"  memory    {gib(memory.planned_peak_bytes)} of {gib(request.gpu.memory_bytes)} per GPU, {left} left; "
         f"{gib(memory.host.peak_bytes)} of host memory per node{disk}"
     ]
+    if choice.preset.offloads and request.host_memory_bytes is None:
+        lines.append(f"  host      {host_assumption(request)}")
     if speed is None:
-        why = "the GPU's peak is not known (`--gpu-tflops`)"
-        if choice.job.method.method != SFT:
-            why = f"speeds are planned for --method {SFT} only; the preset that shards least is taken"
-        return [*lines, f"  speed     n/a: {why}"]
+        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
     low, high = speed.tokens_per_second_per_gpu
     lines += [
         f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
         f"MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, {seconds(speed.estimate_seconds)} per step "
         f"({seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])})"
     ]
+    lines += [f"  without   {NO_GENERATION}"] if speed.without_generation else []
     lines += [f"  wider     because of {', '.join(speed.wider_for)}"] if speed.wider_for else []
     if speed.communication_bytes_per_step:
         fast, slow = speed.communication_seconds

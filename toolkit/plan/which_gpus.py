@@ -8,17 +8,16 @@ from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
+from toolkit.plan.candidates import Candidate
 from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
-from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict
 from toolkit.plan.planner import (
     LARGEST_WORLD_SIZE,
     Plan,
     PlanRequest,
     check_request,
-    memory_of,
-    offloads,
     plan_of,
     simplest_fast,
+    smallest_plan,
     why_unsupported,
 )
 from toolkit.presets.spec import PresetSpec
@@ -33,25 +32,21 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
     Raises ToolkitError as `make_plans` does, and where no number of any of them is enough.
     """
     check_request(request)
-    presets = [each for each in request.presets if request.strict or not offloads(each)]
+    presets = [each for each in request.presets if request.strict or not each.offloads]
     sizes = request.world_sizes or [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
     gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in prices or not set(prices) - {ANY_GPU})]
 
     @cache
-    def memory(preset: PresetSpec, size: int) -> MemoryPlan | None:
-        return None if why_unsupported(request, preset, size) else memory_of(request, preset, size)
+    def smallest(preset: PresetSpec, size: int) -> Candidate | None:
+        return None if why_unsupported(request, preset, size) else smallest_plan(request, preset, size)
 
     def fewest(gpu: Gpu) -> Plan | None:
-        on_gpu, host = replace(request, gpu=gpu), request.host_memory_bytes
+        on_gpu = replace(request, gpu=gpu)
         for size in sizes:
-            planned = [(preset, memory(preset, size)) for preset in presets]
-            plans = [
-                plan_of(on_gpu, preset, size, size)
-                for preset, each in planned
-                if each and memory_verdict(each, memory_bytes=gpu.memory_bytes, host_bytes=host) == FITS
-            ]
+            planned = [(preset, smallest(preset, size)) for preset in presets]
+            plans = [plan_of(on_gpu, preset, size, size) for preset, each in planned if each and each.on(gpu).fits]
             if plans:
-                return simplest_fast(plans, presets)
+                return simplest_fast(plans)
         return None
 
     def cost(plan: Plan) -> tuple[float, int]:

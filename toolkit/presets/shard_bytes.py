@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from toolkit.presets.spec import PresetSpec
 
@@ -12,8 +14,7 @@ from toolkit.presets.spec import PresetSpec
 OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
 
 ADAM_STATES = 2  # momentum and variance
-# ZeRO-3 keeps parameters below its persistence threshold gathered; a larger fraction is not full sharding.
-MAX_GATHERED_FRACTION = 0.05
+PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (deepspeed 0.19.8, `runtime/zero/config.py`)
 PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 
 
@@ -48,14 +49,42 @@ def flat_share(group_elements: int, *, ranks: int) -> int:
     return -(-group_elements // (2 * ranks)) * 2
 
 
+@lru_cache(maxsize=256)
+def zero_block(preset: PresetSpec) -> dict[str, Any]:
+    """Return the `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
+    return dict((preset.deepspeed_config() or {}).get("zero_optimization") or {})
+
+
+def persistence_threshold(preset: PresetSpec, *, hidden_size: int | None) -> int:
+    """Return the elements up to which ZeRO-3 never releases a gathered parameter; 0 for any other preset.
+
+    `auto` is 10 x the hidden size, which the libraries read from the model's configuration (transformers 5,
+    `integrations/deepspeed.py`).
+    """
+    if preset.engine != "deepspeed" or not preset.shards_parameters:
+        return 0
+    value = zero_block(preset).get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
+    return 10 * (hidden_size or 0) if value == "auto" else int(value)
+
+
 def shard_byte_limits(
-    preset: PresetSpec, part: str, shapes: Sequence[tuple[int, ...]], element_bytes: int, *, ranks: int
+    preset: PresetSpec,
+    part: str,
+    shapes: Sequence[tuple[int, ...]],
+    element_bytes: int,
+    *,
+    ranks: int,
+    hidden_size: int | None = None,
 ) -> tuple[int, int]:
-    """Return the lowest and highest bytes of a model state on one rank, if `ranks` share it."""
+    """Return the lowest and highest bytes of a model state on one rank, if `ranks` share it.
+
+    Beside its shards, a ZeRO-3 rank holds each parameter up to the persistence threshold whole.
+    """
     unsharded = sum(math.prod(shape) for shape in shapes) * element_bytes
     if part not in preset.sharded_parts:
         return unsharded, unsharded
     highest = largest_shard(shapes, preset.engine, ranks=ranks) * element_bytes
-    if part == "parameter" and preset.engine == "deepspeed":
-        highest += int(MAX_GATHERED_FRACTION * unsharded)
+    if part == "parameter":
+        threshold = persistence_threshold(preset, hidden_size=hidden_size)
+        highest += element_bytes * sum(size for size in map(math.prod, shapes) if size <= threshold)
     return (unsharded if ranks == 1 else 0), highest

@@ -64,6 +64,11 @@ class PresetSpec:
         )
 
     @property
+    def offloads(self) -> bool:
+        """True if something is kept in host memory or on a disk."""
+        return bool(self.offload_optimizer or self.offload_param)
+
+    @property
     def shards_parameters(self) -> bool:
         """True if each rank holds only a shard of the parameters between steps."""
         return "parameter" in self.sharded_parts

@@ -142,7 +142,7 @@ def _fake_tensors(case: Case, preset: PresetSpec) -> Answers:
         why = "DeepSpeed reads the values and addresses of its tensors"
     elif preset.parallel:
         why = "fake tensors were never run where layers or sequences are split"
-    elif preset.offload_optimizer or preset.offload_param:
+    elif preset.offloads:
         why = "offloaded and resident tensors would share one memory"
     else:
         return
@@ -174,7 +174,7 @@ def _recommendation(case: Case, preset: PresetSpec) -> Answers:
     if case.purpose != "recommend":
         return
     if preset.needs_gpu is not None:
-        problem = "which changes the training problem (docs/concepts/numerics.md): choose it manually"
+        problem = "which changes the training problem: choose it manually"
         yield preset_answer(preset, f"quantises its communication, {problem}", None)
     elif "pp" in preset.parallel:
         yield preset_answer(preset, "has no step time measured on GPUs yet: choose it manually", None)

@@ -214,7 +214,10 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
         sections.append(("Timelines", TimelineCharts(timelines=timelines, colors=colors)))
     for simulated in schedules if on_page or len(schedules) <= MOST_SHOWN else [fastest]:
         run = simulated.run
-        heading = f"{run.order.schedule}, {'memory by stage' if on_page else seconds(run.makespan_seconds)}"
+        whole = (
+            f"step {seconds(run.step_seconds)}, from the first start to the last end {seconds(run.makespan_seconds)}"
+        )
+        heading = f"{run.order.schedule}, {'memory by stage' if on_page else whole}"
         if simulated.memory is not None:
             sections.append((heading, _stages_table(simulated, simulated.memory)))
             heading = ""

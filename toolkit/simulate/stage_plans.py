@@ -34,6 +34,7 @@ from toolkit.plan.candidates import (
     NothingFits,
     RecommendRequest,
     best_candidates,
+    broken,
     memory_refusal,
     train_command,
     why_refused,
@@ -392,5 +393,5 @@ def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: st
     else:
         peak = gib(candidate.memory.planned_peak_bytes)
         lines += ["", f"{preset} trains it: {candidate.settings}; planned peak {peak} of {memory}."]
-        lines.append(f"  {train_command(candidate, request, model)}")
+        lines.append(broken(train_command(candidate, request, model)))
     return [*lines, "", "No figure is measured." + ("" if error.hint is None else f" For a preset: {error.hint}.")]

@@ -82,7 +82,10 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
     allowed, whole = {}, {}
     for part, tensors in parts.items():
         shapes = [([tuple(getattr(p, "ds_shape", p.shape)) for p in parameters], size) for parameters, size in tensors]
-        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
+        limits = [
+            shard_byte_limits(preset, part, found, size, ranks=ranks, hidden_size=_hidden_size(trainer.model))
+            for found, size in shapes
+        ]
         allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
         if run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
@@ -98,6 +101,16 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
     if spec is not None and not spec.is_fp32_adamw:
         expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
     return expected
+
+
+def _hidden_size(model: Any) -> int | None:
+    """Return the size from which transformers fills DeepSpeed's `auto` (`trainer_config_finalize`)."""
+    config = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        sizes = getattr(part, "hidden_size", None) or getattr(part, "hidden_sizes", None)
+        if sizes is not None:
+            return int(sizes if isinstance(sizes, int) else max(sizes))
+    return None
 
 
 def element_bytes(name: str | None) -> int:

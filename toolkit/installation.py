@@ -1,0 +1,78 @@
+"""What this installation holds: packages of the extras, with the line that adds one, and where its documentation is.
+
+>>> missing_package("toolkit") is None
+True
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from pathlib import Path
+
+from toolkit.errors import ToolkitError
+from toolkit.versions import is_importable
+
+PACKAGE = "finetune-toolkit"
+# Module -> the extra of pyproject.toml that installs it.
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "accelerate", "peft", "datasets"), "train"),
+    **dict.fromkeys(("huggingface_hub", "pyarrow", "safetensors"), "train"),  # those install it
+    **dict.fromkeys(("deepspeed", "ninja", "cpuinfo"), "deepspeed"),
+    **dict.fromkeys(("bitsandbytes", "liger_kernel", "pynvml"), "gpu"),
+    **dict.fromkeys(("gguf", "zaragoza_construction_faq", "chitchat_dataset"), "demo"),
+    "numpy": "simulate",
+}
+TRAIN = ("torch", "transformers", "accelerate", "peft", "datasets")
+
+
+def missing_package(*modules: str) -> ToolkitError | None:
+    """Return the error, with the line to type, for modules that are not installed; None where no extra is missing."""
+    missing = [module for module in modules if module in EXTRAS and not is_importable(module)]
+    if not missing:
+        return None
+    verb = "is" if len(missing) == 1 else "are"
+    return ToolkitError(f"{', '.join(missing)} {verb} not installed", hint=install_line(*missing))
+
+
+def require(*modules: str) -> None:
+    """Raise ToolkitError, with the line to type, for modules that are not installed; nothing is imported."""
+    if error := missing_package(*modules):
+        raise error
+
+
+def install_line(*modules: str) -> str:
+    """Return the line that installs the extras of these modules into this environment.
+
+    >>> install_line("bitsandbytes", "peft").partition("'")[2]
+    "finetune-toolkit[gpu,train]'"
+    """
+    extras = dict.fromkeys(EXTRAS[module] for module in modules)
+    return f"{_installer()} '{PACKAGE}[{','.join(extras)}]'"
+
+
+def _installer() -> str:
+    """pip, or what installs into an environment in which there is no pip."""
+    if (Path(sys.prefix) / "pipx_metadata.json").is_file():
+        return f"pipx runpip {PACKAGE} install"
+    return "pip install" if is_importable("pip") else f"uv pip install --python {sys.prefix}"
+
+
+@functools.cache
+def documentation_address(page: str, anchor: str = "") -> str:
+    """Return where a page of `docs/` can be read, as messages name it: `how-to/data.md`, at an anchor.
+
+    The address is the metadata's `Project-URL: Documentation`, which a publisher sets in pyproject.toml. Without one it
+    is the file: in the clone, or in the wheel, which carries the text.
+    """
+    fragment = f"#{anchor}" if anchor else ""
+    try:
+        addresses = importlib.metadata.metadata(PACKAGE).get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        addresses = []
+    for label, _, address in (text.partition(", ") for text in addresses):
+        if label.lower() == "documentation":
+            return f"{address.rstrip('/')}/{page.removesuffix('.md')}.html{fragment}"
+    packed = Path(__file__).parent / "_docs"
+    return f"{packed if packed.is_dir() else Path(__file__).parents[1] / 'docs'}/{page}{fragment}"
