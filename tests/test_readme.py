@@ -105,7 +105,7 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 GENERATED = {
     "fits": (README, fits_table),
     "examples": (ROOT / "examples" / "README.md", examples_table),
-    "simulated throughput": (ROOT / "docs" / "evidence" / "simulations.md", throughput_table),
+    "simulated throughput": (ROOT / "benchmarks" / "results" / "simulated_throughput.md", throughput_table),
 }
 
 

@@ -51,6 +51,8 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 RECORDED = {name: name for name in ("host_memory", "kill_ranks", "live_faults", "overhead", "peers")}
 RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
 
+UNFOLDED_ROWS = 10
+
 FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
@@ -58,6 +60,12 @@ def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
     """Return a Markdown table; the cells may hold Markdown."""
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def folded(table: str) -> str:
+    """Return a table that opens with a click."""
+    rows = len(table.strip().splitlines()) - 2
+    return f"<details markdown>\n<summary>The table: {rows} rows</summary>\n\n{table.strip()}\n\n</details>"
 
 
 def preset_table() -> str:
@@ -147,7 +155,8 @@ def recorded_table(name: str) -> str:
             sys.path.append(str(ROOT / folder))
     benchmark, record = import_module(RECORDED[name]), import_module("record")
     header, rows_of = getattr(benchmark, "TABLES", {}).get(name) or (benchmark.HEADER, benchmark.table_rows)
-    return markdown_table(header, [[*map(str, cells)] for cells in rows_of(*record.read_result(name))])
+    rows = [[*map(str, cells)] for cells in rows_of(*record.read_result(name))]
+    return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
 
 
 def recommendation() -> str:
