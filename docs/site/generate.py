@@ -2,7 +2,7 @@
 
 docs/index.md is the home page, to which links to README.md lead. Text between `<!-- build: NAME -->` and
 `<!-- /build -->` is replaced by a block of reference_blocks.py. A table of benchmarks/results is shown, folded, at its
-`<!-- table: NAME -->`. Links to files of the repository become links to copies of them. The navigation lists every page.
+`<!-- table: NAME -->`. Links to files of the repository become links to copies of them; the navigation has every page.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.record.timeline import Goodput
 from toolkit.units import counted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,10 +162,20 @@ def recorded_table(name: str) -> str:
 
 def recommendation() -> str:
     """Return the first twelve lines of an answer of `toolkit recommend`."""
-    words = ["recommend", str(ROOT / "tests/fixtures/qwen3-8b/config.json"), "--gpu", "h100", "--num-processes", "8"]
-    printed = CliRunner().invoke(app, [*words, "--max-seq-length", "2048"]).stdout
-    lines = printed.replace(words[1], "Qwen/Qwen3-8B").splitlines()[:12]
-    return "\n".join(["```text", *lines, "```"])
+    return _printed("recommend --gpu h100 --num-processes 8 --max-seq-length 2048", lines=12)
+
+
+def plan() -> str:
+    """Return the answer of `toolkit plan` that the page about plans shows."""
+    words = "plan --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
+    return _printed(f"{words} --per-device-train-batch-size 1 --activation-checkpointing")
+
+
+def _printed(command: str, *, lines: int | None = None) -> str:
+    config = str(ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json")
+    first, *words = command.split()
+    answer = CliRunner().invoke(app, [first, config, *words], env={"COLUMNS": "100"}).stdout
+    return "\n".join(["```text", *answer.replace(config, "Qwen/Qwen3-8B").rstrip().splitlines()[:lines], "```"])
 
 
 def argument_table() -> str:
@@ -249,6 +260,12 @@ def measured_table() -> str:
     return markdown_table(["key", "unit", "meaning"], rows)
 
 
+def goodput_table() -> str:
+    """Return one row per key of `goodput` in `run.json`."""
+    fields = {**Goodput.model_fields, **Goodput.model_computed_fields}
+    return markdown_table(["key", "meaning"], [[f"`{key}`", field.description or ""] for key, field in fields.items()])
+
+
 def _json_type(schema: dict[str, Any]) -> str:
     types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
     return " or ".join(dict.fromkeys(types))
@@ -263,6 +280,8 @@ def python_names() -> str:
 
 BUILT: dict[str, Callable[[], str]] = {
     "recommendation": recommendation,
+    "plan": plan,
+    "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,
     "lint_rules": lint_rules,
