@@ -15,11 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare import significance
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, probes_of, side_runs_of
+from toolkit.compare.ledger import (
+    LEDGER_FILE,
+    Ledger,
+    LedgerRecord,
+    SideRunKind,
+    TrialRecord,
+    probes_of,
+    side_runs_of,
+)
 from toolkit.compare.parity import check_parity, design_group
-from toolkit.compare.predictions import planned_memory, read_shape
+from toolkit.compare.predictions import planned_memory, planned_peak, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord, TrainedProblem
+from toolkit.compare.rows import (
+    MODEL_STATES,
+    NOT_SUPPORTED,
+    Failure,
+    FlopsPerToken,
+    Probe,
+    Row,
+    RowKey,
+    RunRecord,
+    TrainedProblem,
+)
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
@@ -238,14 +256,16 @@ def _with_derived_columns(
     probes = []
     for size, probe in probes_of(records, row.key).items():
         at_size = spec.with_batches({row.key.name: {BATCH_ARGUMENT: size}})
-        failure = with_plan(probe.failure, planned_memory(at_size, row.key, shape=shape)[0])
+        failure = with_plan(probe.failure, planned_peak(planned_memory(at_size, row.key, shape=shape), spec))
         probes.append(
             Probe(per_device_train_batch_size=size, status=probe.status, message=probe.message, failure=failure)
         )
-    peak_bytes, allocated_bytes = planned_memory(spec, row.key, shape=shape)
+    plan = planned_memory(spec, row.key, shape=shape)
+    peak_bytes = planned_peak(plan, spec)
     return row.updated(
         planned_peak_bytes=peak_bytes,
-        planned_allocated_bytes=allocated_bytes,
+        planned_allocated_bytes=None if plan is None or spec.cpu else plan.peak.allocated_bytes,
+        **{f"planned_gpu_{part}": plan and getattr(plan.states, part) for part in MODEL_STATES},
         failure=with_plan(row.failure, peak_bytes),
         per_device_train_batch_size=_numbers(spec, row.key, trials).per_device_train_batch_size,
         probes=None if spec.find_max_batch is None else probes,

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
+from toolkit.compare.answer import answer
 from toolkit.compare.build_results import at_price, build_results
-from toolkit.compare.comparison_report import console_table, summary_sentence, write_report
+from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
 from toolkit.compare.predictions import dry_run_text
@@ -175,7 +176,7 @@ def report_both(before: Path, after: Path) -> None:
 
 
 def _publish(results: Results, folder: Path) -> None:
-    _print(console_table(results), [summary_sentence(results)], write_report(results, folder))
+    _print(console_table(results), answer(results.as_reported()).lines, write_report(results, folder))
 
 
 def _print(table: Table, lines: list[str], files: list[Path]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from toolkit.compare.results import Environment, Results
 from toolkit.compare.rows import Difference, Row
-from toolkit.compare.significance import difference
+from toolkit.compare.significance import difference, quotient
 from toolkit.compare.tables_and_charts import bytes_cell, format_cell, make_table, results_unit
 from toolkit.errors import ToolkitError
 from toolkit.record.columns import Column, Interval
@@ -40,7 +40,7 @@ class RowPair(NamedTuple):
         ratio, interval = new / old if old and new else None, None
         old_ends, new_ends = before.tokens_per_second_interval, after.tokens_per_second_interval
         if ratio is not None and old_ends and new_ends and old_ends[0]:
-            interval = new_ends[0] / old_ends[1], new_ends[1] / old_ends[0]
+            interval = quotient(new_ends, old_ends)
         return cls(before, after, ratio, interval, difference(interval))
 
 

@@ -327,7 +327,8 @@ def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpoi
 
 def candidate_of(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:
     """Return the candidate of a job whose micro-batch, accumulation and checkpointing are known."""
-    setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
+    shape = job.method.model(request.shape)
+    setup = TrainingSetup(shape=shape, preset=preset, world_size=request.world_size, job=job)
     memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
     return Candidate(request=request, setup=setup, memory=memory)
 

@@ -25,6 +25,7 @@ from toolkit.plan.planner import (
     simplest_fast,
     with_batch,
 )
+from toolkit.plan.step_time import NO_GENERATION
 from toolkit.units import GIB, MIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 TABLE_COLUMNS = 100
@@ -151,7 +152,10 @@ def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
         if finish.hours is not None and finish.hours_range is not None:
             unit, scale = ("h", 1) if finish.hours >= 2 else ("min", 60)
             low, high = (f"{scale * hours:,.1f}" for hours in finish.hours_range)
-            text += f", {scale * finish.hours:,.1f} {unit} ({low} to {high})"
+            least = "at least " if plan.speed is not None and plan.speed.without_generation else ""
+            text += f", {least}{scale * finish.hours:,.1f} {unit} ({low} to {high})"
+            if finish.precompute_hours:
+                text += f", {scale * finish.precompute_hours:,.1f} of it to precompute"
         if finish.dollars_range is not None:
             low, high = map(number, finish.dollars_range)
             text += f", {number(finish.dollars)} dollars ({low} to {high})"
@@ -249,6 +253,8 @@ def _wider_lines(plans: Sequence[Plan]) -> Iterator[str]:
         for reason in plan.speed.wider_for if plan.speed else ():
             names = by_reason.setdefault(reason, [])
             names += [plan.preset] if plan.preset not in names else []
+    if any(plan.speed.without_generation for plan in plans if plan.speed):
+        yield f"tokens/s: without {NO_GENERATION}"
     every = {plan.preset for plan in plans}
     for reason, names in by_reason.items():
         yield f"tokens/s: wider because of {reason} ({'all' if set(names) == every else ', '.join(names)})"

@@ -13,7 +13,7 @@ from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import StepTime, speed_row
+from toolkit.plan.step_time import NO_GENERATION, StepTime, speed_row
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -42,7 +42,8 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
     size, preset, per_node = request.world_size, candidate.preset, request.job.gpus_per_node
     while size <= max(request.world_size, min(LARGEST_WORLD_SIZE, preset.max_world_size or LARGEST_WORLD_SIZE)):
         if size <= per_node or size % per_node == 0:
-            setup = TrainingSetup(shape=request.shape, preset=preset, world_size=size, job=candidate.job)
+            shape = candidate.job.method.model(request.shape)
+            setup = TrainingSetup(shape=shape, preset=preset, world_size=size, job=candidate.job)
             speed = request.step_time(setup)
             if speed is None:
                 return []
@@ -177,16 +178,14 @@ def _facts(choice: Candidate, request: RecommendRequest, price: float | None) ->
     if choice.preset.offloads and request.host_memory_bytes is None:
         lines.append(f"  host      {host_assumption(request)}")
     if speed is None:
-        why = "the GPU's peak is not known (`--gpu-tflops`)"
-        if choice.job.method.method != SFT:
-            why = f"speeds are planned for --method {SFT} only; the preset that shards least is taken"
-        return [*lines, f"  speed     n/a: {why}"]
+        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
     low, high = speed.tokens_per_second_per_gpu
     lines += [
         f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
         f"MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, {seconds(speed.estimate_seconds)} per step "
         f"({seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])})"
     ]
+    lines += [f"  without   {NO_GENERATION}"] if speed.without_generation else []
     lines += [f"  wider     because of {', '.join(speed.wider_for)}"] if speed.wider_for else []
     if speed.communication_bytes_per_step:
         fast, slow = speed.communication_seconds

@@ -44,7 +44,7 @@ IDLE = "."
 LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
 MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
 # CSS variables of the page's colors by kind of operation: F, I, B, W.
-COLORS = ("c2", "c1", "c5", "c4")
+COLORS = ("c0", "c1", "c5", "c4")
 KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")
 
 
