@@ -19,7 +19,7 @@ from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
-from toolkit.models.read_model import UNGATED
+from toolkit.models.hub import UNGATED
 from toolkit.plan.planner import Plan, plan_run
 from toolkit.presets import load_preset
 from toolkit.units import GIB
