@@ -106,7 +106,7 @@ GENERATED = {
     "recommendation": (README, recommendation),
     "fits": (README, fits_table),
     "examples": (ROOT / "examples" / "README.md", examples_table),
-    "simulated throughput": (ROOT / "docs" / "evidence" / "simulations.md", throughput_table),
+    "simulated throughput": (ROOT / "benchmarks" / "results" / "simulated_throughput.md", throughput_table),
 }
 
 
