@@ -54,8 +54,8 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         raise ToolkitError(f"cannot write the compiled ops to {folder}: {error.strerror}", hint=hint) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
-        for op in builders:
-            _drop_stale_lock(cache.op_lock(folder, op))
+        for stale in stale_locks():
+            stale.unlink(missing_ok=True)
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
             return
@@ -110,13 +110,13 @@ def _compile_in_child_process(log: Path, builders: list[str]) -> None:
         raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"see the log: {log}")
 
 
-def _drop_stale_lock(lock: Path) -> None:
-    """Remove the lock of a killed compilation, for which torch waits forever; a holder keeps the file open."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if lock.exists() else ():
+def stale_locks() -> list[Path]:
+    """Return the locks of killed compilations, for which torch waits forever; a live one keeps its file open."""
+    locks = {lock.resolve(): lock for lock in extensions_folder().glob("*/lock")}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):  # the process ended, or belongs to another user
-            if descriptor.readlink() == lock.resolve():
-                return
-    lock.unlink(missing_ok=True)
+            locks.pop(descriptor.readlink(), None)
+    return sorted(locks.values())
 
 
 def main(argv: Sequence[str] = ()) -> int:

@@ -139,33 +139,33 @@ def read_prices(words: Sequence[str]) -> dict[str, float]:
 
 def price_of(plan: Plan, prices: Mapping[str, float]) -> float | None:
     """Return the price of one of a plan's GPUs per hour; None if none was given."""
-    return prices.get(plan.gpu.partition(",")[0], prices.get(ANY_GPU))
+    return prices.get(plan.request.gpu.name.partition(",")[0], prices.get(ANY_GPU))
 
 
 def dollars_per_million_tokens(plan: Plan, prices: Mapping[str, float]) -> float | None:
     """Return the price of a million tokens at the best estimate; None without a price or a speed."""
-    price, step_seconds = price_of(plan, prices), plan.estimate_seconds
-    if price is None or plan.speed is None or step_seconds is None:
+    price = price_of(plan, prices)
+    if price is None or plan.speed is None:
         return None
-    return price * step_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
+    return price * plan.speed.estimate_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
 
 
 def finish_of(plan: Plan, job: PlannedJob, work: Work, prices: Mapping[str, float]) -> Finish:
     """Return the time and the cost of a plan."""
-    groups = plan.world_size // (1 if plan.layout is None else plan.layout.ranks_per_batch)
+    groups = plan.world_size // (1 if plan.setup.layout is None else plan.setup.layout.ranks_per_batch)
     steps = work.steps(job, groups=groups)
-    if plan.speed is None or plan.estimate_seconds is None:
+    if plan.speed is None:
         return Finish(steps=steps)
     epoch = replace(work, epochs=1.0, max_steps=None)
-    precompute = (epoch.steps(job, groups=groups) * plan.speed.precompute_seconds) / plan.estimate_seconds
+    precompute = (epoch.steps(job, groups=groups) * plan.speed.precompute_seconds) / plan.speed.estimate_seconds
     low, high = ((steps + precompute) * seconds / SECONDS_PER_HOUR for seconds in plan.speed.step_seconds)
-    hours, price = (steps + precompute) * plan.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
+    hours, price = (steps + precompute) * plan.speed.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
     hourly = None if price is None else price * plan.world_size
     return Finish(
         steps=steps,
         hours=hours,
         hours_range=(low, high),
-        precompute_hours=precompute * plan.estimate_seconds / SECONDS_PER_HOUR,
+        precompute_hours=precompute * plan.speed.estimate_seconds / SECONDS_PER_HOUR,
         dollars=None if hourly is None else hourly * hours,
         dollars_range=None if hourly is None else (hourly * low, hourly * high),
     )

@@ -88,19 +88,16 @@ class PlanOptions(JobAndGpuOptions):
         tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
     ] = ()
     per_device_train_batch_size: Annotated[
-        int | None,
-        Option(help="sequences per GPU and accumulation step; by default the most that fit, of 32 or more per step"),
+        int | None, Option(help="sequences per GPU and accumulation step; by default the most that fit")
     ] = None
     gradient_accumulation_steps: Annotated[
-        int | None,
-        Option(help="accumulation steps per optimizer step; by default those that make 32 sequences, or 1"),
+        int | None, Option(help="accumulation steps per optimizer step; by default for 32 sequences, or 1")
     ] = None
     activation_checkpointing: Annotated[
         bool | None,
         Option(
             CHECKPOINTING_FLAG,
-            help="recompute activations in the backward pass instead of saving them; by default where it is faster or"
-            " needed, and off where the batch size is given",
+            help="recompute activations in the backward pass; by default where needed, and off with a given batch",
             show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
         ),
     ] = None

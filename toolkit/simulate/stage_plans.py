@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
+from toolkit.hardware.gpu_table import Gpu, chosen_gpu
 from toolkit.models.flops import flops_of
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
@@ -34,16 +34,23 @@ from toolkit.plan.candidates import (
     NothingFits,
     RecommendRequest,
     best_candidates,
-    broken,
     memory_refusal,
-    train_command,
     why_refused,
 )
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
-from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, check_planned_job, check_size, model_part
+from toolkit.plan.planned_job import (
+    LARGEST_DEGREE,
+    PlannedJob,
+    StageLoad,
+    TrainingSetup,
+    check_planned_job,
+    check_size,
+    model_part,
+)
+from toolkit.plan.recommendation import broken, train_command
 from toolkit.plan.step_time import SPREAD, compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
@@ -55,7 +62,6 @@ STATES_LIKE = "zero1"
 SPLIT_LIKE = "fsdp2_tp"
 """Preset whose tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16."""
 BF16_BYTES = 2
-LARGEST_TP = 2**10
 SCHEDULE = "1f1b"
 """The schedule of least memory that needs no split backward."""
 MOST_MICRO_BATCHES = 4096
@@ -231,14 +237,13 @@ def at_end(seconds: Range, end: int | None) -> float:
 
 def staged_model(model: str, options: PipelineOptions) -> StagedModel:
     """Return the model whose stages are to be planned. Raises ToolkitError for what cannot be planned."""
-    check_size("--tp", options.tp, LARGEST_TP)
+    check_size("--tp", options.tp, LARGEST_DEGREE)
     check_unquantized(model)
     shape = read_model(model)
     job = PlannedJob.from_options(options, full_length=True)
     job = replace(job, tp=None, gradient_accumulation_steps=options.micro_batches)
     check_planned_job(job, shape)
-    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
-    gpu = custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
+    gpu = chosen_gpu(options.gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
     staged.check()
     return staged
