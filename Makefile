@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo docs test test-nightly lint types check clean
+.PHONY: help setup assets demo docs page test test-nightly lint types check release clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -73,7 +73,11 @@ demo: assets  ## compare one fine-tuning job under six presets; resumes where it
 docs: setup  ## build the documentation into build/docs; open build/docs/index.html
 	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict \
 		--config-file docs/site/mkdocs.yml
+	@$(BIN)/python docs/site/page/planner_page.py build/docs/planner --docs ../ || echo "left out: the planner page" >&2
 	@echo "build/docs/index.html"
+
+page: setup  ## build the planner page into build/page; needs node 20 and npm
+	@$(BIN)/python docs/site/page/planner_page.py build/page
 
 test: assets  ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
@@ -89,6 +93,10 @@ types: setup  ## run mypy, strict
 	@$(BIN)/mypy
 
 check: lint types test  ## run what CI runs: lint, types and tests
+
+release: setup  ## build wheel and sdist of this commit into dist, and check them; publishing is left to you
+	@$(INSTALL) build twine
+	@$(BIN)/python .ci/release.py
 
 clean:  ## remove what was built here; keeps the cache in the home folder
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

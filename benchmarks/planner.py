@@ -26,8 +26,9 @@ from record import ROOT, pairs, print_table, spread, write_result
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
+from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.planner import PlanRequest, make_plans
+from toolkit.plan.planner import PlanRequest, make_plans, plan_request
 from toolkit.presets import list_presets
 
 MODEL = ROOT / "tests" / "fixtures" / "llama-8b"
@@ -40,6 +41,11 @@ def plan_all(config: Path) -> int:
     job, gpu = PlannedJob(max_seq_length=4096, activation_checkpointing=True), find_gpu("h100-sxm")
     named = {"shape": read_model(str(config)), "presets": list_presets(), "world_sizes": SIZES}
     return len(make_plans(PlanRequest(**named, job=job, gpu=gpu, strict=False)))
+
+
+def plan_found() -> int:
+    """Plan every preset on 8 GPUs, each with the largest micro-batch that fits, as `toolkit plan` does by default."""
+    return len(make_plans(plan_request(str(MODEL), PlanOptions(num_processes=(8,), gpu="h100"))))
 
 
 def estimate_all(folder: Path, way: str) -> None:
@@ -113,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    facts = {"plans": plan_all(MODEL), "estimates": 2 * len(SIZES)}
+    facts: dict[str, Any] = {"plans": plan_all(MODEL), "estimates": 2 * len(SIZES)}
+    plan_found()  # imports, and the model's tensors
+    facts["found_batch_seconds"] = spread([seconds(plan_found) for _ in range(given.rounds)])
     with tempfile.TemporaryDirectory() as scratch:
         folder = hollow_checkpoint(Path(scratch) / "model")
         rows = [row for way in WAYS for row in measure(folder, way, given.rounds)]
@@ -121,6 +129,7 @@ def main() -> None:
     shown = [(row["model"], row["timed"], *(f"{row[key]['median']:.3f}" for key in keys)) for row in rows]
     print_table(["estimator's model", "", "plan s", "estimator s", "estimator / plan"], shown)
     print(f"answers: {facts['plans']} plans, {facts['estimates']} estimates")
+    print(f"plan without a batch, 8 GPUs: {facts['found_batch_seconds']['median']:.3f} s")
     print(write_result("planner", facts, rows))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.compare import comparison_report, two_comparisons
+from toolkit.compare.answer import answer
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.two_comparisons import BeforeAndAfter
 
@@ -27,7 +28,7 @@ def _of_document(render: Callable[[Results], Rendered]) -> Callable[[Document], 
     return lambda document: render(Results.model_validate(document))
 
 
-summary_sentence = _of_document(comparison_report.summary_sentence)
+answer_text = _of_document(lambda results: "\n".join(answer(results.as_reported()).lines))
 notes = _of_document(comparison_report.notes)
 html_text = _of_document(lambda results: comparison_report.report_text(results, "html"))
 markdown_text = _of_document(lambda results: comparison_report.report_text(results, "md"))

@@ -19,7 +19,7 @@ from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
-from toolkit.models.read_model import UNGATED
+from toolkit.models.hub import UNGATED
 from toolkit.plan.planner import Plan, plan_run
 from toolkit.presets import load_preset
 from toolkit.units import GIB
@@ -125,7 +125,7 @@ def examples_table() -> str:
 def planned(example: Example) -> str:
     if example.name in NOT_PLANNED:
         return NOT_PLANNED[example.name]
-    peaks = {plan.preset: f"{plan.memory.planned_peak_bytes / GIB:.1f}" for plan in plans_of(example)}
+    peaks = {plan.preset.name: f"{plan.memory.planned_peak_bytes / GIB:.1f}" for plan in plans_of(example)}
     if len(peaks) == 1:
         return next(iter(peaks.values()))
     return ", ".join(f"`{preset}` {peak}" for preset, peak in peaks.items())
@@ -150,7 +150,7 @@ def test_the_data_are_conversations_that_pass_the_checks() -> None:
     "example", [read_example(path) for path in FILES if path.name not in NOT_PLANNED], ids=lambda example: example.name
 )
 def test_an_example_is_planned_to_fit(example: Example) -> None:
-    assert {plan.preset: plan.verdict for plan in plans_of(example)} == dict.fromkeys(presets_of(example), "fits")
+    assert {plan.preset.name: plan.verdict for plan in plans_of(example)} == dict.fromkeys(presets_of(example), "fits")
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
@@ -196,7 +196,7 @@ def test_the_comparison_is_dry_run_for_gpus_that_are_not_here(hub: Path, tmp_pat
     ended = run_line(f"{example.line} --dry-run --gpu h100", hub, OUTPUT_DIR=str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stderr
     for plan in plans_of(example):
-        assert len(re.findall(rf"^\[\d/9\] {plan.preset}-n8", ended.stdout, re.MULTILINE)) == 3
+        assert len(re.findall(rf"^\[\d/9\] {plan.preset.name}-n8", ended.stdout, re.MULTILINE)) == 3
         assert f"predicted memory {plan.memory.planned_peak_bytes / GIB:.2f} GiB" in ended.stdout
     assert "9 of 9 trials to run" in ended.stdout
 

@@ -31,12 +31,45 @@ def words(engine: str, folder: Path, *options: str) -> list[str]:
     return [engine, "--preset", "zero2", "--nodes", "2", "--gpus-per-node", "4", *options, "--", *training]
 
 
+@pytest.mark.parametrize(
+    ("engine", "options", "code"),
+    [
+        ("kubernetes", ["--container", "my/image:1", "--mount", "runs=/runs"], 2),
+        ("kubernetes", ["--container", "my/image:1", "--mount", "runs=/runs", "--no-check-files"], 0),
+        ("kubernetes", ["--container", "my/image:1", "--mount", "runs=/runs", "--mount", "inputs={folder}"], 0),
+        ("skypilot", ["--gpu", "H100", "--mount", "s3://runs=/runs"], 2),
+        ("skypilot", ["--gpu", "H100", "--mount", "s3://runs=/runs", "--workdir", "."], 2),  # the paths are absolute
+        ("skypilot", ["--gpu", "H100", "--mount", "s3://runs=/runs", "--mount", "s3://in={folder}"], 0),
+    ],
+)
+def test_a_model_that_the_nodes_will_not_see_is_refused(
+    engine: str, options: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_cluster(words(engine, tmp_path, *(option.format(folder=tmp_path) for option in options)), capsys)
+    assert found[0] == code, found[2]
+    seen = f"error: --model_name_or_path {tmp_path}/model is on this node, where the nodes of the job will not see it"
+    assert (seen in found[2]) == (code == 2)
+
+
+def test_skypilot_copies_relative_paths_in_the_workdir(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = words("skypilot", tmp_path, "--gpu", "H100", "--mount", "s3://runs=/runs", "--python", "/my env/python")
+    relative = [word.removeprefix(f"{tmp_path}/") for word in given]
+    at = relative.index("--")
+    assert run_cluster(relative, capsys)[0] == 2
+    code, text, errors = run_cluster([*relative[:at], "--workdir", ".", *relative[at:]], capsys)
+    assert code == 0, errors
+    assert "exec '/my env/python' -m" in yaml.safe_load(text)["run"]
+
+
 @pytest.fixture
 def manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
     """Return a function that writes the objects of a job of two pods, which the API's models know."""
 
     def write(*options: str) -> list[dict[str, Any]]:
-        given = ["--container", "my/image:1", "--mount", "runs=/runs", *options]
+        given = ["--container", "my/image:1", "--mount", "runs=/runs", "--no-check-files", *options]
         code, text, errors = run_cluster(words("kubernetes", tmp_path, *given), capsys)
         assert code == 0, errors
         documents = list(yaml.safe_load_all(text))
@@ -124,7 +157,7 @@ SCHEMAS = json.loads((Path(__file__).parents[1] / "fixtures" / "skypilot-schemas
 @pytest.fixture
 def task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
     def write(*options: str) -> dict[str, Any]:
-        given = ["--gpu", "H100", "--mount", "s3://bucket=/runs", *options]
+        given = ["--gpu", "H100", "--mount", "s3://bucket=/runs", "--no-check-files", *options]
         code, text, errors = run_cluster(words("skypilot", tmp_path, *given), capsys)
         assert code == 0, errors
         found: dict[str, Any] = yaml.safe_load(text)

@@ -52,3 +52,11 @@ def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: Cl
     assert verified == attested(whole)
     for rank in (0, 1):
         assert rows(out, rank)[:trained] == rows(whole, rank)[:trained]
+
+
+def test_a_run_folder_that_only_the_head_has_ends_the_job_with_the_other_nodes_name(jobs: ClusterJobs) -> None:
+    own_folder_of_each_node = Path("/mnt/run")
+    job = jobs.submit(["--preset", "ddp"], own_folder_of_each_node, *JOB)
+    jobs.slurm.wait_for_end(job, 60)
+    assert (jobs.slurm.job(job)["JobState"], jobs.slurm.job(job)["ExitCode"]) == ("FAILED", "2:0")
+    assert "error: node node2 does not see /mnt/run/logs, which the head has" in jobs.logs()

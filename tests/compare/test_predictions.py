@@ -11,7 +11,7 @@ from comparison_records import comparison, comparison_on_gpus, planned_step_seco
 
 from toolkit.compare.ledger import Ledger, SideRunRecord
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import dry_run_text, expected_duration, planned_memory
+from toolkit.compare.predictions import dry_run_text, expected_duration, planned_columns, planned_memory
 from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -27,9 +27,19 @@ def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model:
     shape, on_gpus = read_model(str(tiny_model)), comparison_on_gpus(tiny_model)
     job = PlannedJob(per_device_train_batch_size=8, max_seq_length=512)
     plan = plan_memory(shape, load_preset("zero2"), world_size=2, job=job)
-    assert planned_memory(on_gpus, ZERO2, shape=shape) == (plan.planned_peak_bytes, plan.peak.allocated_bytes)
-    assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == (None, None)
-    assert planned_memory(on_gpus, ZERO2, shape=None) == (None, None)
+    on_cpu = comparison_on_gpus(tiny_model, cpu=True)
+    assert planned_memory(on_gpus, ZERO2, shape=shape) == plan
+    peaks = [planned_columns(spec, ZERO2, shape=shape).get("planned_peak_bytes") for spec in (on_gpus, on_cpu)]
+    assert peaks == [plan.planned_peak_bytes, None]
+    assert planned_memory(on_gpus, ZERO2, shape=None) is None
+
+
+def test_a_row_on_a_cpu_has_the_planned_states_of_a_gpu_in_bf16_or_in_the_dtype_given(tiny_model: Path) -> None:
+    """ZeRO-2 holds bf16 weights of 2 bytes; with `--bf16 false` everything is in fp32, as on the CPU."""
+    shape, on_cpu = read_model(str(tiny_model)), comparison_on_gpus(tiny_model, cpu=True)
+    in_fp32 = on_cpu.model_copy(update={"training_arguments": (*on_cpu.training_arguments, "--bf16", "false")})
+    plans = [planned_memory(spec, ZERO2, shape=shape) for spec in (on_cpu, in_fp32)]
+    assert [plan and plan.states.parameter_bytes // shape.num_params for plan in plans] == [2, 4]
 
 
 def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(tiny_model: Path) -> None:

@@ -48,7 +48,12 @@ def test_a_click_on_a_heading_sorts_and_rows_that_are_not_compared_stay_last(
         table = opened.page.locator("table.sheet").first
         orders = [table.locator("tbody th").all_inner_texts()]
         for _ in range(2):
-            table.get_by_role("button", name="step s").click()
+            table.get_by_role("button", name="grad.").click()
             orders.append(table.locator("tbody th").all_inner_texts())
-    ascending, descending = ["ddp", "zero2", "zero3", "fsdp2"], ["zero2", "ddp", "zero3", "fsdp2"]
-    assert orders == [ascending, ascending, descending]
+    ascending, descending = ["zero2", "ddp", "zero3", "fsdp2"], ["ddp", "zero2", "zero3", "fsdp2"]
+    assert orders == [descending, ascending, descending]
+
+
+def test_a_table_that_a_phone_cuts_off_says_that_it_scrolls(browser: Browser, reports: dict[str, Path]) -> None:
+    with open_page(browser, reports["gpus"], PHONE) as opened:
+        assert opened.page.locator("p.hint").first.inner_text() == "scroll the table sideways →"

@@ -16,12 +16,12 @@ from command_line import run_command
 from results_documents import (
     GIB,
     Document,
+    answer_text,
     bars,
     before_and_after,
     html_text,
     markdown_text,
     read,
-    summary_sentence,
     widths,
 )
 
@@ -30,6 +30,8 @@ def test_a_column_that_no_row_has_is_left_out_and_a_table_without_figures_too(re
     page = html_text(results)
     assert "MFU" not in page
     assert "peak\ndriver" not in page
+    results["method"]["repeats"] = 2
+    assert "<h2>Speed</h2>" in html_text(results)
     for row in results["rows"]:
         row.update(status="failed")
     assert "<h2>Speed</h2>" not in html_text(results)
@@ -63,17 +65,17 @@ def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_doe
     lines = markdown_text(made_up).splitlines()
     assert "| zero2 n2 | 4 | 4, 6, 8 | 6 | out_of_memory | backward | 84.00 | 78.00 |" in lines
     assert "| zero3 n2 | 8 | 4, 8 | none |  |  |  |  |" in lines
-    assert "the largest micro-batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in summary_sentence(made_up)
+    assert "the largest micro-batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in answer_text(made_up)
 
 
 # Charts
 
 
 def test_a_memory_bar_is_the_peak_in_parts_against_capacity_and_plan(made_up: Document) -> None:
-    """68 % of the line are the longest of all: ddp's plan of 86.3 GiB. zero2 n2 peaks at 55 GiB."""
+    """The longest of all is ddp's plan of 86.3 GiB. zero2 n2 peaks at 55 GiB."""
     memory, _ = bars(html_text(made_up), "zero2 n2")
-    parameters, gradients, optimizer, rest, _ = widths(memory)
-    scale = 68 / 86.3
+    parameters, gradients, optimizer, rest = widths(memory)
+    scale = 100 / 86.3
     assert sum((parameters, gradients, optimizer, rest)) == pytest.approx(55 * scale, abs=0.05)
     assert parameters == pytest.approx(8e9 / GIB * scale, abs=0.01)
     assert (optimizer / parameters, gradients / parameters) == pytest.approx((3, 0.5), abs=0.01)
@@ -85,14 +87,14 @@ def test_a_row_that_ran_out_of_memory_shows_what_was_measured_and_planned(made_u
     memory, speeds = bars(html_text(made_up), "ddp")
     assert "out_of_memory in step, 74.10 GiB measured" in memory
     assert 'class="hatch"' in memory
-    assert '<u class="tick" style="left:68.00%">' in memory
+    assert '<u class="tick" style="left:100.00%">' in memory
     assert "<i" not in speeds
 
 
 def test_a_speed_has_its_interval_and_one_without_parity_has_no_bar(made_up: Document) -> None:
     page = html_text(made_up)
     speeds = bars(page, "zero3 n4")[1]
-    scale = 68 / 50571.5  # the longest: the upper end of zero2 n4
+    scale = 100 / 50571.5  # the longest: the upper end of zero2 n4
     low, high = 44208.3, 45191.7
     found = re.search(r'class="span" style="left:([\d.]+)%;width:([\d.]+)%', speeds)
     assert found is not None
@@ -107,7 +109,7 @@ def test_an_interval_far_beyond_the_others_ends_open_and_does_not_shrink_the_oth
     speeds = bars(page, "zero2 n2")[1]
     assert 'class="span open"' in speeds
     assert "27,000 (2,000 to 400,000)" in speeds
-    assert widths(bars(page, "zero2 n4")[1])[0] == pytest.approx(68 / 1.5, abs=0.01)  # the fastest
+    assert widths(bars(page, "zero2 n4")[1])[0] == pytest.approx(100 / 1.5, abs=0.01)  # the fastest
 
 
 def test_a_long_curve_is_thinned_in_the_page(results: Document) -> None:
@@ -139,7 +141,10 @@ def test_what_became_faster_is_claimed_only_where_intervals_separate(made_up: Do
     assert paired.pairs[1].interval == pytest.approx((1.1 * 26_838 / 27_162, 1.1 * 27_162 / 26_838))
 
 
-def test_single_runs_support_no_claim(results: Document) -> None:
+def test_single_runs_support_no_claim_and_show_no_speeds_of_a_cpu(results: Document) -> None:
+    assert before_and_after(results, results).summary == "4 rows are in both."
+    assert "| 400 |" not in before_and_after(results, results).rendered("md")
+    results["environment"]["device"] = "cuda"
     assert before_and_after(results, results).summary == (
         "4 rows are in both; nothing is claimed of 2 single runs (ddp-n2, zero2-n2)."
     )

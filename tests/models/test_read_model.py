@@ -98,8 +98,7 @@ def test_a_configuration_without_sense_is_refused_by_field(fields: dict[str, Any
         ("some one/model", "is neither a folder nor a hub id"),
     ],
 )
-def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.read_model._is_reachable", lambda _: False)
+def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str) -> None:
     with pytest.raises(ToolkitError, match=said):
         read_model(model)
 

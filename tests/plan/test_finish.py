@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,45 @@ def test_packed_rows_are_counted_with_the_models_tokenizer(tmp_path: Path, tiny_
         work_of(options, PlannedJob(packing=True), str(LLAMA_8B_CONFIG))
 
 
-def test_no_time_is_planned_for_methods_whose_speed_is_unknown() -> None:
-    job = PlannedJob(method=Method(method="dpo"))
-    with pytest.raises(ToolkitError, match="no speed of dpo is known"):
-        work_of(PlanOptions(dataset_tokens=10), job, "MODEL")
+@pytest.mark.parametrize(
+    ("method", "counted", "steps"),
+    [
+        ("dpo", Work(tokens=2401), 3),  # 13 pairs of two rows of 100: 7 batches on one group
+        ("kto", Work(tokens=2401), 5),
+        ("grpo", Work(rows=3), 4),  # 8 completions of each prompt
+    ],
+)
+def test_a_pair_has_two_rows_and_a_prompt_as_many_as_are_generated(method: str, counted: Work, steps: int) -> None:
+    assert counted.steps(replace(JOB, method=Method(method=method)), groups=1) == steps
+
+
+def test_the_rows_of_somebodys_preferences_are_counted_whatever_their_columns(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"chosen": "a", "rejected": "b"}\n' * 7)
+    assert work_of(PlanOptions(dataset=file), PlannedJob(method=Method(method="dpo")), "MODEL") == Work(rows=7)
+
+
+def test_tokens_do_not_say_how_many_prompts_there_are() -> None:
+    with pytest.raises(ToolkitError, match="does not say how many prompts grpo generates from"):
+        work_of(PlanOptions(dataset_tokens=10), PlannedJob(method=Method(method="grpo")), "MODEL")
+
+
+def test_precomputing_takes_the_forwards_of_one_epoch_and_no_time_of_a_step(capsys: Capsys) -> None:
+    words = [*WORDS, "--per-device-train-batch-size", "1", "--dataset-tokens", "1_000_000", "--num-train-epochs", "3"]
+    found = [json_of([*words, "--method", "dpo", *more], capsys) for more in ([], ["--precompute-ref-log-probs"])]
+    (during,), (before,) = (each["plans"] for each in found)
+    scored = during["step_seconds_estimate"] - before["step_seconds_estimate"]
+    # 62 steps of 8 pairs; under ZeRO-3, a forward during training gathers the reference besides
+    assert 0 < before["finish"]["precompute_hours"] <= 62 * scored / 3600
+    assert during["finish"]["precompute_hours"] == 0
+    expected = before["finish"]["steps"] * before["step_seconds_estimate"] / 3600 + before["finish"]["precompute_hours"]
+    assert before["finish"]["hours"] == pytest.approx(expected)
+
+
+def test_people_read_that_generation_is_not_in_the_time(capsys: Capsys) -> None:
+    _, out, _ = run_command([*WORDS, "--method", "grpo", "--max-steps", "10"], capsys)
+    assert "10 steps, at least " in out
+    assert "without generation, which is not planned" in out
 
 
 def test_prices_are_read_by_name_and_refused_if_they_are_none() -> None:

@@ -305,6 +305,9 @@ def difference(found: dict[str, Any]) -> float:
     )
     plan = plan_memory(read_model(case["config"]), load_preset(case["preset"]), world_size=case["world_size"], job=job)
     assert phase(plan, "step").reference_bytes == found["states"]["reference"]
+    if not generates:  # others score where they generate
+        scored = method.scoring_forwards * job.rows
+        assert found["rows"] == {"graph": job.rows} | ({"no_graph": scored} if scored else {})
     phases = [each for each in plan.phases if each.phase in {"score", *found["peaks"]}]
     peak = max(each["total_bytes"] for each in found["peaks"].values())
     error = max(each.allocated_bytes for each in phases) / peak - 1

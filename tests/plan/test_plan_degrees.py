@@ -13,11 +13,11 @@ from model_configs import llama_8b, small_shape
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import NOT_NEEDED, RecommendRequest, train_command
+from toolkit.plan.candidates import NOT_NEEDED, RecommendRequest
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.plan.recommend import recommend
-from toolkit.plan.recommendation import compare_command
+from toolkit.plan.recommendation import compare_command, train_command
 from toolkit.presets import list_presets, load_preset
 
 H100, MODEL = find_gpu("h100-sxm"), str(LLAMA_8B_CONFIG)
@@ -50,13 +50,13 @@ def test_the_command_plans_a_layout_and_its_traffic_by_dimension(capsys: pytest.
 
 
 def test_a_degree_is_given_to_the_presets_that_have_its_dimension() -> None:
-    layouts = {plan.preset: plan.layout for plan in make_plans(request("fsdp2", "tp", "cp", tp=4, cp=2))}
+    layouts = {plan.preset.name: plan.setup.layout for plan in make_plans(request("fsdp2", "tp", "cp", tp=4, cp=2))}
     tp, cp = ParallelLayout(dp_replicate=2, tp=4), ParallelLayout(dp_shard=4, cp=2)
     assert layouts == {"fsdp2": None, "tp": tp, "cp": cp}
 
 
 def test_without_named_presets_those_of_the_given_degrees_are_planned_beside_data_parallelism() -> None:
-    alone, tp, cp = ({plan.preset for plan in make_plans(request(**how))} for how in ({}, {"tp": 2}, {"cp": 2}))
+    alone, tp, cp = ({plan.preset.name for plan in make_plans(request(**how))} for how in ({}, {"tp": 2}, {"cp": 2}))
     assert {"ddp", "fsdp2"} <= alone
     assert (tp - alone, cp - alone) == ({"tp", "fsdp2_tp", "hsdp_tp"}, {"cp"})
 

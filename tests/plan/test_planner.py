@@ -16,7 +16,7 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.job.job import Job
-from toolkit.plan.candidates import best_candidates
+from toolkit.plan.candidates import best_candidates, best_first
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_table import PlanAnswer, are_states_checked, print_plans, summary
 from toolkit.plan.planned_job import PlannedJob, check_planned_job
@@ -27,7 +27,6 @@ from toolkit.plan.planner import (
     plan_request,
     plan_run,
     plan_run_here,
-    simplest_fast,
 )
 from toolkit.plan.recommend import recommend, recommend_request
 from toolkit.presets import list_presets, load_preset
@@ -57,11 +56,11 @@ def test_without_a_batch_each_preset_is_planned_as_recommend_would_use_it() -> N
     plans = make_plans(plan_request(LLAMA_8B, PlanOptions(num_processes=(8,), **options)))  # type: ignore[arg-type]
     asked = recommend_request(LLAMA_8B, RecommendOptions(num_processes=8, **options))  # type: ignore[arg-type]
     best = {each.preset.name: chosen(each.job) for each in best_candidates(asked, list_presets())}
-    found = {plan.preset: chosen(plan.job) for plan in plans if plan.preset in best}
+    found = {plan.preset.name: chosen(plan.job) for plan in plans if plan.preset.name in best}
     assert found == {name: best[name] for name in found}
     assert {recomputes for _, _, recomputes in found.values()} == {False, True}
     choice = recommend(asked, list_presets()).choice
-    assert simplest_fast([plan for plan in plans if plan.verdict == "fits"]).preset == choice.preset.name
+    assert best_first([plan for plan in plans if plan.fits])[0].preset.name == choice.preset.name
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_on
 
 
 def test_a_preset_that_does_not_support_the_world_size_is_left_out_or_if_named_an_error() -> None:
-    names = {plan.preset for plan in make_plans(request(world_sizes=(1,)))}
+    names = {plan.preset.name for plan in make_plans(request(world_sizes=(1,)))}
     assert "single" in names
     assert not names & {"fsdp2", "zeropp", "fsdp2_hybrid"}
     with pytest.raises(ToolkitError, match="'zeropp' needs at least 8 processes"):
@@ -166,7 +165,7 @@ def test_the_verdict_is_one_line_with_the_fewest_gpus_and_the_next_larger_batch(
 def test_a_verdict_of_fits_prefers_presets_that_keep_everything_on_the_gpu() -> None:
     how = request(per_device_train_batch_size=2)
     plans = make_plans(how)
-    assert any(plan.verdict == "fits" and "offload" in plan.preset for plan in plans)
+    assert any(plan.verdict == "fits" and "offload" in plan.preset.name for plan in plans)
     assert "offload" not in summary(PlanAnswer(request=how, plans=plans))[0]
 
 

@@ -19,11 +19,11 @@ from model_configs import llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.plan import recommendation
-from toolkit.plan.candidates import RecommendRequest, best_candidates, train_command
+from toolkit.plan.candidates import RecommendRequest, best_candidates
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.recommend import Recommendation, recommend, recommend_request
-from toolkit.plan.recommendation import compare_command, failure_loss, recommendation_json, scaling_curve
+from toolkit.plan.recommendation import compare_command, failure_loss, recommendation_json, scaling_curve, train_command
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 

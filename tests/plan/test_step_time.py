@@ -20,6 +20,7 @@ from toolkit.models.flops import flops_of
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.methods import Method
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import CALIBRATION, PAIR_SPREAD, Calibration, MeasuredStep, StepTime, step_time
 from toolkit.presets import load_preset
@@ -313,3 +314,26 @@ def test_what_a_measured_run_and_a_plan_share_widens_nothing_and_its_own_speed_m
     assert own.step_seconds == pytest.approx((fast, 1.1 * fast))
     assert (other.wider_for, other.calibrated_by) == ((), "runs/a")
     assert other.step_seconds[0] >= other.fastest_seconds == pytest.approx(fast)
+
+
+def test_a_reference_costs_a_forward_which_is_a_third_of_a_full_step_and_the_interval_says_that_none_is_published() -> (
+    None
+):
+    """Two rows per pair; without activation checkpointing, on one GPU."""
+    setup = replace(SETUP, shape=mpt(*MPT["1b"]), preset=load_preset("single"), world_size=1)
+    sft, orpo, dpo, ahead = (
+        step_time(replace(setup, job=replace(JOB, method=method, per_device_train_batch_size=rows)), A100)
+        for method, rows in (
+            *((Method(), 8), (Method(method="orpo"), 4), (Method(method="dpo"), 4)),
+            (Method(method="dpo", precompute_ref_log_probs=True), 4),
+        )
+    )
+    assert sft
+    assert orpo
+    assert dpo
+    assert ahead
+    assert orpo.estimate_seconds == sft.estimate_seconds
+    assert dpo.compute_seconds == pytest.approx(4 / 3 * sft.compute_seconds, rel=1e-3)
+    assert dpo.wider_for == ("a method without published speeds",)
+    assert ahead.compute_seconds == sft.compute_seconds
+    assert ahead.precompute_seconds == pytest.approx(dpo.compute_seconds - sft.compute_seconds)

@@ -2,10 +2,10 @@
 
     python trace_methods.py CASES.json TOKENIZER_FOLDER
 
-All cases of one call have one preset and one world size. Prints a line of JSON for each: peaks by phase and part, and
-the bytes of the model states. Values that only logging reads are made up: a scalar that is read is 1, and a mask is
-true everywhere, so that all tokens count as completion. TRL's Triton kernels, which no CPU has, are replaced by
-functions that allocate what those allocate.
+All cases of one call have one preset and one world size. Prints a line of JSON for each: peaks by phase and part, the
+bytes of the model states, and the rows of forwards with a graph and without. Values that only logging reads are made
+up: a scalar that is read is 1, and a mask is true everywhere, so that all tokens count as completion. TRL's Triton
+kernels, which no CPU has, are replaced by functions that allocate what those allocate.
 """
 
 from __future__ import annotations
@@ -242,7 +242,15 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
         patches(stack, case)
         trainer = made_trainer(case, tokenizer)
         wrapped = prepared(trainer)
-        original = trainer.compute_loss
+        original, forwards = trainer.compute_loss, Counter[str]()
+
+        def count(_: Any, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            forwards["graph" if torch.is_grad_enabled() else "no_graph"] += hidden.shape[0]
+
+        for model in filter(None, (wrapped, getattr(trainer, "ref_model", None))):
+            first = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
+            first.register_forward_pre_hook(count, with_kwargs=True)
 
         def compute_loss(*given: Any, **named: Any) -> Any:
             with memory.phase("forward"):
@@ -275,7 +283,7 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
             for serial, (tag, size) in memory.peaks[phase].storages.items():
                 parts[next((part for part, serials in states.serials.items() if serial in serials), tag)] += size
             found[phase] = {"total_bytes": memory.peaks[phase].total_bytes, "parts": dict(parts.most_common())}
-    return {"peaks": found, "states": states.bytes}
+    return {"peaks": found, "states": states.bytes, "rows": dict(forwards)}
 
 
 def main() -> None:

@@ -112,10 +112,10 @@ def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset
 
 
 def python_of(options: JobOptions, *, shares_files: bool) -> str:
-    """Return the Python of the nodes: as given; this one where they see its files; otherwise the first on the PATH."""
+    """Return the Python of the nodes, quoted: as given; this one where they see its files; or the first on the PATH."""
     if options.python is not None:
-        return options.python
-    return os.path.abspath(sys.executable) if shares_files and options.container is None else "python"  # noqa: PTH100
+        return shlex.quote(options.python)
+    return shlex.quote(os.path.abspath(sys.executable) if shares_files and options.container is None else "python")  # noqa: PTH100
 
 
 def group_arguments(words: Sequence[str]) -> list[str]:

@@ -91,7 +91,7 @@ def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
         )
     # An interrupted run goes back into the queue if it has checkpoints to resume from.
     requeues = slurm.requeue and job.job.saves_checkpoints
-    python = shlex.quote(python_of(job.options, shares_files=True))
+    python = python_of(job.options, shares_files=True)
     script = node_script(job, PLACE, python=python)
     values = sbatch_values(job.options, slurm, output_dir=job.output_dir, preset=job.preset)
     return render("slurm.sbatch.j2", job.options, job=job, name=job.name, requeues=requeues, script=script, **values)
@@ -101,7 +101,7 @@ def sbatch_values(
     options: JobOptions, slurm: SlurmOptions, *, output_dir: Path, preset: PresetSpec | None
 ) -> dict[str, Any]:
     """Return what every sbatch template needs; `inside` precedes a command that runs in an apptainer container."""
-    python = shlex.quote(python_of(options, shares_files=True))
+    python = python_of(options, shares_files=True)
     doctor = doctor_command(options, python, output_dir=output_dir, preset=preset)
     inside = ""
     if options.container is not None and slurm.container_runtime == "apptainer":
@@ -138,7 +138,7 @@ def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
         )
     output_dir = user_path(str(job.output_dir))
     compare = [
-        f"{shlex.quote(python_of(options, shares_files=True))} -m toolkit compare",
+        f"{python_of(options, shares_files=True)} -m toolkit compare",
         " ".join(f"--preset {shlex.quote(preset_word(load_preset(preset)))}" for preset in options.preset),
         f"--nproc-per-node {options.gpus_per_node} --num-processes {','.join(map(str, options.world_sizes))}",
         *([] if slurm.repeats is None else [f"--repeats {slurm.repeats}"]),

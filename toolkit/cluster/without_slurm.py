@@ -22,7 +22,7 @@ from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import RENDEZVOUS_PORT, Place, node_script, python_of, render
 from toolkit.cluster.options import Words, check_pattern, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, as_list, check_range
 
 _RESOURCE = "[a-z0-9]([-a-z0-9./]*[a-z0-9])?=[0-9]+[A-Za-z]*"
 _DNS_NAME = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -46,14 +46,28 @@ def read_mounts(mounts: Sequence[str], *, expected: str) -> list[NodeMount]:
     return [NodeMount(source, Path(path)) for source, _, path in (text.rpartition("=") for text in mounts)]
 
 
-def check_mounted(output_dir: Path, mounts: Sequence[NodeMount], *, example: str) -> None:
-    """Raise ToolkitError where the run folder is in no mount: each node would write into a folder of its own."""
+def check_mounted(job: ClusterJob, mounts: Sequence[NodeMount], *, example: str, workdir: str | None = None) -> None:
+    """Raise ToolkitError where the run folder is in no mount, or a model or file is where only this node sees it.
+
+    A mounted folder may exist here too; SkyPilot copies `workdir` to every node, and training starts in it.
+    """
+    output_dir = job.output_dir
     if not output_dir.is_absolute() or not any(output_dir.is_relative_to(mount.path) for mount in mounts):
         shown = ", ".join(str(mount.path) for mount in mounts) or "none"
         raise ToolkitError(
             f"--output_dir {output_dir} is in no folder that all nodes mount ({shown}): each would write its own",
             hint=f"`{example}`, and `--output_dir /runs/NAME`",
         )
+    for name in job.job.given if job.options.check_files else ():
+        for path in (Path(str(each)).expanduser() for each in as_list(job.job.value(name)) if name != "output_dir"):
+            mounted = path.is_absolute() and any(path.is_relative_to(mount.path) for mount in mounts)
+            copied = workdir is not None and not path.is_absolute() and os.path.exists(Path(workdir) / path)  # noqa: PTH110
+            if os.path.exists(path) and not mounted and not copied:  # noqa: PTH110  (`Path.exists` fails for long names)
+                raise ToolkitError(
+                    f"--{name} {path} is on this node, where the nodes of the job will not see it",
+                    hint="a hub id; a folder of `--mount`; `--workdir .` and a relative path (SkyPilot); or, "
+                    "if the image has it, `--no-check-files`",
+                )
 
 
 # -- Kubernetes
@@ -105,7 +119,7 @@ def manifest(job: ClusterJob, kubernetes: KubernetesOptions) -> str:
             f"--nodes {job.options.nodes} with --kind trainjob: Kubeflow Trainer v2 has a fixed number of nodes",
             hint="`--kind jobset`",
         )
-    check_mounted(job.output_dir, kubernetes.mounts, example="--mount my-claim=/runs")
+    check_mounted(job, kubernetes.mounts, example="--mount my-claim=/runs")
     # The names of the first two pods in the headless service of the JobSet.
     head, peer = (f"{job.name}-node-0-{index}.{job.name}" for index in (0, 1))
     place = Place(head=head, peer=peer if job.options.min_nodes > 1 else None)
@@ -171,7 +185,7 @@ def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
         )
     if sky.gpu is None and not job.options.cpu:
         raise ToolkitError("--gpu is missing: SkyPilot chooses the instance by its GPU", hint="`--gpu H100`")
-    check_mounted(job.output_dir, sky.mounts, example="--mount s3://my-bucket=/runs")
+    check_mounted(job, sky.mounts, example="--mount s3://my-bucket=/runs", workdir=sky.workdir)
     # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
     place = Place(head="$HEAD_NODE", peer="$PEER_NODE")
     resources = {
@@ -225,7 +239,7 @@ def script_file(job: ClusterJob, ssh: SshOptions) -> str:
         start_line=start_line(ssh, str(options.output or "job.sh")),
         folder=Path.cwd(),
         output_dir=job.output_dir,
-        script=node_script(job, place, python=shlex.quote(python_of(options, shares_files=True))),
+        script=node_script(job, place, python=python_of(options, shares_files=True)),
     )
 
 

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
+from toolkit.compare.answer import answer
 from toolkit.compare.build_results import at_price, build_results
-from toolkit.compare.comparison_report import console_table, summary_sentence, write_report
+from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
 from toolkit.compare.predictions import dry_run_text
@@ -19,6 +20,7 @@ from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
 from toolkit.compare.two_comparisons import before_and_after
+from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
@@ -51,6 +53,7 @@ def run_comparison(options: CompareOptions) -> None:
             print_message(ON_CPU_MESSAGE)
         if options.on_cpu and price is not None:
             print_message("--price-per-gpu-hour has no effect: no GPU is used")
+        compile_for_run(map(checked.spec.preset, checked.spec.preset_sources), on_cpu=options.on_cpu)
         try:
             with terminate_as_interrupt(), checked.progress:
                 runner = checked if options.find_max_batch is None else find_largest_batches(checked)
@@ -175,7 +178,7 @@ def report_both(before: Path, after: Path) -> None:
 
 
 def _publish(results: Results, folder: Path) -> None:
-    _print(console_table(results), [summary_sentence(results)], write_report(results, folder))
+    _print(console_table(results), answer(results.as_reported()).lines, write_report(results, folder))
 
 
 def _print(table: Table, lines: list[str], files: list[Path]) -> None:

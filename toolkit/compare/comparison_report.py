@@ -7,7 +7,6 @@ import io
 import json
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from toolkit.compare import tables_and_charts as tables
+from toolkit.compare.answer import answer
 from toolkit.compare.results import RESULTS_FILE, InstalledGpu, Results
-from toolkit.compare.rows import NOT_SUPPORTED, Failure, Row
+from toolkit.compare.rows import Failure, Row
+from toolkit.compare.significance import SAME_SPEED, verdict
 from toolkit.record.columns import column_of
 from toolkit.report.rendering import one_line, render, rich_table, write_report_file
-from toolkit.units import NOT_AVAILABLE, gib, number, percent, seconds, speed
+from toolkit.units import NOT_AVAILABLE, counted, gib, number, percent, seconds
 
 # https://owasp.org/www-community/attacks/CSV_Injection
 FORMULA = ("=", "+", "-", "@")
@@ -28,9 +29,6 @@ CSV_COLUMNS = tuple(key for key in Row.model_fields if column_of(Row, key).in_cs
 ONLY_IN_LEDGER = {"step_non_padding_tokens", "step_supervised_tokens", "batch_sha256"}
 # Two lines of a terminal: the complete message is in report.md.
 MESSAGE_CHARACTERS = 180
-CPU_SPEEDS = "CPU speeds (gloo) say nothing about GPU speeds"
-LabelledRow = tuple[str, Row]
-"""A row with the label that the report gives it."""
 NamesAndValues = list[tuple[str, str]]
 
 
@@ -61,11 +59,12 @@ def csv_text(results: Results) -> str:
 
 def report_text(results: Results, suffix: str) -> str:
     """Return a comparison as Markdown (`md`) or as a self-contained page (`html`)."""
-    return render(f"report.{suffix}.j2", **_content(results))
+    return render(f"report.{suffix}.j2", **_content(results.as_reported()))
 
 
 def console_table(results: Results) -> RichTable:
     """Return one line per row, in the order given; below them, why a row has no ratio."""
+    results = results.as_reported()
     table = rich_table(tables.row_table("comparison", results, narrow=True))
     reasons = {
         label: (row.status_text, row.parity_message if row.failed_parity else row.message or row.parity_message)
@@ -81,16 +80,20 @@ def console_table(results: Results) -> RichTable:
 def _content(results: Results) -> dict[str, Any]:
     rows = results.labelled_rows
     sections = {
-        "Memory of one rank": tables.row_table("memory", results).without_unknown_columns(),
+        "Memory of one rank": tables.row_table("memory", results),
         "Memory by phase: the first step of the largest rank": tables.phases_table(results),
-        "Speed": tables.row_table("speed", results).without_unknown_columns(),
-        "Efficiency and cost": tables.row_table("efficiency", results).without_unknown_columns(),
-        "Communication, saving, start-up": tables.row_table("overhead", results).without_unknown_columns(),
     }
+    if results.shows_speeds:
+        sections |= {
+            "Speed": tables.row_table("speed", results),
+            "Efficiency and cost": tables.row_table("efficiency", results),
+            "Communication, saving, start-up": tables.row_table("overhead", results),
+        }
     return {
         "results": results,
         "title": title(results),
-        "summary": summary_sentence(results),
+        "about": about(results),
+        "answer": answer(results),
         "notes": notes(results),
         "comparison": tables.row_table("comparison", results),
         "comparable": [row.comparable for row in results.rows],
@@ -101,11 +104,11 @@ def _content(results: Results) -> dict[str, Any]:
         "profiled_steps": tables.profiled_steps(results),
         "failures": [(label, row, failure_details(results, row)) for label, row in rows if not row.completed],
         "parity": tables.parity_table(results),
-        "parity_messages": [(label, row.parity_message) for label, row in rows if row.parity_message],
+        "messages": [(label, text) for label, row in rows for text in _messages(row)],
         "probes": tables.probes_table(results),
-        "sections": {name: table for name, table in sections.items() if table},
+        "sections": {name: table for name, table in sections.items() if table and table.has_figures},
         "scaling": tables.scaling_table(results),
-        "trials": tables.trials_table(results),
+        "trials": tables.trials_table(results) if results.shows_speeds else None,
         "method": _method(results),
         "job": _job(results),
         "environment": _environment(results),
@@ -113,9 +116,14 @@ def _content(results: Results) -> dict[str, Any]:
     }
 
 
+def _messages(row: Row) -> list[str]:
+    """What differs from the baseline, and what is wrong with a row that completed."""
+    return list(filter(None, (row.parity_message, row.message if row.completed else None)))
+
+
 def failure_details(results: Results, row: Row) -> str:
     """Return what a failed row measured before it ended; nothing for one that cannot run on this node."""
-    if row.status == NOT_SUPPORTED:
+    if row.unsupported:
         return ""
     failure = row.failure or Failure(kind=row.status, measured_bytes=results.peak_bytes(row))
     parts = {
@@ -190,53 +198,29 @@ def _gpu(gpu: InstalledGpu) -> str:
     return f"{gpu.name} ({'; '.join(parts)})"
 
 
-def summary_sentence(results: Results) -> str:
-    """Return speeds, memory and what did not complete; an order only where intervals support one."""
-    rows = results.labelled_rows
-    if not rows:
-        return "Nothing was compared: there are no rows."
-    clauses = [clause for size in results.world_sizes for clause in _world_size_clauses(results, size)]
-    scaled = [row for row in results.rows if row.preset == results.reference and row.scaling_efficiency]
-    if len(scaled) > 1:
-        first, last = (end(scaled, key=lambda row: row.world_size) for end in (min, max))
-        clauses.append(
-            f"from {first.world_size} to {last.world_size} processes {results.reference} becomes"
-            f" {last.speed_up or 0.0:.2f} times as fast ({percent(last.scaling_efficiency)} of ideal)"
-        )
-    ran = [
-        f"{row.per_device_train_batch_size} ({label})"
-        for label, row in rows
-        if any(probe.status == "completed" for probe in row.probes or ())
-    ]
-    clauses += [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
-    failed = [f"{label}: {row.status}" for label, row in rows if not row.completed and row.status != NOT_SUPPORTED]
-    left_out = {
-        "did not complete": failed,
-        "cannot run on this node": [label for label, row in rows if row.status == NOT_SUPPORTED],
-        "did not train the same problem": [label for label, row in rows if row.failed_parity],
-        "not ranked here, different by design": [f"{name} ({r.group})" for name, r in rows if r.completed and r.group],
-        "could not be checked against the baseline": [name for name, row in rows if row.unchecked],
-    }
-    clauses += [f"{len(names)} {why} ({', '.join(names)})" for why, names in left_out.items() if names]
-    clauses += [CPU_SPEEDS] if results.on_cpu else []
-    return "; ".join(clauses) + "."
-
-
 def title(results: Results) -> str:
     """Return what was compared, and on what."""
-    sizes = results.world_sizes
-    last = hardware_text(results, sizes[-1]) if sizes else results.environment.device
-    places = " and ".join([*map(str, sizes[:-1]), last])
-    script = "" if results.job.script is None else f" of {one_line(Path(results.job.script).name)}"
-    return f"Comparison{script}: {_presets(len({row.preset for row in results.rows}))} on {places}"
+    job, sizes = results.job, results.world_sizes
+    last = results.hardware(sizes[-1]) if sizes else results.environment.device
+    count = counted(len({row.preset for row in results.rows}), "preset")
+    return f"{_short(job.script or job.model)}: {count} on {' and '.join([*map(str, sizes[:-1]), last])}"
 
 
-def hardware_text(results: Results, world_size: int) -> str:
-    """Return what the processes ran on: `2 CPU processes`, `2 × NVIDIA H100`."""
-    if results.on_cpu:
-        return f"{world_size} CPU {'process' if world_size == 1 else 'processes'}"
-    names = {gpu.name for gpu in results.environment.gpus}
-    return f"{world_size} × {names.pop() if len(names) == 1 else 'GPU'}"
+def about(results: Results) -> str:
+    """Return the data, the hardware and the date in one line."""
+    job, environment = results.job, results.environment
+    datasets = [_short(name) for name in (job.dataset or "").split(", ") if name]
+    repeats = f"{counted(results.method.repeats, 'run')} of each"
+    cpu = f"{environment.cpu or 'CPU'}, {environment.cpu_count or NOT_AVAILABLE} cores" if results.on_cpu else None
+    versions = f"torch {environment.versions.get('torch', NOT_AVAILABLE)}"
+    facts = (", ".join(datasets) or None, job.compute_dtype, repeats, cpu, versions, results.created[:10])
+    return " · ".join(filter(None, facts))
+
+
+def _short(name: str | None) -> str:
+    """A hub id as it is, and the last part of a path."""
+    text = one_line(name or NOT_AVAILABLE)
+    return text if text.count("/") == 1 and text[0] not in "/~." else text.rstrip("/").rpartition("/")[2]
 
 
 def notes(results: Results) -> list[str]:
@@ -246,12 +230,20 @@ def notes(results: Results) -> list[str]:
     labelled = results.labelled_rows
     throttled = [f"{label} ({', '.join(row.throttle_reasons)})" for label, row in labelled if row.throttle_reasons]
     recompiled = [label for label, row in labelled if row.recompilations_after_first_steps]
+    planned = results.on_cpu and any(row.planned_gpu_state_bytes for row in rows)
     found: dict[str, object] = {
-        "Single runs, not ranked by significance: a small difference may be noise.": not repeated,
+        "Single runs: no interval, so no difference in speed can be claimed.": not repeated and not results.on_cpu,
+        "Single runs on a CPU: their speeds vary by tens of per cent and are not shown.": not results.shows_speeds,
         f"Intervals: {method.interval}; a difference is claimed only where the ratio's interval"
         f" ({100 * method.ratio_confidence:.4g} %) excludes 1.": repeated,
-        "Bytes are of one rank, the largest; tokens/s is of all ranks together, over the timed steps only.": True,
-        f"{CPU_SPEEDS}; bytes per rank do carry over.": results.on_cpu,
+        f"Unclear: the interval includes 1 and reaches further than {percent(SAME_SPEED)} from it; more repeats narrow"
+        " it.": repeated and any(verdict(row.ratio_interval) == "unclear" for row in rows),
+        "Bytes are of one rank, the largest.": True,
+        "tokens/s is of all ranks together, over the timed steps only.": any(row.has_speed for row in rows),
+        "From a CPU to GPUs, the number of elements per rank, sharding and parity carry over. Speeds do not, nor do"
+        " bytes: a CPU has everything in fp32, a GPU DeepSpeed's weights and gradients in bf16.": results.on_cpu,
+        "Planned on a GPU: the planner's bytes of the same job, preset and number of processes, in the preset's mixed"
+        " precision; no GPU measured them here.": planned,
         "A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.": results.on_cpu,
         "Parity failed: the row did not train the baseline's problem, so its speed is not compared.": any(
             row.failed_parity for row in rows
@@ -272,74 +264,3 @@ def notes(results: Results) -> list[str]:
         ),
     }
     return [note for note, applies in found.items() if applies]
-
-
-def _world_size_clauses(results: Results, world_size: int) -> list[str]:
-    """Fastest and smallest among the rows with one number of processes."""
-    same_size = [
-        (row.preset if label == f"{row.preset} n{world_size}" else label, row)  # the clause names the size
-        for label, row in results.labelled_rows
-        if row.world_size == world_size
-    ]
-    ranked = [(label, row) for label, row in same_size if row.comparable and row.has_speed and row.group is None]
-    start, count = "On" if world_size == results.world_sizes[0] else "on", _presets(len(same_size))
-    place = f"{start} {hardware_text(results, world_size)}, "
-    if not ranked:
-        return [f"{place}none of {count} can be ranked"]
-    among = count if len(ranked) == len(same_size) else f"the {len(ranked)} of {count} that can be compared"
-    label, top = max(ranked, key=lambda labelled: labelled[1].useful_speed)
-    repeated = all(row.repeated for _, row in ranked)
-    close = [name for name, row in ranked if row is not top and top.rank is None and not row.separated_from(top)]
-    if len(ranked) == 1 or not repeated:
-        speeds = _speeds_of_single_runs(ranked, among)
-    elif close:
-        speeds = f"no difference in speed is seen between {' and '.join([label, *close])}, the fastest of {among}"
-    else:
-        which = "that fits" if any(row.out_of_memory for _, row in same_size) else f"of {among}"
-        speeds = f"{label} is the fastest {which} ({speed(top.tokens_per_second)} tokens/s)"
-    if not repeated or any(row is not top and not row.separated_from(top) for _, row in ranked):
-        baseline = results.baseline(world_size)
-        label, top = next(((name, row) for name, row in ranked if row is baseline), (label, top))
-    return [place + speeds, *_least_memory(results, ranked, (label, top), repeated=repeated)]
-
-
-def _speeds_of_single_runs(ranked: Sequence[LabelledRow], among: str) -> str:
-    """The range of speeds; without intervals there is no order to claim."""
-    by_speed = sorted(ranked, key=lambda labelled: labelled[1].tokens_per_second or 0.0)
-    (slowest, low), (fastest, high) = by_speed[0], by_speed[-1]
-    if len(ranked) == 1:
-        return f"{fastest} ran at {speed(high.tokens_per_second)} tokens/s, with no comparable row beside it"
-    speeds = f"{speed(low.tokens_per_second)} ({slowest}) to {speed(high.tokens_per_second)} tokens/s ({fastest})"
-    return f"{among} ran at {speeds} in single runs, unranked"
-
-
-def _least_memory(
-    results: Results, ranked: Sequence[LabelledRow], relative_to: LabelledRow, *, repeated: bool
-) -> list[str]:
-    """The row that needs least memory, relative to the fastest, or to the baseline where no row is the fastest."""
-
-    def memory(row: Row) -> int | None:
-        return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
-
-    name, base = relative_to
-    others = [
-        (size, -row.useful_speed, label, row) for label, row in ranked if row is not base and (size := memory(row))
-    ]
-    if not (base_bytes := memory(base)) or not others:
-        return []
-    least, _, label, row = min(others, key=lambda other: other[:2])
-    less = percent(1 - least / base_bytes)
-    if least >= base_bytes or less == percent(0):
-        return [f"none {'holds fewer model-state bytes' if results.on_cpu else 'uses less memory'} than {name}"]
-    saved = f"holds {less} fewer model-state bytes" if results.on_cpu else f"uses {less} less memory"
-    ratio = row.useful_speed / (base.useful_speed or 1.0)
-    cost = f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
-    if not repeated:
-        cost = f"at {ratio:.2f} times its speed"
-    elif not row.separated_from(base):  # nothing is claimed
-        cost = "with no difference seen in speed"
-    return [f"{label} {saved} than {name} {cost}"]
-
-
-def _presets(count: int) -> str:
-    return f"{count} {'preset' if count == 1 else 'presets'}"

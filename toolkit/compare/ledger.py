@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
+from toolkit.compare.rows import MODEL_STATES, RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import complete_bytes, explain, read_json_lines
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
@@ -36,9 +36,8 @@ SPECIFIED = (
 )
 COMPUTED = ("layout", "ranks", "expected_masters")
 ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
+OF_FULLEST_RANK = (*MODEL_STATES, "accumulated_gradient_bytes")
 OF_FIRST_RANK = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
-# Of the rank that holds most of each.
-MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
 
 
 class _Record(RunRecord):
@@ -171,7 +170,7 @@ def read_run_record(
         return RunRecord.model_validate(
             {
                 **dict(measured),
-                **{part: largest(getattr(rank, part) for rank in ranks) for part in MODEL_STATES},
+                **{part: largest(getattr(rank, part) for rank in ranks) for part in OF_FULLEST_RANK},
                 **{fact: getattr(ranks[0], fact) for fact in OF_FIRST_RANK},
                 **({} if goodput is None else goodput.model_dump()),
                 "goodput_fraction": None if goodput is None else goodput.fraction,

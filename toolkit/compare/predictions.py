@@ -21,7 +21,7 @@ from toolkit.compare.ledger import (
     probes_of,
 )
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.rows import RowKey, Trial
+from toolkit.compare.rows import MODEL_STATES, RowKey, Trial
 from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
@@ -31,7 +31,7 @@ from toolkit.launch.preflight import check_dataset
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import plan_memory
+from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job
 from toolkit.plan.step_time import step_time
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
@@ -62,22 +62,26 @@ def read_shape(job: Job | None) -> ModelShape | None:
     return None
 
 
-def planned_memory(
-    spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None
-) -> tuple[int, int] | tuple[None, None]:
-    """Return the peak of one rank that the planner predicts on GPUs for sequences of full length.
-
-    First as the driver reports it for the process, then what the allocator holds of it; both are None on a CPU and
-    without a shape.
-    """
-    if spec.cpu or shape is None:
-        return None, None
+def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> MemoryPlan | None:
+    """Return the row's plan on GPUs, for sequences of full length; None without a shape, or for what is not planned."""
+    if shape is None:
+        return None
     with contextlib.suppress(ToolkitError):
-        job = PlannedJob.of(spec.job(row))
-        check_planned_job(job, shape)
-        plan = plan_memory(shape, spec.preset(row.preset), world_size=row.world_size, job=job)
-        return plan.planned_peak_bytes, plan.peak.allocated_bytes
-    return None, None
+        job, preset = spec.job(row), spec.preset(row.preset)
+        planned_job = PlannedJob.of(job)
+        check_planned_job(planned_job, shape)
+        mixed_precision = "no" if "bf16" in job.given and not job.bf16 else None
+        return plan_memory(shape, preset, world_size=row.world_size, job=planned_job, mixed_precision=mixed_precision)
+    return None
+
+
+def planned_columns(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> dict[str, int]:
+    """Return the row's columns that the planner knows: on a CPU, which has no such peak, the model states of a GPU."""
+    if (plan := planned_memory(spec, row, shape=shape)) is None:
+        return {}
+    states = {f"planned_gpu_{part}": int(getattr(plan.states, part)) for part in MODEL_STATES}
+    peak = {"planned_peak_bytes": plan.planned_peak_bytes, "planned_allocated_bytes": plan.peak.allocated_bytes}
+    return states if spec.cpu else states | peak
 
 
 def expected_duration(
@@ -150,7 +154,8 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
         outlook = _reason_to_skip(trial, records, unsupported)
         if outlook is None:
             durations[trial] = duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
-            memory = f"predicted memory {gib(planned_memory(at_largest, trial.row, shape=shape)[0])}"
+            planned = planned_columns(at_largest, trial.row, shape=shape)
+            memory = f"predicted memory {gib(planned.get('planned_peak_bytes'))}"
             outlook = f"duration {NOT_AVAILABLE}, {memory}"
             if duration is not None:
                 span = _range(duration.low, duration.high)

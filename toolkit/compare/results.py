@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from toolkit.compare.rows import Row, RunRecord
+from toolkit.compare.rows import Row, RunRecord, Shareable
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json
 from toolkit.files.reading import user_path
@@ -88,12 +88,12 @@ class ComparedJob(Model):
     """Script or module of somebody's own that every row trains with; null for the toolkit's."""
     script_sha256: str | None = None
     """Digest of its file."""
-    model: str | None
+    model: Shareable | None
     """Hub id or folder of the model; null with a script of somebody's own, as the next."""
-    dataset: str | None
+    dataset: Shareable | None
     """Hub id or file of the data; several with `, ` between them."""
-    training_arguments: Annotated[tuple[str, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
-    """What followed `--`, as the training script received it; each secret is `***`."""
+    training_arguments: Annotated[tuple[Shareable, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
+    """What followed `--`, with paths relative to the working directory or to `~`; each secret is `***`."""
     stop_after_steps: PositiveCount | None = None
     """Steps after which each trial of somebody's own script was stopped; null: where it ends."""
     untimed_steps: Count
@@ -172,6 +172,26 @@ class Results(Model):
             return f"{row.preset} n{row.world_size}" if sizes[row.key] == 1 else row.trial
 
         return [(label(row), row) for row in self.rows]
+
+    def hardware(self, world_size: int) -> str:
+        """Return what the processes ran on: `2 CPU processes`, `2 × NVIDIA H100`."""
+        if self.on_cpu:
+            return f"{world_size} CPU {'process' if world_size == 1 else 'processes'}"
+        names = {gpu.name for gpu in self.environment.gpus}
+        return f"{world_size} × {names.pop() if len(names) == 1 else 'GPU'}"
+
+    @property
+    def shows_speeds(self) -> bool:
+        """False for single runs on a CPU: their speeds vary by tens of per cent, and no interval says so."""
+        return not self.on_cpu or self.method.repeats > 1
+
+    def as_reported(self) -> Results:
+        """Return the results as reports show them."""
+        if self.shows_speeds:
+            return self
+        return self.updated(
+            rows=[row.without_speeds() for row in self.rows], trials=[trial.without_speeds() for trial in self.trials]
+        )
 
     def baseline(self, world_size: int) -> Row | None:
         """Return the baseline's completed row with the same number of processes."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
+from toolkit.files.reading import shareable
 from toolkit.files.secrets import hide_secrets
 from toolkit.record import status
 from toolkit.record.columns import (
@@ -36,7 +37,11 @@ RowStatus = Literal[status.RunStatus, "not_supported"]
 NOT_SUPPORTED: Literal["not_supported"] = "not_supported"
 """Status of a row that cannot run on this node; no run has it."""
 PARITY_FAILED: Literal["parity failed"] = "parity failed"
+# Keys of the parts, each of the rank that holds most of it.
+MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 Difference = Literal["reference", "faster", "slower", "no difference seen"]
+Shareable = Annotated[str, AfterValidator(shareable)]
+"""Paths in it are relative to the working directory, or to `~`."""
 Fact = bool | int | float | str | list[Any] | None
 """A value that all ranks share, or the list of theirs where they differ."""
 
@@ -244,8 +249,8 @@ class _Outcome(Model):
     """In kept steps: until every rank had its batch, and for the slowest rank."""
     run_folder: Annotated[str, Column(repeats=Repeats.MIDDLE)] = ""
     """The trial's run folder, relative to `results.json`."""
-    command: Annotated[str, AfterValidator(hide_secrets)] = ""
-    """The command that runs the trial again; each secret is `***`."""
+    command: Annotated[Shareable, AfterValidator(hide_secrets)] = ""
+    """The command that runs the trial again, in the working directory of the comparison; each secret is `***`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -254,11 +259,19 @@ class _Outcome(Model):
         if not isinstance(values, dict):
             return values
         if values.get("parity") == PARITY_FAILED:
-            speeds = [key for key in cls.model_fields if column_of(cls, key).is_speed]
-            values = values | dict.fromkeys(speeds) | {"step_seconds": ()}
+            values = values | cls._no_speeds()
         if values.get("status") != status.COMPLETED:
             values = values | {"ratio_to_reference": None}
         return values
+
+    @classmethod
+    def _no_speeds(cls) -> dict[str, Any]:
+        speeds = [key for key in cls.model_fields if column_of(cls, key).is_speed]
+        return dict.fromkeys(speeds) | {"step_seconds": ()}
+
+    def without_speeds(self) -> Self:
+        """Return the same without speeds and what is derived from them."""
+        return self.updated(**self._no_speeds())
 
     @property
     def key(self) -> RowKey:
@@ -269,6 +282,11 @@ class _Outcome(Model):
     def completed(self) -> bool:
         """All steps ran: only then are there figures to compare."""
         return self.status == status.COMPLETED
+
+    @property
+    def unsupported(self) -> bool:
+        """It cannot run on this node."""
+        return self.status == NOT_SUPPORTED
 
     @property
     def out_of_memory(self) -> bool:
@@ -294,9 +312,11 @@ class _Outcome(Model):
     @property
     def model_state_bytes(self) -> int | None:
         """Parameters, gradients and optimizer states of one rank; None where one of them is unknown."""
-        parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes)
-        known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+        return self._sum_of_states("")
+
+    def _sum_of_states(self, prefix: str) -> int | None:
+        parts = [getattr(self, prefix + part) for part in MODEL_STATES]
+        return None if None in parts else sum(parts)
 
 
 class RunRecord(Measurements, _Outcome):
@@ -375,6 +395,13 @@ class Row(SideRunFigures, Figures, _Outcome):
     CPU or without a plan."""
     planned_allocated_bytes: Annotated[Bytes, Column(unit="bytes")] = None
     """The part of it that the allocator holds at the peak: compare with `peak_allocated_bytes`; null without a plan."""
+    planned_gpu_parameter_bytes: Annotated[Bytes, Column("param. on\na GPU, plan\n{unit}", unit="bytes")] = None
+    """`parameter_bytes` that the planner gives for the same job and number of GPUs, in the preset's mixed precision: on
+    a CPU everything is in fp32, where DeepSpeed holds bf16 parameters and gradients on a GPU. Null without a plan."""
+    planned_gpu_gradient_bytes: Annotated[Bytes, Column("grad. on\na GPU, plan\n{unit}", unit="bytes")] = None
+    """`gradient_bytes` in the same plan."""
+    planned_gpu_optimizer_bytes: Annotated[Bytes, Column("optim. on\na GPU, plan\n{unit}", unit="bytes")] = None
+    """`optimizer_bytes` in the same plan."""
     flops_per_token: Annotated[FlopsPerToken | None, Column(in_csv=False)] = None
     """FLOPs of one token; null where the model's shape is unknown."""
     mfu: Annotated[Measured, Column("MFU", _tenths_of_percent, is_speed=True, only_if_known="mfu")] = None
@@ -399,6 +426,11 @@ class Row(SideRunFigures, Figures, _Outcome):
         return self.per_device_train_batch_size if self.probes or self.layout else None
 
     @property
+    def planned_gpu_state_bytes(self) -> int | None:
+        """Model states of one rank that the planner gives for GPUs."""
+        return self._sum_of_states("planned_gpu_")
+
+    @property
     def useful_speed(self) -> float:
         """Tokens per second without padding, by which rows are compared; with it where padding was not counted."""
         return self.non_padding_tokens_per_second or self.tokens_per_second or 0.0
@@ -417,13 +449,3 @@ class Row(SideRunFigures, Figures, _Outcome):
     def repeated(self) -> bool:
         """True if its speed has a confidence interval: without one, no difference from another row is claimed."""
         return self.tokens_per_second_interval is not None
-
-    def separated_from(self, other: Row) -> bool:
-        """Return True where the comparison claims that the speeds of two rows of one `world_size` differ.
-
-        A row with a rank is separated from every other; a difference is one from the baseline.
-        """
-        if self.rank is not None or other.rank is not None:
-            return True
-        claimed = [row.difference for row, base in ((self, other), (other, self)) if base.difference == "reference"]
-        return any(difference in ("faster", "slower") for difference in claimed)

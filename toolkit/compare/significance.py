@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.compare.rows import Difference, Row, RowKey, RunRecord
 from toolkit.record.columns import Interval
@@ -37,6 +37,9 @@ METHOD = (
     " 99 %, or more where over 5 rows are compared, so that a comparison without differences claims one at most once"
     " in twenty"
 )
+# Two presets are equally fast where the interval of their ratio lies within this share of 1.
+SAME_SPEED = 0.05
+Verdict = Literal["faster", "slower", "same speed", "unclear"]
 SIMPSON_INTERVALS = 200
 # Tokens per second beyond every GPU; damaged times, not speeds, are outside of it and of its inverse.
 FASTEST = 1e30
@@ -80,6 +83,22 @@ def difference(ratio: Interval | None) -> Difference | None:
     if ratio is None:
         return None
     return "faster" if ratio[0] > 1 else "slower" if ratio[1] < 1 else "no difference seen"
+
+
+def verdict(ratio: Interval | None) -> Verdict | None:
+    """Return what a ratio's interval shows; an interval that includes 1 shows equality only if it is narrow.
+
+    >>> verdict((0.97, 1.02)), verdict((0.3, 2.1)), verdict((0.3, 0.98))
+    ('same speed', 'unclear', 'slower')
+    """
+    if (claim := difference(ratio)) == "no difference seen" and ratio is not None:
+        return "same speed" if ratio[0] >= 1 - SAME_SPEED and ratio[1] <= 1 + SAME_SPEED else "unclear"
+    return claim if claim in ("faster", "slower") else None
+
+
+def quotient(own: Interval, other: Interval) -> Interval:
+    """Return the interval between the extreme quotients of two intervals: wider than that of the quotient."""
+    return own[0] / other[1], own[1] / other[0] if other[0] else math.inf
 
 
 def student_t(confidence: float, freedom: float) -> float:

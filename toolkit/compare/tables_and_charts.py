@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Literal
 
 from toolkit.compare.results import Results
-from toolkit.compare.rows import NOT_SUPPORTED, Row, RunRecord
+from toolkit.compare.rows import MODEL_STATES, Row, RunRecord
+from toolkit.compare.significance import verdict
+from toolkit.record import status
 from toolkit.record.columns import Column, Format, column_of
 from toolkit.record.measurements import MEMORY_PHASES
 from toolkit.report import charts
 from toolkit.report.rendering import UNKNOWN, Cell, Heading, Table, number_cell, one_line, text_cell
-from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent, speed
+from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, interval, number, percent, speed
 
 TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
 # A longer name would make the heading of the ratio wider than its figures.
 LONGEST_SHORT_NAME = 6
 # Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
-COMPUTED = {"model_state_bytes": Column("model\nstates\n{unit}"), "of_baseline": Column("of\nbaseline", percent)}
+COMPUTED = {
+    "model_state_bytes": Column("model\nstates\n{unit}"),
+    "of_baseline": Column("of\nbaseline", percent),
+    "planned_gpu_state_bytes": Column("planned\non a GPU\n{unit}"),
+}
 # Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
 IN_COMPARISON = {
     "tokens_per_second": Column("tokens\n/s", column_of(Row, "tokens_per_second").show),
@@ -31,9 +39,10 @@ WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase", "row", "
 # Keys in the order of the table's columns.
 COLUMNS: dict[TableName, str] = {
     "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
-        cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes peak last_loss
-        ratio_to_reference""",
-    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_state_bytes of_baseline planned_peak_bytes
+        cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes
+        planned_gpu_state_bytes peak last_loss ratio_to_reference""",
+    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_state_bytes of_baseline
+        planned_gpu_parameter_bytes planned_gpu_gradient_bytes planned_gpu_optimizer_bytes planned_peak_bytes
         peak_allocated_bytes peak_reserved_bytes peak_driver_bytes peak_host_bytes peak_rank allocator_retries""",
     "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
         tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
@@ -44,8 +53,10 @@ COLUMNS: dict[TableName, str] = {
     "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",
     "trials": "tokens_per_second step_seconds_median timed_steps startup_seconds wall_seconds",
 }
-# Parts of the model states, in the order of their colors, and their keys in a row.
-PARTS = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+# Names of the model states in legends, in the order of their colors.
+PARTS = dict(zip(("parameters", "gradients", "optimizer"), MODEL_STATES, strict=True))
+# Losses that differ by less than this share of a chart's height are one line.
+SAME_LINE = 0.005
 # An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
 LONGEST_INTERVAL = 1.5
 # Two lanes in the row of a rank: compute and waiting for data above, communication below.
@@ -60,11 +71,16 @@ def results_unit(results: Results) -> ByteUnit:
 
 
 def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
-    """Return preset and status, then the figures of each row that completed; `narrow` for a terminal."""
+    """Return the figures of each row that completed, without columns that no row has; `narrow` for a terminal.
+
+    The status is a column only where it is not `completed` everywhere.
+    """
     unit, baseline = results_unit(results), one_line(results.reference)
     columns: dict[str, Column] = {}
     for listed in COLUMNS[name].split():
         key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == "peak" else listed
+        if key.startswith("planned_gpu_") and not results.on_cpu:  # there a rank measures them
+            continue
         column = COMPUTED[key] if key in COMPUTED else column_of(Row, key)
         if name == "comparison":
             column = IN_COMPARISON.get(key, column)
@@ -83,10 +99,32 @@ def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Tab
     ]
     rows = []
     for label, row in results.labelled_rows:
-        figures = [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
+        figures = [
+            ratio_cell(row)
+            if name == "comparison" and key == "ratio_to_reference"
+            else format_cell(_value(results, row, key), column, unit)
+            for key, column in columns.items()
+        ]
         figures = figures if row.completed else [UNKNOWN] * len(columns)
         rows.append([text_cell(label), text_cell(row.status_text), *figures])
-    return make_table(["preset", "status", *headings], rows)
+    return _without_equal_statuses(make_table(["preset", "status", *headings], rows)).without_unknown_columns()
+
+
+def _without_equal_statuses(table: Table) -> Table:
+    """Leave the second column out where every row completed."""
+    if any(row[1].text != status.COMPLETED for row in table.rows):
+        return table
+    return table.with_columns([index for index in range(len(table.headings)) if index != 1])
+
+
+def ratio_cell(row: Row) -> Cell:
+    """Return the ratio to the baseline with its interval, or `unclear` where that is too wide to tell."""
+    ratio, bounds = row.ratio_to_reference, row.ratio_interval
+    if ratio is None or bounds is None:
+        return number_cell(ratio, 2)
+    ends = interval(lambda end: number(end, 2 if end < 100 else 0))(bounds)
+    known = "unclear" if verdict(bounds) == "unclear" else number(ratio, 2)
+    return Cell(text=f"{known} ({ends})", value=ratio)
 
 
 def _value(results: Results, row: Row, key: str) -> object:
@@ -113,7 +151,8 @@ def trials_table(results: Results) -> Table | None:
         + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]
         for trial in results.trials
     ]
-    return make_table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
+    table = make_table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
+    return _without_equal_statuses(table).without_unknown_columns()
 
 
 def parity_table(results: Results) -> Table:
@@ -150,7 +189,7 @@ def phases_table(results: Results) -> Table | None:
         + [text_cell(row.memory_by_phase.bytes_of if row.memory_by_phase else NOT_AVAILABLE)]
         for label, row in results.labelled_rows
     ]
-    return make_table(["preset", "status", *names, "bytes of"], rows)
+    return _without_equal_statuses(make_table(["preset", "status", *names, "bytes of"], rows))
 
 
 def probes_table(results: Results) -> Table | None:
@@ -201,25 +240,48 @@ def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
 
 
 def losses_chart(results: Results) -> charts.LineChart | None:
-    """Return loss curves, earlier ones wider, so that one that coincides with another is visible; None without any."""
-    if not any(loss is not None for row in results.rows for loss in row.losses):
+    """Return loss curves, of which those that no eye could tell apart are one line; None without any."""
+    known = [loss for row in results.rows for loss in row.losses if loss is not None]
+    if not known:
         return None
+    groups: list[list[tuple[str, Row]]] = []
+    largest = 0.0
+    for label, row in results.labelled_rows:
+        name = label if row.status_text == status.COMPLETED else f"{label} ({row.status_text})"
+        for group in groups:
+            absolute, relative = _loss_differences(row, group[0][1])
+            if absolute <= SAME_LINE * (max(known) - min(known)):
+                largest = max(largest, relative)
+                group.append((name, row))
+                break
+        else:
+            groups += [[(name, row)]] if row.losses else []
+    exponent = math.floor(math.log10(largest)) if largest else 0
+    within = f"within {math.ceil(largest / 10.0**exponent)}e{exponent}" if largest else "exactly"
+    agreement = f"All agree {within}." if len(groups) == 1 else f"Presets on one line agree {within}."
     last = max(len(row.losses) for row in results.rows)
     return charts.LineChart(
         lines=charts.curves(
             (
-                label if row.status_text == "completed" else f"{label} ({row.status_text})",
-                [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None],
+                ", ".join(name for name, _ in group),
+                [(float(step), loss) for step, loss in enumerate(group[0][1].losses, 1) if loss is not None],
             )
-            for label, row in results.labelled_rows
-            if row.losses
+            for group in groups
         ),
-        y_format="{:.3f}",
         x_labels=[(1.0, "1"), (float(last), f"{last}")],
         x_name="step",
         title="loss by step",
-        note="Where curves coincide, an earlier one is the wider line behind a later one.",
+        note=agreement if any(len(group) > 1 for group in groups) else "",
     )
+
+
+def _loss_differences(row: Row, other: Row) -> tuple[float, float]:
+    """The largest difference of two curves, and the largest relative one; infinite where one of them lacks a step."""
+    pairs = list(zip_longest(row.losses, other.losses))
+    differences = [(abs(a - b), abs(a - b) / (abs(b) or 1.0)) for a, b in pairs if a is not None and b is not None]
+    if not pairs or len(differences) < len(pairs):
+        return math.inf, math.inf
+    return max(absolute for absolute, _ in differences), max(relative for _, relative in differences)
 
 
 def scaling_chart(results: Results) -> charts.LineChart | None:
@@ -238,10 +300,10 @@ def scaling_chart(results: Results) -> charts.LineChart | None:
         lines.append(charts.Line(points=own, label=preset, color=f"c{index % len(charts.CURVES)}", dots=True))
     return charts.LineChart(
         lines=lines,
-        y_format="{:.2f}×",
         x_labels=[(size, f"{size:.0f}") for size in sizes],
         x_name="processes",
         title="speed-up by number of processes",
+        y_unit="×",
     )
 
 
@@ -267,14 +329,15 @@ def profiled_steps(results: Results) -> charts.TimelineCharts:
 
 
 def memory_chart(results: Results) -> charts.BarChart:
-    """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
+    """Return one bar per row, by part, with the plan; on GPUs up to the allocated peak, with the GPU's memory."""
     unit, gpus = results_unit(results), results.environment.gpus
     bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
     capacity = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
     colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
     if any(color == "rest" for _, bar in bars for _, color in bar.segments):
         colors.append(("rest", "activations and the rest, up to the allocated peak"))
-    marks = [("tick", "planned")] * any(bar.tick for _, bar in bars)
+    plan = "planned on a GPU, in mixed precision" if results.on_cpu else "planned"
+    marks = [("tick", plan)] * any(bar.tick for _, bar in bars)
     marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
     return charts.BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
 
@@ -284,11 +347,13 @@ def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> charts.Bar:
 
     On a CPU a bar ends with the parts: resident memory of a process includes libraries.
     """
-    planned, peak = row.planned_allocated_bytes, None if results.on_cpu else row.peak_allocated_bytes
+    planned, peak = row.planned_allocated_bytes, row.peak_allocated_bytes
+    if results.on_cpu:
+        planned, peak = row.planned_gpu_state_bytes, None
     if not row.completed:
         failure = row.failure
         if failure is None or results.on_cpu or not row.out_of_memory:
-            return charts.Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+            return charts.Bar(segments=(), text=row.status, alarm=not row.unsupported)
         text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
         text += "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
         return charts.Bar(segments=() if measured is None else ((measured, None),), text=text, alarm=True, tick=planned)
@@ -306,8 +371,8 @@ def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> charts.Bar:
 
 
 def speed_chart(results: Results) -> charts.BarChart | None:
-    """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
-    if not results.rows:
+    """Return one bar per row with its interval, hatched where the speed is not comparable; None without any speed."""
+    if not any(row.has_speed for row in results.rows):
         return None
     bars = []
     longest = LONGEST_INTERVAL * max(
@@ -316,7 +381,7 @@ def speed_chart(results: Results) -> charts.BarChart | None:
     for label, row in results.labelled_rows:
         value, bounds = row.tokens_per_second, row.tokens_per_second_interval
         if not row.completed or row.failed_parity:
-            bars.append((label, charts.Bar(segments=(), text=row.status_text, alarm=row.status != NOT_SUPPORTED)))
+            bars.append((label, charts.Bar(segments=(), text=row.status_text, alarm=not row.unsupported)))
             continue
         segments = () if value is None else ((value, "speed" if row.comparable else None),)
         text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from toolkit.compare.results import Environment, Results
 from toolkit.compare.rows import Difference, Row
-from toolkit.compare.significance import difference
+from toolkit.compare.significance import difference, quotient
 from toolkit.compare.tables_and_charts import bytes_cell, format_cell, make_table, results_unit
 from toolkit.errors import ToolkitError
 from toolkit.record.columns import Column, Interval
@@ -40,7 +40,7 @@ class RowPair(NamedTuple):
         ratio, interval = new / old if old and new else None, None
         old_ends, new_ends = before.tokens_per_second_interval, after.tokens_per_second_interval
         if ratio is not None and old_ends and new_ends and old_ends[0]:
-            interval = new_ends[0] / old_ends[1], new_ends[1] / old_ends[0]
+            interval = quotient(new_ends, old_ends)
         return cls(before, after, ratio, interval, difference(interval))
 
 
@@ -132,7 +132,7 @@ def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
             hint="compare the same job again; `toolkit report DIR` reports each alone",
         )
     environment = _differences(_environment(before.environment), _environment(after.environment))
-    return BeforeAndAfter(before=before, after=after, environment=environment)
+    return BeforeAndAfter(before=before.as_reported(), after=after.as_reported(), environment=environment)
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:

@@ -21,12 +21,12 @@ from toolkit._version import __version__
 from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS, has_libaio_header
-from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.disks import disk_facts, existing_folder
 from toolkit.hardware.gpus import count_gpus, gpu_topology
 from toolkit.hardware.node import LIBRARIES, cpu_limit, describe_node, git_commit, memory_limit_bytes
 from toolkit.hardware.system_text import entries_of, output_of, text_of
+from toolkit.models.hub import hub_home, token_file
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
@@ -221,17 +221,6 @@ def usual_folders() -> dict[str, Path]:
     """Return the hub's cache, the toolkit's cache, and the folder for temporary files."""
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")
     return {"hub cache": hub_home(), "toolkit cache": cache_folder(), "temporary files": temporary}
-
-
-def hub_home() -> Path:
-    """Return the folder of the Hugging Face hub: its cache and its token."""
-    cache = os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache"
-    return user_path(os.environ.get("HF_HOME") or Path(cache) / "huggingface")
-
-
-def token_file() -> Path:
-    """Return the path of the hub's token, which may not exist."""
-    return Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token")
 
 
 def hub_login() -> str | None:

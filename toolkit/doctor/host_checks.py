@@ -19,15 +19,16 @@ import psutil
 from toolkit import cache
 from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, hub_home, usual_folders
+from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, usual_folders
 from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
-from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header
+from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header, stale_locks
 from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
 from toolkit.hardware.system_text import text_of
 from toolkit.installation import PACKAGE, TRAIN, install_line
 from toolkit.launch import nvme
+from toolkit.models.hub import hub_home, token_file
 from toolkit.units import GIB, MIB, gib
 from toolkit.versions import installed_version, torch_cuda_version, version_numbers
 
@@ -311,7 +312,7 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
 def hub(_: NodeReadings, outcome: Outcome) -> None:
     """The hub's cache (place, kind of disk), its token (present or not; never read), offline mode."""
     home, login, mount = hub_home(), report.hub_login(), mount_of(existing_folder(hub_home()))
-    token = report.token_file()
+    token = token_file()
     offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
     kind = mount.kind if mount else None
     outcome.measured = {"cache": str(home), "disk": kind, "token": login or "none", "offline": offline}
@@ -409,7 +410,9 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "not compiled: a note, since the first run compiles them; writable by others: an error", "docs/concepts/security.md"
+    "not compiled: a note, since the first run compiles them; writable by others, or locked by a compilation that was"
+    " killed: an error",
+    "docs/concepts/security.md",
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
@@ -419,6 +422,9 @@ def ops(_: NodeReadings, outcome: Outcome) -> None:
         cache.check_extensions_folder()
     except ToolkitError as error:
         outcome.add_refusal(error, "writable by others", "writable by you only")
+    for lock in stale_locks():
+        what = f"a compilation of {lock.parent.name} was killed: every run waits for its lock, without a message"
+        outcome.add(ERROR, what, lock, "no lock, or a process on this node that holds it", f"rm {lock}")
     if missing := [op for op in CPU_OPS if not compiled.get(op, True)]:
         what = "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it"
         outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", "python -m toolkit.doctor.ops")

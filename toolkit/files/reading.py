@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -12,6 +14,21 @@ from toolkit.units import KIB, MIB
 
 MAX_TEXT_BYTES = 64 * MIB
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
+
+
+def shareable(text: str) -> str:
+    """Return a path or a command with its paths relative to the working directory, or with `~` for the home folder.
+
+    >>> shareable(f"train --dataset {Path.cwd()}/rows.jsonl --model {Path.home()}/models/tiny")
+    'train --dataset rows.jsonl --model ~/models/tiny'
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # a deleted working directory, a user without a home folder
+        for folder, instead in ((Path.cwd(), ""), (Path.home(), "~/")):
+            if folder != Path(folder.anchor):
+                start = re.escape(f"{folder}/")
+                text = re.sub(rf"(?<![^\s=]){start}", instead, text)
+                text = re.sub(rf"(?<![^\s=])'{start}", f"{instead}'", text)  # no shell expands a quoted `~`
+    return text
 
 
 def user_path(text: str | Path) -> Path:

@@ -123,6 +123,11 @@ def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu |
     )
 
 
+def chosen_gpu(name: str | None, *, memory_gib: float | None, **numbers: float | None) -> Gpu:
+    """Return the GPU of a command's options: the named or visible one, with the numbers of `custom_gpu` replaced."""
+    return custom_gpu(named_or_visible_gpu(name, has_memory=memory_gib is not None), memory_gib=memory_gib, **numbers)
+
+
 def custom_gpu(
     listed: Gpu | None,
     *,
@@ -213,9 +218,7 @@ HOSTS = {
     **dict.fromkeys(("h100-sxm", "h200", "b200"), (256, "AWS p5, p5en and p6-b200.48xlarge")),
     **dict.fromkeys(("a100-40gb", "a100-80gb"), (144, "AWS p4d and p4de.24xlarge")),
     "l40s": (96, "AWS g6e.12xlarge"),
-    "l4": (48, "AWS g6.12xlarge"),
-    "a10g": (48, "AWS g5.12xlarge"),
-    "t4": (48, "AWS g4dn.12xlarge"),
+    **dict.fromkeys(("l4", "a10g", "t4"), (48, "AWS g6, g5 and g4dn.12xlarge")),
     "v100-16gb": (61, "AWS p3.16xlarge"),
     "v100-32gb": (96, "AWS p3dn.24xlarge"),
     "mi300x": (231, "Azure ND96isr MI300X v5"),

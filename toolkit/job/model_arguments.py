@@ -16,8 +16,8 @@ from toolkit.job.job import Job
 from toolkit.models.attention import KERNEL, attention_words
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
+from toolkit.models.hub import CONFIG
 from toolkit.models.lora import ALL_LINEAR
-from toolkit.models.read_model import CONFIG
 from toolkit.models.shape import ModelShape
 
 # Model type -> the name of its decoder layers in transformers; all other formulas have `model.layers`.

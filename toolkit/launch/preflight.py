@@ -26,7 +26,7 @@ from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch.resume import TrainingRun
 from toolkit.models.config_fields import read_config
-from toolkit.models.read_model import download_config, no_such_model
+from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.spec import PresetSpec

@@ -11,34 +11,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
-from toolkit.files.documents import MAX_SHOWN_PATH, parse_json, read_json
+from toolkit.files.documents import parse_json, read_json
 from toolkit.files.reading import user_path
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
+from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.versions import installed_version, model_types
 
-CONFIG = "config.json"
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
-HUB_SECONDS = 5
-UNGATED = "Qwen/Qwen3-8B"
-LOCAL = f"name a local folder that holds the model's {CONFIG}"
-UNREACHABLE = "Unreachable"
-LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 COUNTING_SECONDS = 300
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
@@ -203,100 +195,6 @@ def _check_type(fields: ConfigFields) -> None:
 
 def _known() -> str:
     return ", ".join(types_with_formulas())
-
-
-def download_config(model: str, *, revision: str | None = None) -> Path:
-    """Return the path of a hub model's config.json in the hub's own cache; downloads no weights.
-
-    Raises ToolkitError for an id that does not exist, is private or gated, and for a hub that cannot be reached.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would log every attempt
-    disable_progress_bars()
-    codes = {
-        GatedRepoError: "GatedRepo",
-        RevisionNotFoundError: "RevisionNotFound",
-        RemoteEntryNotFoundError: "EntryNotFound",
-        LocalEntryNotFoundError: UNREACHABLE,
-        RepositoryNotFoundError: "RepoNotFound",
-    }
-    try:
-        return Path(
-            hf_hub_download(model, CONFIG, revision=revision, local_files_only=not _is_reachable(hub_endpoint()))
-        )
-    except HFValidationError:
-        raise no_such_model(model) from None
-    except Exception as error:  # whatever it is, the ranks could not load the model either
-        code = next((code for kind, code in codes.items() if isinstance(error, kind)), None)
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        if code is not None or status is not None:
-            raise hub_refusal(model, code, status=status, revision=revision) from None
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ToolkitError(f"model {model!r} cannot be loaded from the hub: {why}", hint=LOCAL) from None
-
-
-def hub_endpoint() -> str:
-    """Return the address of the hub."""
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-
-
-def hub_refusal(
-    model: str, code: str | None, *, status: int | None = None, revision: str | None = None
-) -> ToolkitError:
-    """Return the error for a model that the hub refuses, by its answer's `X-Error-Code`, or `UNREACHABLE`."""
-    see = f"see {hub_endpoint()}/{model}"
-    reasons = {
-        "GatedRepo": (
-            f"model {model!r} is gated: its owner grants access to each account",
-            f"accept its terms on {hub_endpoint()}/{model}, then {LOGIN}; or use an ungated model such as {UNGATED}",
-        ),
-        "RevisionNotFound": (f"model {model!r} has no revision {revision!r}", see),
-        "EntryNotFound": (f"model {model!r} has no {CONFIG}", see),
-        UNREACHABLE: (
-            f"{model!r} is not a folder here, the hub cannot be reached, and the model is not in the hub's cache",
-            LOCAL,
-        ),
-        "RepoNotFound": (
-            f"model {model!r} is not on the hub, or it is private",
-            f"check the spelling; for a private or gated model, {LOGIN}",
-        ),
-    }
-    if code not in reasons and status in (401, 403):  # the answer to those who are not logged in
-        code = "RepoNotFound"
-    message, hint = reasons.get(str(code), (f"model {model!r}: the hub answers {status}", LOCAL))
-    return ToolkitError(message, hint=hint)
-
-
-def no_such_model(name: str) -> ToolkitError:
-    """Return the error for a name that can be neither a folder nor a hub id."""
-    return ToolkitError(
-        f"model {shown(name, limit=MAX_SHOWN_PATH)} is neither a folder nor a hub id",
-        hint="a hub id looks like `owner/name`; a folder must exist",
-    )
-
-
-def _is_reachable(endpoint: str) -> bool:
-    """Tried once, because the hub's client retries for half a minute; behind a proxy it is left to the client."""
-    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
-        return True
-    address = urlsplit(endpoint)
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        socket.create_connection((str(address.hostname), port), timeout=HUB_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 # Architectures without formulas whose planned tensors `tests/models/test_checked_counts.py` compares with those that

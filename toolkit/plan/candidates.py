@@ -1,6 +1,6 @@
 """Each preset at its best for a job: the largest micro-batch that fits, with or without activation checkpointing.
 
-Also here, since simulations need them too: why a preset is refused or does not fit, and the command that trains.
+Also here, since simulations need it too: why a preset is refused or does not fit.
 """
 
 from __future__ import annotations
@@ -8,25 +8,21 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
+from typing import Any, TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.job.accumulation import WHOLE
-from toolkit.job.job import Job
-from toolkit.models.read_model import hub_id
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
-from toolkit.plan.methods import SFT, Method, not_planned
+from toolkit.plan.methods import Method, not_planned
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import MeasuredStep, StepTime, step_time
+from toolkit.plan.step_time import MeasuredStep, StepTime, speed_row, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported
@@ -35,6 +31,7 @@ from toolkit.units import GIB, gib
 # Of 237 pairs of published rows with the same model, GPU and method and another preset, 89 % have a ratio of speeds
 # that is planned within 15 % (tests/plan/test_step_time.py): what a plan does not know of a GPU cancels.
 EQUAL_WITHIN = 1.15
+LARGEST_WORLD_SIZE = 1024  # of those that are searched
 OBJECTIVES = ("fastest", "least-memory")
 DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to what the GPUs can share
 NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
@@ -51,22 +48,28 @@ def default_global_batch(method: Method, world_size: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecommendRequest:
-    """What to train and on which hardware, with the model and GPU resolved."""
+class PlannedModel:
+    """A job on a model and a GPU, with what is known of the nodes, and what of its batch is to be found."""
 
     shape: ModelShape
     gpu: Gpu
+    job: PlannedJob
+    host_memory_bytes: int | None = None  # host memory of one node; None: what is typical for its GPUs
+    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
+    accumulation: int | None = None  # accumulation steps; None: those that fill the global batch
+    checkpointing: tuple[bool, ...] = (False, True)  # activation checkpointing that may be chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendRequest(PlannedModel):
+    """What to train and on which hardware, with the model and GPU resolved."""
+
     world_size: int
     global_batch_size: int  # sequences per optimizer step, over all GPUs and accumulation steps
-    job: PlannedJob  # length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
     """Disks of a node; None: it has none, and presets that need one are left out."""
-    host_memory_bytes: int | None = None  # host memory of one node; None: what is typical for its GPUs
-    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     data_parallel_size: int | None = None  # GPUs, or groups of GPUs, that train on different rows; None: each of them
-    accumulation: int | None = None  # accumulation steps; None: those that fill the global batch
-    checkpointing: tuple[bool, ...] = (False, True)  # what may be chosen
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:
@@ -130,20 +133,11 @@ class Candidate:
     setup: TrainingSetup
     memory: MemoryPlan
 
-    def on(self, gpu: Gpu) -> Candidate:
-        """Return the candidate on as many of another GPU."""
-        return replace(self, request=replace(self.request, gpu=gpu))
-
     @property
     def verdict(self) -> str:
         """Verdict for GPU and host: `fits`, `too_close` or `does_not_fit`."""
         gpu, host = self.request.gpu.memory_bytes, self.request.node_memory_bytes
         return memory_verdict(self.memory, memory_bytes=gpu, host_bytes=host)
-
-    @property
-    def fits_gpu(self) -> bool:
-        """True if the candidate fits on the GPU, whether it fits on the host or not."""
-        return memory_verdict(self.memory, memory_bytes=self.request.gpu.memory_bytes) == FITS
 
     @property
     def host_refusal(self) -> str | None:
@@ -161,6 +155,11 @@ class Candidate:
         """The job with micro-batch, accumulation and activation checkpointing."""
         return self.setup.job
 
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return self.setup.world_size
+
     @cached_property
     def speed(self) -> StepTime | None:
         """Planned times; None if the GPU's peak is unknown."""
@@ -170,6 +169,23 @@ class Candidate:
     def fits(self) -> bool:
         """True if the candidate can be chosen."""
         return self.verdict == FITS
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what `toolkit plan` and `toolkit recommend` both print with `--json`."""
+        job, memory = self.job, self.memory
+        return {
+            "preset": self.preset.name,
+            "per_device_train_batch_size": job.per_device_train_batch_size,
+            "gradient_accumulation_steps": job.gradient_accumulation_steps,
+            "accumulate": job.accumulate_under(self.preset),
+            "activation_checkpointing": job.activation_checkpointing,
+            "verdict": self.verdict,
+            "planned_peak_bytes": memory.planned_peak_bytes,
+            "headroom_bytes": self.request.gpu.memory_bytes - memory.planned_peak_bytes,
+            "host_bytes": memory.host.peak_bytes,
+            "disk_bytes": memory.host.disk_bytes,
+            **speed_row(self.speed),
+        }
 
     @property
     def settings(self) -> str:
@@ -196,6 +212,9 @@ class Candidate:
             return 1.0, 1.0
         own, others = self.speed.seconds_at_ends, other.speed.seconds_at_ends
         return own[0] / others[0], own[1] / others[1]
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 def best_candidates(
@@ -288,7 +307,7 @@ def _better(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.memory.planned_peak_bytes)
 
 
-def best_first(fitting: Sequence[Candidate], objective: str = OBJECTIVES[0]) -> list[Candidate]:
+def best_first(fitting: Sequence[AnyCandidate], objective: str = OBJECTIVES[0]) -> list[AnyCandidate]:
     """Return those as fast as the fastest first, as far as plans tell, the least sharded of them at the front.
 
     Packed 4-bit weights cross PCIe in little planned time, and none of it has been measured: candidates that keep them
@@ -328,7 +347,8 @@ def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpoi
 
 def candidate_of(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:
     """Return the candidate of a job whose micro-batch, accumulation and checkpointing are known."""
-    setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
+    shape = job.method.model(request.shape)
+    setup = TrainingSetup(shape=shape, preset=preset, world_size=request.world_size, job=job)
     memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
     return Candidate(request=request, setup=setup, memory=memory)
 
@@ -361,69 +381,3 @@ def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpo
     if all(refusals):
         return refusals[0]
     return NOT_NEEDED if preset.degrees else None
-
-
-def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
-    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
-    words = training_words(candidate.job, model, output="OUTPUT_DIR")
-    preset, nodes = candidate.preset, request.interconnect.num_nodes
-    if candidate.job.method.method != SFT:
-        script = f"--script {candidate.job.method.method}.py -- {words}"
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script}"
-    if nodes == 1:
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
-    config = f"accelerate_configs/{preset.name}.yaml"
-    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
-    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
-    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
-    degree = preset.dp_shard_size(request.world_size)
-    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
-    return f"{launcher} -m toolkit.train {words}"
-
-
-def broken(command: str) -> str:
-    """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
-
-    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {70 * 'D'} --max_steps 2"))
-      toolkit train --preset zero2 -- \\
-        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
-    """
-    lines = [" "]
-    for words in re.split(r" (?=--)", command):
-        if len(lines[-1]) + len(words) > 96:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += f" {words}"
-    return "\n".join(lines)
-
-
-def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
-    """Return the training arguments of a planned job, for a shell."""
-    folder = str(Path(model).parent) if model.endswith("config.json") else hub_id(model)
-    if job.method.method != SFT:
-        return shlex.join(trl_words(job, folder, output=output))
-    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
-    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
-
-
-def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
-    """Return the arguments of TRL's own scripts for a planned job."""
-    method = job.method
-    values: dict[str, object] = {"model_name_or_path": model, "dataset_name": "DATASET"}
-    values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
-    if not method.generates:
-        values["max_length"] = job.tokens_per_row
-    values["gradient_checkpointing"] = job.activation_checkpointing
-    if job.lora_r is not None:
-        values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
-        values |= {"load_in_4bit": True} if job.load_in_4bit else {}
-    trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
-    if method.vllm in ("colocate", "server"):
-        trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}
-    values |= trl_options | ({} if output is None else {"output_dir": output})
-    return [
-        word
-        for name, value in values.items()
-        for word in (f"--{name}", str(value).lower() if value is True or value is False else str(value))
-    ]

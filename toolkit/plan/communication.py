@@ -35,8 +35,18 @@ def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
         of_states = _zero3 if preset.shards_parameters else _zero12
     elif preset.sharded_at_load and engine != "pipeline":
         of_states = _at_load
-    planned = (*of_states(setup), *split_collectives(setup))
+    planned = (*of_states(setup), *_scoring(setup), *split_collectives(setup))
     return tuple(collective for collective in planned if collective.group_size > 1 and collective.payload_bytes)
+
+
+def _scoring(setup: TrainingSetup) -> Iterator[Collective]:
+    """Forwards of a reference, or of the policy without a graph, gather what is sharded once more."""
+    times = setup.accumulation_steps * setup.job.method.scoring_forwards
+    if setup.preset.shards_parameters and times:
+        payload = times * setup.engine.element_bytes * setup.shape.num_params
+        calls, ranks = times * len(setup.weights.units), setup.world_size // setup.preset.replicas
+        group = "replica" if setup.preset.replicas > 1 else "all"
+        yield Collective("all_gather", "parameters for scoring", payload, calls, group_size=ranks, group=group)
 
 
 def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:

@@ -59,7 +59,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
         found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": "chunked"} | _method_options(
             values
         )
-    elif len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
+    if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found["dataset"] = data[0]
     described = f"{file}: our training arguments"
     if conversion is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ class Work:
         """
         if self.max_steps is not None:
             return self.max_steps
-        rows = -(-self.tokens // job.tokens_per_row) if self.tokens is not None else self.rows or 0
+        row_tokens = job.method.spec.rows * job.tokens_per_row
+        rows = -(-self.tokens // row_tokens) if self.tokens is not None else self.rows or 0
+        rows *= job.method.completions_per_prompt
         batches = math.ceil(rows / (job.per_device_train_batch_size * groups))
         return math.ceil(self.epochs * math.ceil(batches / job.gradient_accumulation_steps))
 
@@ -66,6 +68,7 @@ class Finish:
     steps: int
     hours: float | None = None  # best estimate; None if the GPU's peak is unknown
     hours_range: Range | None = None
+    precompute_hours: float = 0.0  # part of them: the reference's scores of all rows, before training
     dollars: float | None = None  # None without a price
     dollars_range: Range | None = None
 
@@ -80,18 +83,23 @@ def work_of(options: PlanOptions, job: PlannedJob, model: str) -> Work | None:
         raise ToolkitError(f"--max-steps is {max_steps}, expected 1 or more")
     if options.dataset_tokens is not None and options.dataset_tokens < 1:
         raise ToolkitError(f"--dataset-tokens is {options.dataset_tokens}, expected 1 or more")
-    if job.method.method != SFT and (options.dataset_tokens is not None or options.dataset is not None):
+    if job.method.generates and options.dataset_tokens is not None:
         raise ToolkitError(
-            f"time and cost are planned for --method {SFT} only: no speed of {job.method.method} is known",
-            hint="leave out `--dataset` and `--dataset-tokens`",
+            f"--dataset-tokens does not say how many prompts {job.method.method} generates from",
+            hint="`--dataset FILE`, whose rows are prompts, or `--max-steps N`",
         )
     if max_steps is not None or options.dataset_tokens is not None:
         return Work(epochs=options.num_train_epochs, max_steps=max_steps, tokens=options.dataset_tokens)
     if options.dataset is None:
         return None
     tokens = _count_tokens(options.dataset, model) if job.packing else None
-    rows = None if job.packing else check_file(options.dataset, max_bytes=None).rows
+    rows = None if job.packing else _count_rows(options.dataset, job)
     return Work(epochs=options.num_train_epochs, tokens=tokens, rows=rows)
+
+
+def _count_rows(data: Path, job: PlannedJob) -> int:
+    """The rows of a file; those of TRL's other methods have formats of their own."""
+    return check_file(data, max_bytes=None).rows if job.method.method == SFT else sum(1 for _ in iter_rows(data))
 
 
 def _count_tokens(data: Path, model: str) -> int:
@@ -131,30 +139,33 @@ def read_prices(words: Sequence[str]) -> dict[str, float]:
 
 def price_of(plan: Plan, prices: Mapping[str, float]) -> float | None:
     """Return the price of one of a plan's GPUs per hour; None if none was given."""
-    return prices.get(plan.gpu.partition(",")[0], prices.get(ANY_GPU))
+    return prices.get(plan.request.gpu.name.partition(",")[0], prices.get(ANY_GPU))
 
 
 def dollars_per_million_tokens(plan: Plan, prices: Mapping[str, float]) -> float | None:
     """Return the price of a million tokens at the best estimate; None without a price or a speed."""
-    price, step_seconds = price_of(plan, prices), plan.estimate_seconds
-    if price is None or plan.speed is None or step_seconds is None:
+    price = price_of(plan, prices)
+    if price is None or plan.speed is None:
         return None
-    return price * step_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
+    return price * plan.speed.estimate_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
 
 
 def finish_of(plan: Plan, job: PlannedJob, work: Work, prices: Mapping[str, float]) -> Finish:
     """Return the time and the cost of a plan."""
-    groups = plan.world_size // (1 if plan.layout is None else plan.layout.ranks_per_batch)
+    groups = plan.world_size // (1 if plan.setup.layout is None else plan.setup.layout.ranks_per_batch)
     steps = work.steps(job, groups=groups)
-    if plan.speed is None or plan.estimate_seconds is None:
+    if plan.speed is None:
         return Finish(steps=steps)
-    low, high = (steps * seconds / SECONDS_PER_HOUR for seconds in plan.speed.step_seconds)
-    hours, price = steps * plan.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
+    epoch = replace(work, epochs=1.0, max_steps=None)
+    precompute = (epoch.steps(job, groups=groups) * plan.speed.precompute_seconds) / plan.speed.estimate_seconds
+    low, high = ((steps + precompute) * seconds / SECONDS_PER_HOUR for seconds in plan.speed.step_seconds)
+    hours, price = (steps + precompute) * plan.speed.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
     hourly = None if price is None else price * plan.world_size
     return Finish(
         steps=steps,
         hours=hours,
         hours_range=(low, high),
+        precompute_hours=precompute * plan.speed.estimate_seconds / SECONDS_PER_HOUR,
         dollars=None if hourly is None else hourly * hours,
         dollars_range=None if hourly is None else (hourly * low, hourly * high),
     )

@@ -110,7 +110,7 @@ class MeasuredRun:
             **{name: layout.get(name) if name in preset.parallel else None for name in DEGREES},  # type: ignore[arg-type]
         )
         setup = TrainingSetup(
-            shape=shape,
+            shape=job.method.model(shape),
             preset=preset,
             world_size=world_size,
             job=own,
@@ -164,6 +164,8 @@ class MeasuredRun:
             differs = f"trained {'beside' if in_4bit else 'without'} 4-bit weights, and the plan does not"
         elif abs((rank.num_trainable_params or 0) / trained - 1) > SAME_SIZE:
             differs = f"trained {rank.num_trainable_params:,} parameters, and the plan trains {trained:,}"
+        elif job.method.generates:
+            differs = f"may be a run of {job.method.method}: its steps generate too, which no plan does"
         elif method != job.method.method:
             differs = f"trained {method}, and the plan is of {job.method.method}"
         elif computed != preset.mixed_precision:

@@ -102,6 +102,11 @@ class Method:
         return self.spec.num_generations > 0
 
     @property
+    def completions_per_prompt(self) -> int:
+        """Rows that are trained for each row of the data."""
+        return (self.num_generations or self.spec.num_generations) if self.generates else 1
+
+    @property
     def smallest_batch(self) -> int:
         """The smallest micro-batch: KTO's KL term needs the completion of another row."""
         return 2 if self.method == "kto" else 1
@@ -119,13 +124,31 @@ class Method:
             return False
         return not self.generates or (self.spec.beta if self.beta is None else self.beta) != 0
 
+    @property
+    def scoring_forwards(self) -> int:
+        """Forwards without a graph per accumulation step, each of as many rows as are trained.
+
+        Of the reference; KTO scores the mismatched completions of its KL term too, under the policy and the reference.
+        RLOO scores under the policy that generated; so does GRPO where vLLM generated (importance sampling).
+        """
+        reference = self.scores_reference and not self.precompute_ref_log_probs
+        if self.method == "kto":
+            return 1 + 2 * reference
+        rescored = self.method == "rloo" or (self.method == "grpo" and self.vllm in ("colocate", "server"))
+        return rescored + reference
+
+    @property
+    def precomputed_forwards(self) -> int:
+        """Forwards of the rows of each accumulation step that are made once, before training."""
+        return (2 if self.method == "kto" else 1) if self.precompute_ref_log_probs else 0
+
     def has_reference(self, *, lora: bool) -> bool:
         """Return True if a second model is held during training."""
         return self.scores_reference and not lora and not self.precompute_ref_log_probs
 
     def model(self, shape: ModelShape) -> ModelShape:
         """Return the model that is trained: a reward model has a head of one row, and never a tied one."""
-        if self.spec.loss != "scores":
+        if self.spec.loss != "scores" or shape.vocab_size <= 1:  # another stage of a pipeline has the head
             return shape
         kept = tuple(t for t in shape.outer if not t.name.startswith(("lm_head", "embed_out")))
         score = Tensor(name="score.weight", shape=(1, shape.hidden_size))

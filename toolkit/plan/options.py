@@ -25,6 +25,11 @@ GpuMemory = Annotated[float | None, Option(help="memory of one GPU, if the table
 GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if the table does not have it")]
 SeqLength = Annotated[int, Option(help="tokens per sequence")]
 GpusPerNode = Annotated[int, Option(help="GPUs per node")]
+MethodName = Annotated[str, Option(help="sft, or as TRL trains it: dpo, kto, orpo, simpo, reward, grpo, rloo")]
+PrecomputeFlag = Annotated[
+    bool,
+    Option("--precompute-ref-log-probs", help="dpo, kto: score with the reference before training, then drop it"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +53,11 @@ class JobAndGpuOptions:
         str | None,
         Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards"),
     ] = None
-    method: Annotated[str, Option(help="sft, or as TRL trains it: dpo, kto, orpo, simpo, reward, grpo, rloo")] = "sft"
+    method: MethodName = "sft"
     beta: Annotated[float | None, Option(help="of the method; 0 leaves out the reference model of grpo and rloo")] = (
         None
     )
-    precompute_ref_log_probs: Annotated[
-        bool,
-        Option("--precompute-ref-log-probs", help="dpo, kto: score with the reference before training, then drop it"),
-    ] = False
+    precompute_ref_log_probs: PrecomputeFlag = False
     ref_dtype: Annotated[
         str | None, Option(help="dtype of the reference model without DeepSpeed: float32 (the default) or bfloat16")
     ] = None
@@ -88,19 +90,16 @@ class PlanOptions(JobAndGpuOptions):
         tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
     ] = ()
     per_device_train_batch_size: Annotated[
-        int | None,
-        Option(help="sequences per GPU and accumulation step; by default the most that fit, of 32 or more per step"),
+        int | None, Option(help="sequences per GPU and accumulation step; by default the most that fit")
     ] = None
     gradient_accumulation_steps: Annotated[
-        int | None,
-        Option(help="accumulation steps per optimizer step; by default those that make 32 sequences, or 1"),
+        int | None, Option(help="accumulation steps per optimizer step; by default for 32 sequences, or 1")
     ] = None
     activation_checkpointing: Annotated[
         bool | None,
         Option(
             CHECKPOINTING_FLAG,
-            help="recompute activations in the backward pass instead of saving them; by default where it is faster or"
-            " needed, and off where the batch size is given",
+            help="recompute activations in the backward pass; by default where needed, and off with a given batch",
             show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
         ),
     ] = None

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import host_assumption
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, best_first, host_assumption
 from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.methods import SFT
 from toolkit.plan.planner import (
-    LARGEST_WORLD_SIZE,
     VERDICT_TEXT,
     Plan,
     PlanRequest,
-    simplest_fast,
     with_batch,
 )
+from toolkit.plan.step_time import NO_GENERATION
 from toolkit.units import GIB, MIB, NOT_AVAILABLE, gib, number, percent, seconds
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def print_plans(answer: PlanAnswer) -> None:
     if not are_states_checked(request):
         exact = f"Model states are counted from config.json, and not checked for {checked}."
     disk = max(plan.memory.host.disk_bytes for plan in plans)
-    advice = [f"{plan.preset}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
+    advice = [f"{plan.preset.name}, {plan.world_size} GPUs: {line}" for plan in plans for line in plan.advice]
     on_disk = [f"on disk, per node: up to {gib(disk)}"] if disk else []
     legend = (NUMBERS, *(GPU_LEGEND if answer.any_gpu else LEGEND), SPEEDS)
     methods = () if answer.any_gpu else (*_phase_lines(plans), *advice)
@@ -109,14 +108,14 @@ def summary(answer: PlanAnswer) -> tuple[str, str]:
         best, first = plans[0], "cheapest of those with a price" if answer.prices else "the least memory in all"
         text = f"{first}: {_where(best, found)}, {_of_gpu(best)}"
     elif fitting:
-        best = simplest_fast([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])
+        best = best_first([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])[0]
         text = f"fits on {_where(best, found)}, {_of_gpu(best)}; {_next_batch(best)}"
     else:
         best = min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
         enough = [plan for plan in plans if plan.smallest_world_size is not None]
-        more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.candidate.preset.offloads), default=None)
+        more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
         text = f"{VERDICT_TEXT[best.verdict]} on {_where(best, found)}, {_of_gpu(best)}"
-        text += "" if more is None else f"; `{more.preset}` fits on {more.smallest_world_size} GPUs"
+        text += "" if more is None else f"; `{more.preset.name}` fits on {more.smallest_world_size} GPUs"
     peak, share = best.memory.peak, percent(best.logits_fraction)
     shown = f"torch allocates {gib(peak.allocated_bytes)}, {share} of it logits; nvidia-smi shows "
     return text, f"{shown}{gib(best.memory.planned_peak_bytes)} ({peak.phase})"
@@ -124,19 +123,19 @@ def summary(answer: PlanAnswer) -> tuple[str, str]:
 
 def _where(plan: Plan, found: bool) -> str:
     """GPUs and preset, and the batch that was found."""
-    settings = f", {plan.candidate.settings}" if found else ""
-    return f"{plan.world_size} x {plan.gpu} with `{plan.preset}`{settings}"
+    settings = f", {plan.settings}" if found else ""
+    return f"{plan.world_size} x {plan.request.gpu.name} with `{plan.preset.name}`{settings}"
 
 
 def _of_gpu(plan: Plan) -> str:
-    return f"{plan.memory.planned_peak_bytes / GIB:.1f} GiB of {plan.gpu_memory_bytes / GIB:.1f}"
+    return f"{plan.memory.planned_peak_bytes / GIB:.1f} GiB of {plan.request.gpu.memory_bytes / GIB:.1f}"
 
 
 def _next_batch(plan: Plan) -> str:
     size = plan.job.per_device_train_batch_size
     if plan.largest_micro_batch is not None and plan.largest_micro_batch > size:
         return f"up to {plan.largest_micro_batch} sequences per GPU do"
-    is_close = with_batch(plan.candidate, size + 1).verdict == TOO_CLOSE
+    is_close = with_batch(plan, size + 1).verdict == TOO_CLOSE
     return f"the next larger batch {'is too close to call' if is_close else 'does not'}"
 
 
@@ -149,11 +148,14 @@ def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
         if plan.verdict == DOES_NOT_FIT:
             continue
         finish = finish_of(plan, plan.job, answer.work, answer.prices)
-        text = f"  {plan.world_size} x {plan.gpu}, {plan.preset}: {finish.steps:,} steps"
+        text = f"  {plan.world_size} x {plan.request.gpu.name}, {plan.preset.name}: {finish.steps:,} steps"
         if finish.hours is not None and finish.hours_range is not None:
             unit, scale = ("h", 1) if finish.hours >= 2 else ("min", 60)
             low, high = (f"{scale * hours:,.1f}" for hours in finish.hours_range)
-            text += f", {scale * finish.hours:,.1f} {unit} ({low} to {high})"
+            least = "at least " if plan.speed is not None and plan.speed.without_generation else ""
+            text += f", {least}{scale * finish.hours:,.1f} {unit} ({low} to {high})"
+            if finish.precompute_hours:
+                text += f", {scale * finish.precompute_hours:,.1f} of it to precompute"
         if finish.dollars_range is not None:
             low, high = map(number, finish.dollars_range)
             text += f", {number(finish.dollars)} dollars ({low} to {high})"
@@ -166,7 +168,7 @@ def _heading(answer: PlanAnswer) -> str:
     batch_group = "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
     batch = f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per {batch_group}"
     if request.finds_batch:
-        rows = sorted({plan.candidate.request.global_batch_size for plan in answer.plans})
+        rows = sorted({plan.request.global_batch_size for plan in answer.plans})
         step = f"{' or '.join(map(str, rows))} sequences per step" if request.accumulation is None else ""
         batch = "; ".join(filter(None, (f"{job.tokens_per_row} tokens", step, "the largest micro-batch that fits")))
     parts = [
@@ -207,15 +209,15 @@ def _cells(plan: Plan, prices: Mapping[str, float]) -> dict[str, str | Text]:
     other = peak.buffer_bytes + peak.generation_bytes + memory.overhead_bytes
     parts = (peak.state_bytes, peak.activation_bytes, peak.logits_bytes, other, memory.host.peak_bytes)
     return {
-        "preset\n": plan.preset,
-        "GPU\n": plan.gpu,
+        "preset\n": plan.preset.name,
+        "GPU\n": plan.request.gpu.name,
         "GPUs\n": str(plan.world_size),
         "verdict\n": Text(plan.verdict.replace("_", " "), style=STYLES[plan.verdict]),
         FOUND[0]: str(plan.job.per_device_train_batch_size),
         FOUND[1]: "yes" if plan.job.activation_checkpointing else "no",
         "torch\nGiB": _short_gib(peak.allocated_bytes),
         "smi\nGiB": _short_gib(memory.planned_peak_bytes),
-        "of\nGiB": _short_gib(plan.gpu_memory_bytes),
+        "of\nGiB": _short_gib(plan.request.gpu.memory_bytes),
         **dict(zip(PARTS_OF_PEAK, map(_short_gib, parts), strict=True)),
         "max.\nbatch": str(plan.largest_micro_batch or "none"),
         "min.\nGPUs": str(plan.smallest_world_size or "none"),
@@ -226,11 +228,11 @@ def _cells(plan: Plan, prices: Mapping[str, float]) -> dict[str, str | Text]:
 
 def _host_lines(plans: Sequence[Plan], request: PlanRequest) -> Iterator[str]:
     """The host memory that is assumed, and the presets for which it is too small."""
-    if request.host_memory_bytes is None and any(plan.candidate.preset.offloads for plan in plans):
-        yield f"host memory: {host_assumption(plans[-1].candidate.request)}"
+    if request.host_memory_bytes is None and any(plan.preset.offloads for plan in plans):
+        yield f"host memory: {host_assumption(plans[-1].request)}"
     for plan in plans:
-        if plan.candidate.host_refusal is not None:
-            yield f"{plan.preset}, {plan.world_size} GPUs: {plan.candidate.host_refusal}"
+        if plan.host_refusal is not None:
+            yield f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}"
 
 
 def _short_gib(size: int) -> str:
@@ -242,7 +244,8 @@ def _speed(plan: Plan) -> str:
     if plan.speed is None:
         return NOT_AVAILABLE
     estimate, (low, _) = plan.speed.tokens_per_second_per_gpu_estimate, plan.speed.tokens_per_second_per_gpu
-    shown = f"{estimate:.0f}" if estimate < 999.5 else f"{_thousands(estimate)}k"
+    digits = 1 if estimate < 99_950 else 0
+    shown = f"{estimate:.0f}" if estimate < 999.5 else f"{estimate / 1000:.{digits}f}k"
     return f"{shown}±{estimate / low - 1:.0%}"
 
 
@@ -252,22 +255,21 @@ def _wider_lines(plans: Sequence[Plan]) -> Iterator[str]:
     for plan in plans:
         for reason in plan.speed.wider_for if plan.speed else ():
             names = by_reason.setdefault(reason, [])
-            names += [plan.preset] if plan.preset not in names else []
-    every = {plan.preset for plan in plans}
+            names += [plan.preset.name] if plan.preset.name not in names else []
+    if any(plan.speed.without_generation for plan in plans if plan.speed):
+        yield f"tokens/s: without {NO_GENERATION}"
+    every = {plan.preset.name for plan in plans}
     for reason, names in by_reason.items():
         yield f"tokens/s: wider because of {reason} ({'all' if set(names) == every else ', '.join(names)})"
-
-
-def _thousands(speed: float) -> str:
-    return f"{speed / 1000:.1f}" if speed < 99_950 else f"{speed / 1000:.0f}"
 
 
 def _layout_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """How each plan divides its ranks, and what a GPU sends in a step along each dimension."""
     for plan in plans:
-        if plan.layout is None:
+        if plan.setup.layout is None:
             continue
-        yield f"{plan.preset}, {plan.world_size} GPUs: {plan.layout}; each GPU sends per step, without overlap:"
+        layout = f"{plan.preset.name}, {plan.world_size} GPUs: {plan.setup.layout}"
+        yield f"{layout}; each GPU sends per step, without overlap:"
         for traffic in plan.traffic:
             fast, slow = traffic.seconds
             where = "between nodes" if traffic.crosses_nodes else "within a node"
@@ -280,7 +282,7 @@ def _phase_lines(plans: Sequence[Plan]) -> Iterator[str]:
     for plan in plans:
         if plan.job.method.method == SFT:
             continue
-        yield f"{plan.preset}, {plan.world_size} GPUs, allocated by phase:"
+        yield f"{plan.preset.name}, {plan.world_size} GPUs, allocated by phase:"
         for phase in plan.memory.phases:
             parts = ((part, getattr(phase, f"{part}_bytes")) for part in PARTS)
             shown = ", ".join(f"{part} {gib(size)}" for part, size in parts if size >= MIB)

@@ -116,13 +116,13 @@ def verify_plans(
 ) -> Iterator[PlanVerification]:
     """Rehearse rank 0 of each plan in turn, and yield each comparison when its rehearsal ends (seconds to minutes)."""
     for plan in plans:
-        named: dict[str, Any] = {"preset": plan.preset, "world_size": plan.world_size}
+        named: dict[str, Any] = {"preset": plan.preset.name, "world_size": plan.world_size}
         try:
             rehearsal = rehearsal_of_plan(model, plan, cpu=cpu)
         except ToolkitError as error:
             yield PlanVerification(**named, why_not=error.message)
             continue
-        say(f"rehearsing {plan.preset}, rank 0 of {plan.world_size}")
+        say(f"rehearsing {plan.preset.name}, rank 0 of {plan.world_size}")
         result, run = rehearse_once(rehearsal, on_line=lambda _: None)
         if result.failure is not None:
             reason = f"{result.status}: {result.failure.get('message')}"
@@ -135,7 +135,7 @@ def verify_plans(
 
 def rehearsal_of_plan(model: str, plan: Plan, *, cpu: bool) -> Rehearsal:
     """Return the rehearsal of a plan's rank 0. Raises ToolkitError, with the reason, if this node cannot run it."""
-    preset, job = plan.candidate.preset, plan.job
+    preset, job = plan.preset, plan.job
     if job.loss == "chunked_output":
         raise ToolkitError("--loss chunked_output is planned only: it is torchtune's", hint="`--loss chunked`")
     if job.packing:
@@ -148,7 +148,7 @@ def rehearsal_of_plan(model: str, plan: Plan, *, cpu: bool) -> Rehearsal:
     if cpu and not fake_tensors:
         states, peak, ranks = plan.memory.states, plan.memory.peak, min(plan.world_size, job.gpus_per_node)
         needed = states.total_bytes + peak.activation_bytes + peak.logits_bytes + plan.memory.host.peak_bytes // ranks
-        needed += LOADING_BYTES_PER_PARAMETER * plan.num_params
+        needed += LOADING_BYTES_PER_PARAMETER * plan.request.shape.num_params
         available = memory_limit_bytes() or host_memory_bytes()
         if needed > available:
             raise ToolkitError(f"it needs about {gib(needed)} of host memory, and this node has {gib(available)}")

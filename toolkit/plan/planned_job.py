@@ -249,7 +249,7 @@ class TrainingSetup:
     @property
     def local_tokens(self) -> int:
         """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
-        return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
+        return -(-self.job.tokens_per_forward // self.engine.ranks_per_sequence)
 
     @cached_property
     def part(self) -> ModelShape:

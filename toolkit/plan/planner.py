@@ -9,35 +9,34 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import GPUS, Gpu, custom_gpu, find_gpu, named_or_visible_gpu
+from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
-from toolkit.models.shape import ModelShape
-from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.candidates import (
+    LARGEST_WORLD_SIZE,
     Candidate,
+    PlannedModel,
     RecommendRequest,
     best_candidate,
-    best_first,
     candidate_of,
     default_global_batch,
     divided_request,
 )
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE, MemoryPlan
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory
-from toolkit.plan.step_time import DimensionTraffic, MeasuredStep, StepTime, dimension_traffic, speed_row
+from toolkit.plan.step_time import DimensionTraffic, dimension_traffic
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -45,33 +44,23 @@ from toolkit.presets.support import unsupported
 from toolkit.units import gib
 
 LARGEST_MICRO_BATCH = 4096
-FOUND = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
-LARGEST_WORLD_SIZE = 1024
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(PlannedModel):
     """What to plan, with model, presets and GPU resolved."""
 
-    shape: ModelShape
     presets: Sequence[PresetSpec]
     world_sizes: Sequence[int]
-    job: PlannedJob
-    gpu: Gpu
-    host_memory_bytes: int | None = None  # host memory of a node; None: what is typical for its GPUs
-    measured: MeasuredStep | None = None  # step of a run on such GPUs, which calibrates the speeds
     finds_batch: bool = False  # True: instead of the job's batch each plan has the largest micro-batch that fits
-    accumulation: int | None = None  # with it: accumulation steps; None: those that `toolkit recommend` chooses
-    checkpointing: tuple[bool, ...] = (False, True)  # with it: activation checkpointing that may be chosen
     strict: bool = True  # True: a preset that does not support a world size is an error; False: it is left out
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Candidate):
     """The plan of one preset at one world size."""
 
-    candidate: Candidate
     num_trainable_params: int
     communication_bytes_per_step: int
     largest_micro_batch: int | None
@@ -80,102 +69,34 @@ class Plan:
     advice: tuple[str, ...] = ()
 
     @property
-    def preset(self) -> str:
-        """Name of the preset."""
-        return self.candidate.preset.name
-
-    @property
-    def job(self) -> PlannedJob:
-        """The job that is planned, with the batch and checkpointing of this plan."""
-        return self.candidate.job
-
-    @property
-    def world_size(self) -> int:
-        """Number of GPUs."""
-        return self.candidate.setup.world_size
-
-    @property
-    def gpu(self) -> str:
-        """Name of the GPU."""
-        return self.candidate.request.gpu.name
-
-    @property
-    def gpu_memory_bytes(self) -> int:
-        """Memory of one GPU."""
-        return self.candidate.request.gpu.memory_bytes
-
-    @property
-    def memory(self) -> MemoryPlan:
-        """Memory by part and phase."""
-        return self.candidate.memory
-
-    @property
-    def verdict(self) -> str:
-        """Verdict for GPU and host: `fits`, `too_close` or `does_not_fit`."""
-        return self.candidate.verdict
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the model."""
-        return self.candidate.request.shape.num_params
-
-    @property
-    def speed(self) -> StepTime | None:
-        """Planned times; None if the GPU's peak is unknown."""
-        return self.candidate.speed
-
-    @property
-    def layout(self) -> ParallelLayout | None:
-        """How the ranks are divided; None for data parallelism alone."""
-        return self.candidate.setup.layout
-
-    @property
-    def headroom_bytes(self) -> int:
-        """Memory of the GPU that is left at the peak; negative if the plan does not fit."""
-        return self.gpu_memory_bytes - self.memory.planned_peak_bytes
-
-    @property
-    def estimate_seconds(self) -> float | None:
-        """Best estimate of a step; None if the GPU's peak is unknown."""
-        return None if self.speed is None else self.speed.estimate_seconds
-
-    @property
     def logits_fraction(self) -> float:
         """Share of the logits in what torch allocates at the peak."""
         return self.memory.peak.logits_bytes / max(self.memory.peak.allocated_bytes, 1)
 
     def as_row(self) -> dict[str, Any]:
         """Return the plan as `toolkit plan --json` prints it."""
-        memory, peak, speed = self.memory, self.memory.peak, self.speed
+        memory, peak = self.memory, self.memory.peak
         return {
-            "preset": self.preset,
+            **super().as_row(),
             "method": self.job.method.method,
             "world_size": self.world_size,
-            "gpu": self.gpu,
-            "verdict": self.verdict,
-            **{name: getattr(self.job, name) for name in FOUND},
-            "planned_peak_bytes": memory.planned_peak_bytes,
-            "headroom_bytes": self.headroom_bytes,
+            "gpu": self.request.gpu.name,
             "allocated_peak_bytes": peak.allocated_bytes,
             "logits_fraction": self.logits_fraction,
-            "num_params": self.num_params,
+            "num_params": self.request.shape.num_params,
             "num_trainable_params": self.num_trainable_params,
             **{f"{part}_bytes": getattr(memory.states, f"{part}_bytes") for part in PARTS[:3]},
             **{f"{part}_bytes": getattr(peak, f"{part}_bytes") for part in PARTS[3:]},
             "overhead_bytes": memory.overhead_bytes,
-            "host_bytes": memory.host.peak_bytes,
-            "host_memory_bytes": self.candidate.request.node_memory_bytes,
-            "disk_bytes": memory.host.disk_bytes,
-            "accumulate": self.job.accumulate_under(self.candidate.preset),
+            "host_memory_bytes": self.request.node_memory_bytes,
             "peak_phase": peak.phase,
             "phases": {phase.phase: phase.as_row() for phase in memory.phases},
             "largest_micro_batch": self.largest_micro_batch,
             "smallest_world_size": self.smallest_world_size,
             "communication_bytes_per_step": self.communication_bytes_per_step,
             "communication": [asdict(traffic) for traffic in self.traffic],
-            "layout": None if self.layout is None else self.layout.degrees(),
+            "layout": None if self.setup.layout is None else self.setup.layout.degrees(),
             "advice": list(self.advice),
-            **speed_row(speed),
         }
 
 
@@ -191,8 +112,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     Where no GPU is named or visible, the GPU is the first of the table, and the world sizes are those of the options.
     """
     gpu = GPUS[0] if (any_gpu := asks_which_gpus(options)) else None
-    gpu = gpu or named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
-    gpu = custom_gpu(gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
+    gpu = gpu or chosen_gpu(options.gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
@@ -277,8 +197,8 @@ def plan_run_here(
 
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
-    peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.gpu_memory_bytes)
-    verdict = plan.candidate.host_refusal or VERDICT_TEXT[plan.verdict]
+    peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.request.gpu.memory_bytes)
+    verdict = plan.host_refusal or VERDICT_TEXT[plan.verdict]
     return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {verdict}"
 
 
@@ -305,17 +225,9 @@ def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
 def _on_gpus(request: PlanRequest, preset: PresetSpec, world_size: int) -> RecommendRequest:
     """The request for one preset on one number of GPUs."""
     job = _job_of(request, preset)
-    on_gpus = RecommendRequest(
-        shape=request.shape,
-        gpu=request.gpu,
-        world_size=world_size,
-        global_batch_size=_global_batch_size(request, world_size),
-        job=job,
-        host_memory_bytes=request.host_memory_bytes,
-        measured=request.measured,
-        accumulation=request.accumulation,
-        checkpointing=request.checkpointing,
-    )
+    values = {field.name: getattr(request, field.name) for field in fields(PlannedModel)} | {"job": job}
+    rows = _global_batch_size(request, world_size)
+    on_gpus = RecommendRequest(**values, world_size=world_size, global_batch_size=rows)
     return divided_request(on_gpus, preset, job.degrees)
 
 
@@ -333,12 +245,6 @@ def smallest_plan(request: PlanRequest, preset: PresetSpec, world_size: int) -> 
         return candidate_of(on_gpus, preset, on_gpus.job)
     job = on_gpus.job_with(micro_batch=on_gpus.micro_batches[0], checkpointing=request.checkpointing[-1])
     return candidate_of(on_gpus, preset, job)
-
-
-def simplest_fast(plans: Sequence[Plan]) -> Plan:
-    """Return the plan that `toolkit recommend` would choose."""
-    best = best_first([plan.candidate for plan in plans])[0]
-    return next(plan for plan in plans if plan.candidate is best)
 
 
 def with_batch(candidate: Candidate, micro_batch: int) -> Candidate:
@@ -359,6 +265,8 @@ def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None
     def fits(size: int) -> bool:
         return smallest_plan(request, preset, size).fits
 
+    if request.host_memory_bytes is not None:  # which more ranks of a node may exceed
+        return next(filter(fits, supported), None)
     if not supported or not (fits(supported[0]) or fits(supported[-1])):
         return None
     return supported[0] if fits(supported[0]) else supported[bisect.bisect_left(supported, True, key=fits)]
@@ -367,21 +275,16 @@ def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None
 def largest_micro_batch(fits: Callable[[int], bool], *, near: int = 1) -> int | None:
     """Return the largest micro-batch, up to 4,096, for which `fits` is true; None if 1 does not fit.
 
-    Memory grows with the micro-batch, so this doubles from `near`, or from 1 if that does not fit, then bisects.
+    Memory grows with the micro-batch, so this doubles `near` while that fits, then bisects.
 
-    >>> largest_micro_batch(lambda size: size <= 7, near=2)
-    7
+    >>> largest_micro_batch(lambda size: size <= 7, near=2), largest_micro_batch(lambda size: False)
+    (7, None)
     """
-    good = near if fits(near) else 1
-    if not fits(good):
-        return None
-    bad = 2 * good if good == near else near
-    while bad <= LARGEST_MICRO_BATCH and fits(bad):
-        good, bad = bad, bad * 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    fitting, too_large = (near, 2 * near) if fits(near) else (0, near)
+    while fitting and too_large <= LARGEST_MICRO_BATCH and fits(too_large):
+        fitting, too_large = too_large, 2 * too_large
+    between = range(fitting + 1, too_large)
+    return fitting + bisect.bisect_left(between, True, key=lambda size: not fits(size)) or None
 
 
 def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest: int | None = None) -> Plan:
@@ -391,12 +294,14 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
     job = candidate.job
     collectives = step_collectives(candidate.setup)
     return Plan(
-        candidate=candidate,
+        request=candidate.request,
+        setup=candidate.setup,
+        memory=candidate.memory,
         num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules).num_trained,
         communication_bytes_per_step=communication_bytes(collectives),
         traffic=dimension_traffic(collectives, on_gpus.interconnect),
         largest_micro_batch=largest_micro_batch(
-            cache(lambda size: with_batch(candidate, size).fits), near=job.per_device_train_batch_size
+            lambda size: with_batch(candidate, size).fits, near=job.per_device_train_batch_size
         ),
         smallest_world_size=smallest,
         advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=candidate.memory)),

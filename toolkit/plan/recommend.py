@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
+from toolkit.hardware.gpu_table import GIGA, chosen_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
+    LARGEST_WORLD_SIZE,
     OBJECTIVES,
     Candidate,
     NothingFits,
@@ -31,10 +32,10 @@ from toolkit.plan.candidates import (
     sharding,
     why_refused,
 )
+from toolkit.plan.memory import FITS, memory_verdict
 from toolkit.plan.methods import check_generations
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, node_memory, scaled
-from toolkit.plan.planner import LARGEST_WORLD_SIZE
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, gib
 
@@ -67,8 +68,8 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
     check_world_size(world_size)
     if options.global_batch_size is not None:
         check_size("--global-batch-size", options.global_batch_size, LARGEST_GLOBAL_BATCH)
-    gpu = custom_gpu(
-        named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None),
+    gpu = chosen_gpu(
+        options.gpu,
         memory_gib=options.gpu_memory_gib,
         tflops=options.gpu_tflops,
         link_gb_per_second=options.gpu_link_gb_per_second,
@@ -156,7 +157,7 @@ def _compared(candidate: Candidate, choice: Candidate) -> str:
     low, high = sorted(candidate.time_ratios(choice))
     text = f"{ratios_text(candidate, choice)} as long"
     if high <= EQUAL_WITHIN and low >= 1 / EQUAL_WITHIN:
-        text = f"the plan cannot separate them ({text})"
+        text += f": less than {EQUAL_WITHIN - 1:.0%}, which the plan cannot separate"
     elif low < 1 < high:
         text += ", so faster or slower depending on the interconnect"
     advantages = _advantages(candidate, choice)
@@ -212,7 +213,8 @@ def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candida
             best = best_first(fitting)[0]
             peak = gib(best.memory.planned_peak_bytes)
             ways.append(f"{name} fits here, {peak} per GPU with {best.preset.name}: `{flags}`")
-    short = [each for each in candidates if each.fits_gpu]
+    gpu_bytes = request.gpu.memory_bytes
+    short = [each for each in candidates if memory_verdict(each.memory, memory_bytes=gpu_bytes) == FITS]
     if short:
         least = min(short, key=lambda each: each.memory.host.peak_bytes)
         needed = math.ceil(least.memory.host.peak_bytes / GIB)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from toolkit.plan.candidates import Candidate, RecommendRequest, broken, host_assumption, train_command, training_words
+from toolkit.job.job import Job
+from toolkit.models.read_model import hub_id
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, RecommendRequest, host_assumption
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import TrainingSetup
-from toolkit.plan.planner import LARGEST_WORLD_SIZE
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.step_time import ALIKE_DIGITS, StepTime, speed_row
+from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION, StepTime
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -42,7 +46,8 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
     size, preset, per_node = request.world_size, candidate.preset, request.job.gpus_per_node
     while size <= max(request.world_size, min(LARGEST_WORLD_SIZE, preset.max_world_size or LARGEST_WORLD_SIZE)):
         if size <= per_node or size % per_node == 0:
-            setup = TrainingSetup(shape=request.shape, preset=preset, world_size=size, job=candidate.job)
+            shape = candidate.job.method.model(request.shape)
+            setup = TrainingSetup(shape=shape, preset=preset, world_size=size, job=candidate.job)
             speed = request.step_time(setup)
             if speed is None:
                 return []
@@ -100,22 +105,12 @@ def recommendation_json(
 
 
 def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -> dict[str, Any]:
-    job, memory, speed = candidate.job, candidate.memory, candidate.speed
+    speed = candidate.speed
     return {
-        "preset": candidate.preset.name,
-        "per_device_train_batch_size": job.per_device_train_batch_size,
-        "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "accumulate": job.accumulate_under(candidate.preset),
-        "degrees": job.degrees,
+        **candidate.as_row(),
+        "degrees": candidate.job.degrees,
         "global_batch_size": request.global_batch_size,
-        "activation_checkpointing": job.activation_checkpointing,
-        "verdict": candidate.verdict,
-        "planned_peak_bytes": memory.planned_peak_bytes,
-        "headroom_bytes": request.gpu.memory_bytes - memory.planned_peak_bytes,
-        "host_bytes": memory.host.peak_bytes,
-        "disk_bytes": memory.host.disk_bytes,
         **{name: getattr(speed, name, None) for name in ("communication_bytes_per_step", "communication_seconds")},
-        **speed_row(speed),
         "dollars_per_million_tokens": dollars_per_million_tokens(price, speed),
     }
 
@@ -132,12 +127,13 @@ def recommendation_lines(
     """Return the recommendation as lines of text that are legible without colour."""
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
     every_row = " in every row" if request.job.lengths_differ is False else ""
+    need = f"; needs {gib(choice.memory.host.peak_bytes)} of host memory per node" if choice.preset.offloads else ""
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
         f"{request.job.tokens_per_row:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
         f"on {request.world_size} × {request.gpu.name}",
         "",
-        f"  use       {choice.preset.name}: {choice.settings}{_host_need(choice)}",
+        f"  use       {choice.preset.name}: {choice.settings}{need}",
         *_facts(choice, request, price),
         *(f"  because   {reason}" for reason in recommendation.reasons),
         "",
@@ -160,12 +156,6 @@ def recommendation_lines(
     return [*lines, "", "No figure above is measured; this measures:", broken(compare)]
 
 
-def _host_need(choice: Candidate) -> str:
-    """The host memory of an offload, which a node may not have."""
-    needed = gib(choice.memory.host.peak_bytes)
-    return f"; needs {needed} of host memory per node" if choice.preset.offloads else ""
-
-
 def _facts(choice: Candidate, request: RecommendRequest, price: float | None) -> list[str]:
     memory, speed = choice.memory, choice.speed
     left = gib(request.gpu.memory_bytes - memory.planned_peak_bytes)
@@ -177,16 +167,14 @@ def _facts(choice: Candidate, request: RecommendRequest, price: float | None) ->
     if choice.preset.offloads and request.host_memory_bytes is None:
         lines.append(f"  host      {host_assumption(request)}")
     if speed is None:
-        why = "the GPU's peak is not known (`--gpu-tflops`)"
-        if choice.job.method.method != SFT:
-            why = f"speeds are planned for --method {SFT} only; the preset that shards least is taken"
-        return [*lines, f"  speed     n/a: {why}"]
+        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
     low, high = speed.tokens_per_second_per_gpu
     lines += [
         f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
         f"MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, {seconds(speed.estimate_seconds)} per step "
         f"({seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])})"
     ]
+    lines += [f"  without   {NO_GENERATION}"] if speed.without_generation else []
     lines += [f"  wider     because of {', '.join(speed.wider_for)}"] if speed.wider_for else []
     if speed.communication_bytes_per_step:
         fast, slow = speed.communication_seconds
@@ -249,3 +237,69 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
         f"toolkit compare {presets} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
         f"{training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
     )
+
+
+def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
+    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
+    words = training_words(candidate.job, model, output="OUTPUT_DIR")
+    preset, nodes = candidate.preset, request.interconnect.num_nodes
+    if candidate.job.method.method != SFT:
+        script = f"--script {candidate.job.method.method}.py -- {words}"
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script}"
+    if nodes == 1:
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
+    config = f"accelerate_configs/{preset.name}.yaml"
+    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
+    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
+    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
+    degree = preset.dp_shard_size(request.world_size)
+    launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
+    return f"{launcher} -m toolkit.train {words}"
+
+
+def broken(command: str) -> str:
+    """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
+
+    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {70 * 'D'} --max_steps 2"))
+      toolkit train --preset zero2 -- \\
+        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
+    """
+    lines = [" "]
+    for words in re.split(r" (?=--)", command):
+        if len(lines[-1]) + len(words) > 96:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {words}"
+    return "\n".join(lines)
+
+
+def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
+    """Return the training arguments of a planned job, for a shell."""
+    folder = str(Path(model).parent) if model.endswith("config.json") else hub_id(model)
+    if job.method.method != SFT:
+        return shlex.join(trl_words(job, folder, output=output))
+    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
+
+
+def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
+    """Return the arguments of TRL's own scripts for a planned job."""
+    method = job.method
+    values: dict[str, object] = {"model_name_or_path": model, "dataset_name": "DATASET"}
+    values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    if not method.generates:
+        values["max_length"] = job.tokens_per_row
+    values["gradient_checkpointing"] = job.activation_checkpointing
+    if job.lora_r is not None:
+        values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
+        values |= {"load_in_4bit": True} if job.load_in_4bit else {}
+    trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
+    if method.vllm in ("colocate", "server"):
+        trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}
+    values |= trl_options | ({} if output is None else {"output_dir": output})
+    return [
+        word
+        for name, value in values.items()
+        for word in (f"--{name}", str(value).lower() if value is True or value is False else str(value))
+    ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
@@ -71,7 +71,7 @@ SPREAD = 0.2
 WIDER = {"a GPU without published rows": 0.2, "bound by kernel launches, which depend on the host": 0.35}
 WIDER |= {"4-bit kernels": 0.1, "a mixture of experts": 0.3, "a ring of GPUs that share a sequence": 0.5}
 WIDER |= {"split layers or sequences": 0.2, "offload": 0.0, "the network between nodes": 0.0}
-WIDER |= {"the network between nodes, which is not given": 0.0}
+WIDER |= {"the network between nodes, which is not given": 0.0, "a method without published speeds": 0.3}
 # The same for a plan that is calibrated by a run, by what differs between the two: nine of ten pairs of published rows
 # of one source, model and GPU that differ in it (and mostly in more) have errors no further apart.
 PAIR_SPREAD = {"preset": 0.155, "world size": 0.171, "batch or length": 0.192, "activation checkpointing": 0.284}
@@ -80,6 +80,9 @@ PAIR_SPREAD = {"preset": 0.155, "world size": 0.171, "batch or length": 0.192, "
 # with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s.
 HIGHEST_SHARE = {"full": 0.62, "recomputed": 0.781, "lora": 0.62, "qlora": 0.703, "offload": 0.57}
 MEASURED_GPUS = ("a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
+
+
+NO_GENERATION = "generation, which is not planned: times are of scoring and training alone, the least that it takes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +150,10 @@ class StepTime:
     """Reasons for which the interval is wider than that of published rows."""
     calibrated_by: str | None = None
     """The run folder whose measured step multiplies the estimate."""
+    precompute_seconds: float = 0.0
+    """Scoring the rows of one step with a reference, once before training; part of no step."""
+    without_generation: bool = False
+    """True where completions are generated, which is not planned: all times are lower bounds."""
     offload_efficiency: Range | None = None
     """Share of its speed that a GPU keeps if transfers of model states overlap nothing; None without offload.
 
@@ -229,26 +236,20 @@ def step_time(
     """
     preset, precision, job = setup.preset, setup.mixed_precision or setup.preset.mixed_precision, setup.job
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
-    if peak is None or setup.job.method.method != SFT:  # of other methods no speed is planned
+    if peak is None:
         return None
     steps, ranks_per_batch = setup.accumulation_steps, 1 if setup.layout is None else setup.layout.ranks_per_batch
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
-    tokens, own_tokens = job.tokens_per_micro_batch * steps // ranks_per_batch, setup.local_tokens * steps
+    tokens, own_tokens = job.tokens_per_forward * steps // ranks_per_batch, setup.local_tokens * steps
     if preset.engine == "pipeline":  # each has all tokens, and some of the layers
         own_tokens //= ranks_per_batch
     flops = _flops(setup, causal=False)
     causal, tp = _flops(setup, causal=True), setup.engine.tp
-    on_gpu = compute_seconds(
-        interconnect.gpu,
-        setup.shape,
-        job,
-        calibration,
-        peak=peak,
-        tokens=tokens,
-        own_tokens=own_tokens,
-        flops=causal,
-        tp=tp,
-    )
+    fixed = partial(compute_seconds, interconnect.gpu, setup.shape, job, calibration, peak=peak, tp=tp)
+    on_gpu_seconds = partial(fixed, tokens=tokens, own_tokens=own_tokens)
+    scored = replace(causal, dense_backward=0, attention_backward=0, recomputed=0)
+    scoring = on_gpu_seconds(flops=scored)
+    on_gpu = on_gpu_seconds(flops=causal) + job.method.scoring_forwards * scoring
     on_gpu += _weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)
     on_host = _host_seconds(setup, calibration)
     compute = max(on_gpu, on_host) * _bubble_factor(setup)
@@ -268,7 +269,8 @@ def step_time(
     wider, highest = tuple(_wider(setup, interconnect, launch_bound=on_host > on_gpu)), _highest_share(setup)
     spread = math.hypot(SPREAD, math.log(worst / best) / 2, *(WIDER[reason] for reason in wider))
     # No interval reaches above what anyone has measured, the user included.
-    fastest = tokens * causal.hardware_flops / (peak * highest)
+    operations = causal.hardware_flops + job.method.scoring_forwards * scored.hardware_flops
+    fastest = tokens * operations / (peak * highest)
     if measured is not None:
         spread = measured.spread(setup, (best, worst), wider)
         best, estimate, worst = (seconds * measured.ratio for seconds in (best, estimate, worst))
@@ -295,6 +297,8 @@ def step_time(
         peak_flops=peak,
         wider_for=wider,
         calibrated_by=None if measured is None else measured.run,
+        precompute_seconds=job.method.precomputed_forwards * scoring * (1.0 if measured is None else measured.ratio),
+        without_generation=job.method.generates,
         offload_efficiency=efficiency,
     )
 
@@ -304,13 +308,14 @@ def speed_row(speed: StepTime | None) -> dict[str, Any]:
     ranges = {name: getattr(speed, name, None) for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")}
     if speed is None:
         estimates = dict.fromkeys(("step_seconds_estimate", "tokens_per_second_per_gpu_estimate"))
-        return {**ranges, **estimates, "speed_wider_for": None, "calibrated_by": None}
+        return {**ranges, **estimates, **dict.fromkeys(("speed_wider_for", "calibrated_by", "without_generation"))}
     return {
         **ranges,
         "step_seconds_estimate": speed.estimate_seconds,
         "tokens_per_second_per_gpu_estimate": speed.tokens_per_second_per_gpu_estimate,
         "speed_wider_for": list(speed.wider_for),
         "calibrated_by": speed.calibrated_by,
+        "without_generation": speed.without_generation,
     }
 
 
@@ -340,6 +345,8 @@ def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bo
         yield "bound by kernel launches, which depend on the host"
     if setup.job.load_in_4bit:
         yield "4-bit kernels"
+    if setup.job.method.method != SFT:
+        yield "a method without published speeds"
     if setup.shape.num_experts:
         yield "a mixture of experts"
     if setup.layout is not None and setup.layout.cp > 1:
@@ -400,11 +407,15 @@ def compute_seconds(
     operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
     if gpu.memory_bytes_per_second is None:
         return tokens * operations / peak
-    saved = _saved_bytes(shape).token_bytes(job.tokens_per_row)
-    moved = calibration.kernel_bytes * saved * (RECOMPUTED_PASSES if flops.recomputed else PASSES)
+    saved, passes = (
+        _saved_bytes(shape).token_bytes(job.tokens_per_row),
+        RECOMPUTED_PASSES if flops.recomputed else PASSES,
+    )
+    passes = passes if flops.dense_backward else 1
+    moved = calibration.kernel_bytes * saved * passes
     moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
     moved *= calibration.liger_share if job.loss == "fused" else 1.0
-    moved += LOGITS_BYTES_MOVED * shape.vocab_size / tp
+    moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
     return tokens * operations / peak + own_tokens * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
 
 
@@ -436,7 +447,8 @@ def _weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, cali
 def _host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     """Launches of a step, without which a GPU that computes faster waits: short rows in small micro-batches."""
     forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
-    operations = 1.0 * setup.part.num_layers * (forward * setup.forwards + backward * setup.accumulation_steps)
+    forwards = setup.forwards + setup.accumulation_steps * setup.job.method.scoring_forwards
+    operations = 1.0 * setup.part.num_layers * (forward * forwards + backward * setup.accumulation_steps)
     adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
     passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
     operations += adapters * sum(launched * times for launched, times in passes)

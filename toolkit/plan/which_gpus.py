@@ -8,15 +8,13 @@ from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
-from toolkit.plan.candidates import Candidate
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, best_first
 from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
 from toolkit.plan.planner import (
-    LARGEST_WORLD_SIZE,
     Plan,
     PlanRequest,
     check_request,
     plan_of,
-    simplest_fast,
     smallest_plan,
     why_unsupported,
 )
@@ -44,15 +42,19 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
         on_gpu = replace(request, gpu=gpu)
         for size in sizes:
             planned = [(preset, smallest(preset, size)) for preset in presets]
-            plans = [plan_of(on_gpu, preset, size, size) for preset, each in planned if each and each.on(gpu).fits]
+            plans = [
+                plan_of(on_gpu, preset, size, size)
+                for preset, each in planned
+                if each and replace(each, request=replace(each.request, gpu=gpu)).fits
+            ]
             if plans:
-                return simplest_fast(plans)
+                return best_first(plans)[0]
         return None
 
     def cost(plan: Plan) -> tuple[float, int]:
         dollars, hourly = dollars_per_million_tokens(plan, prices), price_of(plan, prices) or 0.0
         dollars = hourly * plan.world_size if dollars is None else dollars
-        return dollars, plan.world_size * plan.gpu_memory_bytes
+        return dollars, plan.world_size * plan.request.gpu.memory_bytes
 
     found = sorted(filter(None, map(fewest, gpus)), key=cost)
     if not found:

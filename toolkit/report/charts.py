@@ -7,25 +7,24 @@ as plain elements and SVG.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# The text beside the longest bar needs the rest of the line, on a phone too.
-LONGEST_BAR_PERCENT = 68.0
 # The box of a line chart in its own units.
 WIDTH, HEIGHT = 1000.0, 300.0
 # The height of one row of a timeline, as wide as a line chart.
 ROW_HEIGHT = 20.0
+# Distances between the round heights beside a line chart.
+MOST_INTERVALS = 4
 # More points are closer than the pixels of a page.
 MOST_POINTS = 2000
-# In points, of a curve under all others.
-WIDEST_CURVE = 9.0
 
 # Each color as it reads on a white page and on a dark one: hues of Okabe and Ito (https://jfly.uni-koeln.de/color/),
 # darker or lighter for contrast with the page.
 BLUE, ORANGE, GREEN = ("#0072B2", "#4AA3DF"), ("#E69F00", "#E8B04A"), ("#009E73", "#3CC79D")
 PURPLE, RED, GRAY = ("#CC79A7", "#DF9CC2"), ("#D55E00", "#F08A45"), ("#BBBBBB", "#6B7280")
-CURVES = (GRAY, ORANGE, BLUE, PURPLE, GREEN, RED, ("#222222", "#F3F4F6"))
+CURVES = (BLUE, ORANGE, GRAY, PURPLE, GREEN, RED, ("#222222", "#F3F4F6"))
 LANES = {"compute": "compute", "data_wait": "waiting for data", "communication": "communication (lower line)"}
 """The lanes of a profiled step, with their names in the legend."""
 CSS_VARIABLES: dict[str, tuple[str, str]] = {
@@ -62,7 +61,7 @@ class Bar:
 
     @property
     def end(self) -> float:
-        """Where the text starts: after segments and marks."""
+        """Length of the bar with its marks."""
         return max(self.length, self.tick or 0.0, self.interval[1] if self.interval else 0.0)
 
 
@@ -79,7 +78,7 @@ class BarChart:
     def scale(self) -> float:
         """Percent of the line per unit of length."""
         longest = max([self.limit or 0.0, *(bar.end for _, bar in self.bars)], default=0.0)
-        return LONGEST_BAR_PERCENT / longest if longest else 0.0
+        return 100 / longest if longest else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,14 +95,14 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Lines in a box as high as their points and as wide as its labels, which stand below it where they belong."""
+    """Lines in a box between round heights, as wide as its labels, which stand below it where they belong."""
 
     lines: Sequence[Line]
-    y_format: str  # of the labels beside it: of its high end, its middle and its low end
     x_labels: Sequence[tuple[float, str]]
     x_name: str
     title: str
     note: str = ""
+    y_unit: str = ""
 
     @property
     def colors(self) -> list[tuple[str, str]]:
@@ -111,18 +110,25 @@ class LineChart:
         return [(line.color, line.label) for line in self.lines]
 
     @functools.cached_property
-    def y_marks(self) -> tuple[float, float, float]:
-        """High end, middle and low end."""
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Round heights at equal distances with their labels, from the high end of the box to the low end."""
         heights = [y for line in self.lines for _, y in line.points]
-        return max(heights), (max(heights) + min(heights)) / 2, min(heights)
+        low, high = min(heights), max(heights)
+        rough = (high - low or abs(high) or 1.0) / MOST_INTERVALS
+        power = math.floor(math.log10(rough))
+        step = next(times for times in (1, 2, 5, 10) if times * 10.0**power >= 0.999 * rough) * 10.0**power
+        first = math.floor(low / step + 1e-6)
+        last = max(first + 1, math.ceil(high / step - 1e-6))
+        digits = max(0, -math.floor(math.log10(step)))
+        return [(n * step, f"{n * step:,.{digits}f}{self.y_unit}") for n in range(last, first - 1, -1)]
 
     def points(self, line: Line) -> list[str]:
         """Return SVG coordinates of the line's points: of a long line at equal distances, and the last."""
-        high, _, low = self.y_marks
+        high, low = self.y_ticks[0][0], self.y_ticks[-1][0]
         stride, kept = -(-len(line.points) // MOST_POINTS), line.points
         if stride > 1:
             kept = [*kept[:-1:stride], kept[-1]]
-        return [f"{WIDTH * self.position(x):.1f},{HEIGHT * (high - y) / ((high - low) or 1.0):.1f}" for x, y in kept]
+        return [f"{WIDTH * self.position(x):.1f},{HEIGHT * (high - y) / (high - low):.1f}" for x, y in kept]
 
     def position(self, x: float) -> float:
         """Return the place of a value between the first label and the last, from 0 to 1."""
@@ -169,10 +175,7 @@ Chart = BarChart | LineChart | TimelineCharts
 
 
 def curves(points: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> list[Line]:
-    """Return labelled lines from wide to narrow: a curve drawn on an equal one leaves its edges visible."""
-    named = list(points)
-    step = min(1.6, WIDEST_CURVE / max(len(named), 1))
+    """Return labelled lines, each in a color of its own."""
     return [
-        Line(points=line, label=label, color=f"c{index % len(CURVES)}", width=1.4 + step * (len(named) - 1 - index))
-        for index, (label, line) in enumerate(named)
+        Line(points=line, label=label, color=f"c{index % len(CURVES)}") for index, (label, line) in enumerate(points)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,17 +115,25 @@ class Table:
     headings: tuple[Heading, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
-    def without_unknown_columns(self) -> Table | None:
-        """Return the table without numeric columns in which no row has a value; None where none is left."""
-        kept = [
-            index
-            for index, heading in enumerate(self.headings)
-            if not heading.numeric or any(row[index].value is not None for row in self.rows)
-        ]
-        headings = tuple(self.headings[index] for index in kept)
-        if not any(heading.numeric for heading in headings):
-            return None
-        return Table(headings=headings, rows=tuple(tuple(row[index] for index in kept) for row in self.rows))
+    @property
+    def has_figures(self) -> bool:
+        """True if a column is not of words."""
+        return any(heading.numeric for heading in self.headings)
+
+    def without_unknown_columns(self) -> Table:
+        """Return the table without columns of figures in which every row is unknown."""
+        return self.with_columns(
+            [
+                index
+                for index, heading in enumerate(self.headings)
+                if not heading.numeric or any(row[index] != UNKNOWN for row in self.rows)
+            ]
+        )
+
+    def with_columns(self, indices: Sequence[int]) -> Table:
+        """Return the table with some of its columns."""
+        rows = tuple(tuple(row[index] for index in indices) for row in self.rows)
+        return Table(headings=tuple(self.headings[index] for index in indices), rows=rows)
 
 
 def text_heading(text: str) -> Heading:

@@ -235,14 +235,13 @@ def interval_chart(estimate: FailureEstimate) -> LineChart:
     places = [math.log10(young) + s / POINTS_PER_DECADE for s in range(-POINTS_PER_DECADE, POINTS_PER_DECADE + 1)]
     exact = [(place, job.at_interval(10**place).exact_time_ratio) for place in places]
     first_order = [(place, job.at_interval(10**place).effective_time_ratio) for place in places]
-    lines = [Line(points=exact, label="exact", color="c2")]
+    lines = [Line(points=exact, label="exact", color="c0")]
     lines.append(Line(points=first_order, label="first order", color="c1", dashed=True))
     for name, color, best in (("Young", "c5", young), ("Daly", "c4", daly)):
         point = (math.log10(best), job.at_interval(best).exact_time_ratio)
         lines.append(Line(points=[point], label=f"best by {name}", color=color, width=6.0, dots=True))
     return LineChart(
         lines=lines,
-        y_format="{:.3f}",
         x_labels=[(place, f"{10**place / 60:,.3g}") for place in (places[0], places[-1])],
         x_name="minutes of training between two saves, logarithmic",
         title="effective time ratio by checkpoint interval",

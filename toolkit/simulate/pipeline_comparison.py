@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
 OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
-OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing")
+OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing", "method")
 LONGEST_MS = 10**7  # hours: more is a unit mixed up
 RANGES = {
     **dict.fromkeys(("forward_ms", "backward_ms"), (LEAST, LONGEST_MS)),
@@ -44,7 +44,7 @@ IDLE = "."
 LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
 MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
 # CSS variables of the page's colors by kind of operation: F, I, B, W.
-COLORS = ("c2", "c1", "c5", "c4")
+COLORS = ("c0", "c1", "c5", "c4")
 KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")
 
 

@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
+from toolkit.hardware.gpu_table import Gpu, chosen_gpu
 from toolkit.models.flops import flops_of
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
@@ -34,16 +34,24 @@ from toolkit.plan.candidates import (
     NothingFits,
     RecommendRequest,
     best_candidates,
-    broken,
     memory_refusal,
-    train_command,
     why_refused,
 )
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
-from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, check_planned_job, check_size, model_part
+from toolkit.plan.methods import SFT
+from toolkit.plan.planned_job import (
+    LARGEST_DEGREE,
+    PlannedJob,
+    StageLoad,
+    TrainingSetup,
+    check_planned_job,
+    check_size,
+    model_part,
+)
+from toolkit.plan.recommendation import broken, train_command
 from toolkit.plan.step_time import SPREAD, compute_seconds
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
@@ -55,7 +63,6 @@ STATES_LIKE = "zero1"
 SPLIT_LIKE = "fsdp2_tp"
 """Preset whose tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16."""
 BF16_BYTES = 2
-LARGEST_TP = 2**10
 SCHEDULE = "1f1b"
 """The schedule of least memory that needs no split backward."""
 MOST_MICRO_BATCHES = 4096
@@ -67,7 +74,7 @@ class StageMemory:
     """Memory of one GPU of a stage."""
 
     peak_bytes: int
-    state_bytes: int  # weights, gradients and optimizer states
+    state_bytes: int  # weights, gradients and optimizer states; and the weights of a reference
     held_bytes: int  # activations in the forward of the last micro-batch in flight, of all of them
     verdict: str
 
@@ -93,7 +100,8 @@ class StagedModel:
         shape, job = self.shape, self.job
         parts = [
             f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
-            f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per micro-batch",
+            f"{job.rows} x {job.tokens_per_row} tokens per micro-batch",
+            "" if job.method.method == SFT else job.method.method.upper(),
             "activation checkpointing" if job.activation_checkpointing else "",
             f"tp {self.tp}" if self.tp > 1 else "",
             f"{self.gpu.name}, {gib(self.gpu.memory_bytes)}",
@@ -105,6 +113,9 @@ class StagedModel:
         if self.shape.activations_from != "formulas":
             what = f"stages of {self.shape.model_type} cannot be planned: there are no formulas for its activations"
             raise ToolkitError(what, hint="give --forward-ms, --backward-ms and --weight-ms instead of --model")
+        if self.job.method.generates:
+            what = f"--method {self.job.method.method} generates, which the stages of a pipeline are not planned to do"
+            raise ToolkitError(what, hint="`toolkit plan MODEL --method ...` has its memory under other presets")
         if self.gpu.peak_flops("bf16") is None:
             raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
         if self.tp > 1:
@@ -114,7 +125,7 @@ class StagedModel:
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
-        return model_part(self.shape, size.num_chunks, chunks)
+        return self.job.method.model(model_part(self.shape, size.num_chunks, chunks))
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
@@ -133,7 +144,7 @@ class StagedModel:
         activations = Collective(
             name="permute",
             purpose="activations of a stage",
-            payload_bytes=BF16_BYTES * self.job.tokens_per_micro_batch * self.shape.hidden_size,
+            payload_bytes=BF16_BYTES * self.job.tokens_per_forward * self.shape.hidden_size,
             group_size=2,
             group="pp",
             stride=self.job.gpus_per_node if leaves_node else per_stage,
@@ -167,17 +178,20 @@ class StagedModel:
             with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
             load = StageLoad(micro_batches_in_flight=in_flight, logits_in_flight=max(0, with_head - 1))
             plan = plan_engine_memory(self.part(run.size, *chunks), self._engine, self.job, load=load)
-            peak, states = plan.planned_peak_bytes, plan.states.total_bytes
+            peak, states = plan.planned_peak_bytes, plan.states.total_bytes + plan.peak.reference_bytes
             held = next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward")
             verdict = fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes)
             stages.append(StageMemory(peak_bytes=peak, state_bytes=states, held_bytes=held, verdict=verdict))
         return stages
 
     def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
-        """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""
+        """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass.
+
+        Forwards without a graph, of a reference, come before each forward.
+        """
         peak, job = self.gpu.peak_flops("bf16"), self.job
         assert peak is not None
-        recompute, tokens = job.activation_checkpointing, job.tokens_per_micro_batch
+        recompute, tokens = job.activation_checkpointing, job.tokens_per_forward
         counted = partial(flops_of, shape, seq_length=job.tokens_per_row, recompute=recompute, count_embeddings=False)
         flops, causal = counted(), counted(causal=True)
         compute = compute_seconds(
@@ -188,7 +202,7 @@ class StagedModel:
         weight = flops.dense_backward // 2
         backward = flops.recomputed + flops.attention_backward + flops.dense_backward - weight
         return ChunkTimes(
-            forward_seconds=seconds * flops.forward_flops + exchange,
+            forward_seconds=(1 + job.method.scoring_forwards) * (seconds * flops.forward_flops + exchange),
             backward_seconds=seconds * backward + exchange,
             weight_seconds=seconds * weight,
         )
@@ -231,14 +245,13 @@ def at_end(seconds: Range, end: int | None) -> float:
 
 def staged_model(model: str, options: PipelineOptions) -> StagedModel:
     """Return the model whose stages are to be planned. Raises ToolkitError for what cannot be planned."""
-    check_size("--tp", options.tp, LARGEST_TP)
+    check_size("--tp", options.tp, LARGEST_DEGREE)
     check_unquantized(model)
     shape = read_model(model)
     job = PlannedJob.from_options(options, full_length=True)
     job = replace(job, tp=None, gradient_accumulation_steps=options.micro_batches)
     check_planned_job(job, shape)
-    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
-    gpu = custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
+    gpu = chosen_gpu(options.gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
     staged.check()
     return staged

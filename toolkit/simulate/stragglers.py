@@ -333,7 +333,6 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
     last = max(result.curve[-1][0] for result in study.policies)
     losses = LineChart(
         lines=curves((result.run.policy.label, result.curve) for result in study.policies),
-        y_format="{:.3f}",
         x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
         x_name="seconds",
         title="loss by time",

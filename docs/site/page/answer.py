@@ -36,7 +36,7 @@ import toolkit.presets.preset as preset_files  # noqa: E402
 from toolkit.cli import plan as commands  # noqa: E402
 from toolkit.errors import ToolkitError  # noqa: E402
 from toolkit.models.decoders import types_with_formulas  # noqa: E402
-from toolkit.models.read_model import hub_refusal, no_such_model  # noqa: E402
+from toolkit.models.hub import hub_refusal, hub_unreachable  # noqa: E402
 from toolkit.plan.options import PlanOptions, RecommendOptions  # noqa: E402
 
 CONFIG = "config.json"
@@ -60,7 +60,9 @@ def answer(request_text: str) -> str:
     options: dict[str, str] = {}
     try:
         if "refused" in request:
-            raise hub_refusal(model, request["refused"], status=request.get("status"))
+            address = f"https://huggingface.co/{model}"
+            reason, status = request["refused"], request.get("status")
+            raise hub_unreachable(model) if status is None else hub_refusal(model, reason, status, address=address)
         if request.get("config") is not None:
             save_config(model, request["config"])
         options = options_of(name, request["fields"])
@@ -68,11 +70,6 @@ def answer(request_text: str) -> str:
     except ToolkitError as error:
         words = command_line(name, model, options) if options else None
         return json.dumps({"error": described(error), "words": words})
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise
-        # the page itself asks the hub, for every name that can be one there
-        return json.dumps({"error": described(no_such_model(model))})
     except OSError:  # a process was to be started, which no browser can do: the architecture is to be counted
         message = "transformers has to count this architecture, which takes torch and cannot run in a browser"
         hint = f"run this where both are installed: {command_line(name, model, options)}"

@@ -45,7 +45,7 @@ UNUSED_LIBRARY = (
         "doctest",
         "ensurepip",
     ),
-    *("fileinput", "ftplib", "http", "idlelib", "imaplib", "lib2to3", "mailbox", "mimetypes", "modulefinder", "netrc"),
+    *("fileinput", "ftplib", "idlelib", "imaplib", "lib2to3", "mailbox", "mimetypes", "modulefinder", "netrc"),
     *("nntplib", "optparse", "pdb", "pickletools", "plistlib", "poplib", "profile", "profiling", "pstats", "pyclbr"),
     *("pydoc", "pydoc_data", "shelve", "smtplib", "socketserver", "sqlite3", "statistics", "symtable", "tabnanny"),
     *("telnetlib", "timeit", "tkinter", "tomllib", "trace", "turtle", "turtledemo", "unittest", "venv", "wave"),

@@ -1,3 +1,14 @@
+// A table that is cut off says that it scrolls.
+const showHints = () => {
+  for (const box of document.querySelectorAll(".scroll")) {
+    const isCut = box.scrollWidth > box.clientWidth + 1, hint = box.previousElementSibling;
+    if (hint && hint.classList.contains("hint")) hint.hidden = !isCut;
+    else if (isCut) box.insertAdjacentHTML("beforebegin", '<p class="quiet hint">scroll the table sideways →</p>');
+  }
+};
+addEventListener("resize", showHints);
+addEventListener("toggle", showHints, true);
+showHints();
 // Clicking a heading sorts its table; in a numeric column, rows that are not compared or lack the figure stay last.
 for (const button of document.querySelectorAll("thead button")) {
   button.addEventListener("click", () => {
