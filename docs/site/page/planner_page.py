@@ -52,7 +52,8 @@ def fewest_gpus(model: str, method: str) -> dict[str, list[object] | None]:
     request = replace(plan_request(model, options), world_sizes=[])
     found: dict[str, list[object] | None] = dict.fromkeys(TABLE_GPUS)
     for plan in gpus_for(request, dict.fromkeys(TABLE_GPUS, 1.0)):
-        found[plan.gpu] = [plan.world_size, plan.preset]
+        row = plan.as_row()
+        found[row["gpu"]] = [row["world_size"], row["preset"]]
     return found
 
 
