@@ -35,6 +35,7 @@ from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.record.timeline import Goodput
 from toolkit.units import counted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,8 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 RECORDED = {name: name for name in ("host_memory", "kill_ranks", "live_faults", "overhead", "peers")}
 RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
 
+UNFOLDED_ROWS = 10
+
 FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
@@ -58,6 +61,12 @@ def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
     """Return a Markdown table; the cells may hold Markdown."""
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def folded(table: str) -> str:
+    """Return a table that opens with a click."""
+    rows = len(table.strip().splitlines()) - 2
+    return f"<details markdown>\n<summary>The table: {rows} rows</summary>\n\n{table.strip()}\n\n</details>"
 
 
 def preset_table() -> str:
@@ -147,15 +156,26 @@ def recorded_table(name: str) -> str:
             sys.path.append(str(ROOT / folder))
     benchmark, record = import_module(RECORDED[name]), import_module("record")
     header, rows_of = getattr(benchmark, "TABLES", {}).get(name) or (benchmark.HEADER, benchmark.table_rows)
-    return markdown_table(header, [[*map(str, cells)] for cells in rows_of(*record.read_result(name))])
+    rows = [[*map(str, cells)] for cells in rows_of(*record.read_result(name))]
+    return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
 
 
 def recommendation() -> str:
     """Return the first twelve lines of an answer of `toolkit recommend`."""
-    words = ["recommend", str(ROOT / "tests/fixtures/qwen3-8b/config.json"), "--gpu", "h100", "--num-processes", "8"]
-    printed = CliRunner().invoke(app, [*words, "--max-seq-length", "2048"]).stdout
-    lines = printed.replace(words[1], "Qwen/Qwen3-8B").splitlines()[:12]
-    return "\n".join(["```text", *lines, "```"])
+    return _printed("recommend --gpu h100 --num-processes 8 --max-seq-length 2048", lines=12)
+
+
+def plan() -> str:
+    """Return the answer of `toolkit plan` that the page about plans shows."""
+    words = "plan --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
+    return _printed(f"{words} --per-device-train-batch-size 1 --activation-checkpointing")
+
+
+def _printed(command: str, *, lines: int | None = None) -> str:
+    config = str(ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json")
+    first, *words = command.split()
+    answer = CliRunner().invoke(app, [first, config, *words], env={"COLUMNS": "100"}).stdout
+    return "\n".join(["```text", *answer.replace(config, "Qwen/Qwen3-8B").rstrip().splitlines()[:lines], "```"])
 
 
 def argument_table() -> str:
@@ -240,6 +260,12 @@ def measured_table() -> str:
     return markdown_table(["key", "unit", "meaning"], rows)
 
 
+def goodput_table() -> str:
+    """Return one row per key of `goodput` in `run.json`."""
+    fields = {**Goodput.model_fields, **Goodput.model_computed_fields}
+    return markdown_table(["key", "meaning"], [[f"`{key}`", field.description or ""] for key, field in fields.items()])
+
+
 def _json_type(schema: dict[str, Any]) -> str:
     types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
     return " or ".join(dict.fromkeys(types))
@@ -254,6 +280,8 @@ def python_names() -> str:
 
 BUILT: dict[str, Callable[[], str]] = {
     "recommendation": recommendation,
+    "plan": plan,
+    "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,
     "lint_rules": lint_rules,

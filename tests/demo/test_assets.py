@@ -171,6 +171,22 @@ def test_num_processes_is_two_without_gpus(monkeypatch: pytest.MonkeyPatch, caps
         assert capsys.readouterr().out.strip() == expected
 
 
+def test_demo_is_the_name_of_the_demo_s_model_and_data_in_training_arguments(real_model: Path) -> None:
+    words = ["--model_name_or_path=demo", "--dataset", "demo", "mine.jsonl", "--run_name", "demo"]
+    data = str(assets.default_data_file())
+    expected = (f"--model_name_or_path={real_model}", "--dataset", data, "mine.jsonl", "--run_name", "demo")
+    assert assets.with_demo_inputs(words) == expected
+
+
+def test_a_folder_called_demo_is_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert assets.with_demo_inputs(["--dataset", "demo"]) == ("--dataset", "demo")
+    assert capsys.readouterr().err == f"--dataset demo: {tmp_path / 'demo'}, not the demo's\n"
+
+
 @pytest.mark.usefixtures("empty_cache")
 def test_chitchat_rows_alternate_between_speakers_and_have_an_answer() -> None:
     rows = [json.loads(line)["messages"] for line in assets.chitchat_data_file().read_text().splitlines()]

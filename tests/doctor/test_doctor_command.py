@@ -76,14 +76,22 @@ def test_this_node_is_measured_by_every_check() -> None:
 
 
 def test_the_text_shows_each_finding_with_its_fix() -> None:
-    code, out, _ = run_doctor("--gpus-per-node", "64")
+    code, out, _ = run_doctor("--gpus-per-node", "64", "--verbose")
     lines = out.splitlines()
     assert code == 1
+    assert lines[0].startswith("error ")
     at = next(index for index, line in enumerate(lines) if line.startswith("  error: GPUs are missing: "))
     assert lines[at].endswith("expected: 64, as --gpus-per-node says")
     assert lines[at + 1] == "    fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's"
     assert "skipped  (only with --long) disk-speed, dcgm, all-reduce" in lines
     assert " 1 error" in lines[-1]
+
+
+def test_checks_that_found_nothing_are_shown_with_verbose_only() -> None:
+    _, brief, _ = run_doctor()
+    _, verbose, _ = run_doctor("-v")
+    assert [line for line in brief.splitlines() if line.startswith(("ok ", "skipped "))] == []
+    assert [line for line in verbose.splitlines() if line.startswith("ok ")]
 
 
 def run_cold(

@@ -30,6 +30,10 @@ def doctor(
     compare: Annotated[
         bool, typer.Option("--compare", help="compare the reports of several nodes, each written with --json")
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="show the checks that found nothing, too, and those that were skipped"),
+    ] = False,
     as_json: JsonOutput = False,
 ) -> None:
     """Find what is wrong with this node, and the line that fixes it.
@@ -46,7 +50,7 @@ def doctor(
             f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
         )
     examination = examine_node(options, names[0] if names else None, print_message)
-    lines = map(visible, examination.lines())
+    lines = map(visible, examination.lines(verbose=verbose))
     print(json.dumps(examination.as_json(), indent=2) if as_json else "\n".join(lines))
     if examination.failed:
         raise typer.Exit(EXIT_RUN_FAILED)

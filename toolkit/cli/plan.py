@@ -163,6 +163,8 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
     without --output_dir, no files are kept. With --script or --module: the arguments of that script.
     """
+    from toolkit.demo.assets import with_demo_inputs
+    from toolkit.doctor.ops import compile_for_run
     from toolkit.launch.preflight import check_libraries
     from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import (
@@ -180,7 +182,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
         planned = plan_rehearsal(
             preset,
             **place,
-            training_argv=options.training_arguments,
+            training_argv=with_demo_inputs(options.training_arguments),
             cpu=on_cpu,
             fake_tensors=options.fake_tensors,
         )
@@ -198,6 +200,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
         )
     if on_cpu and options.cpu is None and not options.fake_tensors:
         print_message("no GPU is visible: rehearsing on the CPU")
+    compile_for_run([preset], on_cpu=on_cpu and not options.fake_tensors)
     result, run = rehearse_once(planned, on_line=print_message)
     if result.failure is not None:
         print_failure(result.status, result.failure)

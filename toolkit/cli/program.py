@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from toolkit._version import __version__
 from toolkit.cli.checkpoint import checkpoint_app
@@ -42,7 +44,23 @@ def option_word(given: str) -> str:
     return OTHER_WORDS.get(dashed, dashed)
 
 
+class HelpBySection(TyperGroup):
+    """A group of commands whose help lists them by section, with complete sentences on a narrow terminal too."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a list of commands per section."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            summary = command.get_short_help_str(limit=formatter.width * 2)
+            sections.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, summary))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
+    cls=HelpBySection,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's tables cut the names of options to fit 100 columns
@@ -63,12 +81,22 @@ def toolkit(
     """Fine-tune on several GPUs with a preset you chose, and compare presets on the same job."""
 
 
-COMMANDS = (presets, plan, recommend, train, rehearse, compare, report, lint, convert_config, doctor, env)
-GROUPS = {"preset": preset_app, "checkpoint": checkpoint_app, "cluster": cluster_app, "simulate": simulate_app}
-for command in COMMANDS:
-    app.command()(command)
-for name, group in GROUPS.items():
-    app.add_typer(group, name=name)
+SECTIONS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
+    "Before a run": (
+        *(recommend, plan, rehearse, presets, ("preset", preset_app), lint, convert_config),
+        ("simulate", simulate_app),
+    ),
+    "Run": (train, ("cluster", cluster_app)),
+    "Compare": (compare, report),
+    "Repair": (doctor, env, ("checkpoint", checkpoint_app)),
+}
+"""Commands, and groups of commands by their names, by the heading of `--help`."""
+for heading, commands in SECTIONS.items():
+    for command in commands:
+        if isinstance(command, tuple):
+            app.add_typer(command[1], name=command[0], cls=HelpBySection, rich_help_panel=heading)
+        else:
+            app.command(rich_help_panel=heading)(command)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -58,7 +58,7 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 @simulate_app.command()
 @expand_options
 def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
-    """Cost of slow workers, and of synchronous, backup-worker, bounded-staleness and asynchronous updates.
+    """Cost of slow workers, and of updates that are synchronous, asynchronous, in between, or leave some out.
 
     Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy. With
     --model, its gradients are communicated.

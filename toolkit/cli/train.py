@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 def train(options: TrainOptions) -> None:
     """Check the job, print the launch command, and run it.
 
-    After `--`: at least --model_name_or_path, --dataset and --output_dir. All training arguments:
-    `python -m toolkit.train --help`. With --script or --module, what follows `--` is for that program.
+    After `--`: at least --model_name_or_path, --dataset and --output_dir; `demo` is a small model, and its data. All
+    training arguments: `python -m toolkit.train --help`. With --script or --module, what follows `--` is for that
+    program.
     """
+    from toolkit.demo.assets import with_demo_inputs
+    from toolkit.doctor.ops import compile_for_run
     from toolkit.launch.launch import prepare_run
     from toolkit.launch.launch import train as run_prepared
     from toolkit.launch.terminal import LiveLine
 
+    if not options.runs_script:
+        options = replace(options, training_arguments=with_demo_inputs(options.training_arguments))
     prepared = prepare_run(options, on_message=print_message)
     if options.on_cpu and options.cpu is None:  # a device that the user did not choose
         print_message(ON_CPU_MESSAGE)
@@ -45,6 +51,7 @@ def train(options: TrainOptions) -> None:
         print_message("every check passed; nothing was started")
         return
     plan = _plan(prepared)
+    compile_for_run([prepared.command.preset], on_cpu=options.on_cpu)
     with LiveLine() as live:
         result = run_prepared(prepared, plan=plan, on_message=live.print)
     if result.failure is not None:
@@ -74,7 +81,10 @@ def compare(options: CompareOptions) -> None:
     After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
     """
     from toolkit.compare.commands import run_comparison
+    from toolkit.demo.assets import with_demo_inputs
 
+    if not options.runs_script:
+        options = replace(options, training_arguments=with_demo_inputs(options.training_arguments))
     run_comparison(options)
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
 from itertools import groupby
@@ -33,6 +33,8 @@ from toolkit.files.documents import read_json_object
 from toolkit.files.reading import user_path
 from toolkit.installation import install_line, require
 
+DEMO = "demo"
+"""What a command line calls the default model, and the default data."""
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_PARAMETERS = 134_515_008  # tied input and output embeddings counted once
 MODEL_MAX_LENGTH = 8192  # the GGUF's llama.context_length; its tokenizer does not carry it
@@ -184,6 +186,27 @@ def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -
         LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def with_demo_inputs(words: Sequence[str]) -> tuple[str, ...]:
+    """Return training arguments with the demo's model and data for the value `demo`, prepared on first use.
+
+    A file or folder called `demo` in the working directory is the user's own.
+    """
+    replaced, flag = [], ""
+    for word in words:
+        before, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        flag = (before or word).removeprefix("--").replace("-", "_") if word.startswith("--") else flag
+        if value == DEMO and flag in ("model_name_or_path", "dataset", "eval_dataset"):
+            if Path(DEMO).exists():
+                print_message(f"--{flag} {DEMO}: {Path(DEMO).absolute()}, not the demo's")
+            elif flag == "model_name_or_path":
+                value = str(prepare_default_model())
+            else:
+                value = str(default_data_file())
+                print_message(f"data: {DATA_ATTRIBUTION}")
+        replaced.append(before + equals + value)
+    return tuple(replaced)
 
 
 def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:

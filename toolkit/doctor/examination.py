@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.doctor import gpu_checks, host_checks, speed_checks  # noqa: F401  (they register checks)
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, SKIPPED, WARNING, NodeCheck, NodeReadings, Outcome
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, OK, SKIPPED, WARNING, NodeCheck, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
@@ -144,11 +144,17 @@ class Examination:
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 
-    def lines(self) -> list[str]:
-        """Return a line for each check with its findings, those that were skipped, and a summary; without secrets."""
+    def lines(self, *, verbose: bool) -> list[str]:
+        """Return each check that found something, the worst first, and a summary; without secrets.
+
+        `verbose` adds what the other checks measured, and those that were skipped.
+        """
         lines: list[str] = []
         skipped: dict[str, list[str]] = {}
-        for name, outcome in self.checks.items():
+        order = (*LEVELS, OK, SKIPPED)
+        for name, outcome in sorted(self.checks.items(), key=lambda item: order.index(item[1].status)):
+            if outcome.status == OK and not verbose:
+                continue
             if outcome.skipped:
                 skipped.setdefault(outcome.skipped, []).append(name)
                 continue
@@ -158,11 +164,13 @@ class Examination:
             for finding in outcome.findings:
                 lines.append(f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}")
                 lines.append(f"    fix: {finding.fix}")
-        lines += [f"{SKIPPED}  ({reason}) {', '.join(names)}" for reason, names in skipped.items()]
+        if verbose:
+            lines += [f"{SKIPPED}  ({reason}) {', '.join(names)}" for reason, names in skipped.items()]
         counts = Counter(finding.level for outcome in self.checks.values() for finding in outcome.findings)
         levels = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in LEVELS if counts[level]]
         examined = len(self.checks) - sum(map(len, skipped.values()))
-        lines.append(f"{examined} of {len(self.checks)} checks: {', '.join(levels) or 'nothing is wrong'}")
+        more = "" if verbose else " (all checks: --verbose)"
+        lines.append(f"{examined} of {len(self.checks)} checks: {', '.join(levels) or 'nothing is wrong'}{more}")
         return list(without_secrets(lines))
 
 

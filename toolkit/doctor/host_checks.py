@@ -21,7 +21,7 @@ from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, usual_folders
 from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
-from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header
+from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header, stale_locks
 from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
@@ -410,7 +410,9 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "not compiled: a note, since the first run compiles them; writable by others: an error", "docs/concepts/security.md"
+    "not compiled: a note, since the first run compiles them; writable by others, or locked by a compilation that was"
+    " killed: an error",
+    "docs/concepts/security.md",
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
@@ -420,6 +422,9 @@ def ops(_: NodeReadings, outcome: Outcome) -> None:
         cache.check_extensions_folder()
     except ToolkitError as error:
         outcome.add_refusal(error, "writable by others", "writable by you only")
+    for lock in stale_locks():
+        what = f"a compilation of {lock.parent.name} was killed: every run waits for its lock, without a message"
+        outcome.add(ERROR, what, lock, "no lock, or a process on this node that holds it", f"rm {lock}")
     if missing := [op for op in CPU_OPS if not compiled.get(op, True)]:
         what = "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it"
         outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", "python -m toolkit.doctor.ops")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from toolkit.cache import ASYNC_IO_OPS, are_compiled, check_extensions_folder, e
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.installation import require
+from toolkit.presets.spec import PresetSpec
 
 # Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
 # collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
@@ -54,8 +55,8 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         raise ToolkitError(f"cannot write the compiled ops to {folder}: {error.strerror}", hint=hint) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
-        for op in builders:
-            _drop_stale_lock(cache.op_lock(folder, op))
+        for stale in stale_locks():
+            stale.unlink(missing_ok=True)
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
             return
@@ -65,6 +66,14 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         for op in missing:
             cache.op_library(folder, op).touch()
         print_message(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
+
+
+def compile_for_run(presets: Iterable[PresetSpec], *, on_cpu: bool) -> None:
+    """Compile what ranks on a CPU would compile in their first step, silently; ops for a GPU are left to DeepSpeed."""
+    used = [preset for preset in presets if on_cpu and preset.engine == "deepspeed"]
+    ops = {op: builder for op, builder in CPU_OPS.items() if op != "cpu_adam" or any(each.offloads for each in used)}
+    if used and not are_compiled(ops):
+        compile_ops(ops)
 
 
 def load_ops(builders: Sequence[str]) -> None:
@@ -110,13 +119,13 @@ def _compile_in_child_process(log: Path, builders: list[str]) -> None:
         raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"see the log: {log}")
 
 
-def _drop_stale_lock(lock: Path) -> None:
-    """Remove the lock of a killed compilation, for which torch waits forever; a holder keeps the file open."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if lock.exists() else ():
+def stale_locks() -> list[Path]:
+    """Return the locks of killed compilations, for which torch waits forever; a live one keeps its file open."""
+    locks = {lock.resolve(): lock for lock in extensions_folder().glob("*/lock")}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):  # the process ended, or belongs to another user
-            if descriptor.readlink() == lock.resolve():
-                return
-    lock.unlink(missing_ok=True)
+            locks.pop(descriptor.readlink(), None)
+    return sorted(locks.values())
 
 
 def main(argv: Sequence[str] = ()) -> int:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
@@ -34,9 +34,26 @@ def prepare_environment() -> None:
     )
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it reports an optional kernel
     import torch
+    from torch.utils.file_baton import FileBaton
 
+    FileBaton.wait = _announced(FileBaton.wait)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _announced(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return torch's wait for another process that compiles an op, which says nothing, with a line before it."""
+
+    def announced_wait(baton: Any) -> None:
+        op = os.path.basename(os.path.dirname(baton.lock_file_path))  # noqa: PTH119, PTH120
+        if os.environ.get("LOCAL_RANK", "0") in ("0", "1"):  # one of these waits in any case
+            print(
+                f"waiting for another process that compiles {op}; if there is none: rm {baton.lock_file_path}",
+                flush=True,
+            )
+        wait(baton)
+
+    return announced_wait
 
 
 @contextmanager

@@ -149,7 +149,7 @@ class Method:
 
     def model(self, shape: ModelShape) -> ModelShape:
         """Return the model that is trained: a reward model has a head of one row, and never a tied one."""
-        if self.spec.loss != "scores":
+        if self.spec.loss != "scores" or shape.vocab_size <= 1:  # another stage of a pipeline has the head
             return shape
         kept = tuple(t for t in shape.outer if not t.name.startswith(("lm_head", "embed_out")))
         score = Tensor(name="score.weight", shape=(1, shape.hidden_size))

@@ -173,8 +173,9 @@ def sp_attention(doc: Document) -> Iterator[Match]:
 def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
     """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
     not ask the preset trains with data parallelism alone."""
-    if Path(doc.path).absolute().parent == presets_root() / "accelerate_configs":
-        return  # our own files say so in a comment
+    preset = presets_root() / "accelerate_configs" / Path(doc.path).name
+    if preset.is_file() and doc.text.startswith(preset.read_text(encoding="utf-8").partition("\n")[0]):
+        return  # a preset, or what `toolkit preset export` has made of one: a comment says so
     for block in ("fsdp_config", "deepspeed_config"):
         if listed_dimensions(doc, block):
             message = "accelerate passes over it: other scripts divide nothing but the rows"
