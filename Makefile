@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo docs test test-nightly lint types check clean
+.PHONY: help setup assets demo docs test test-nightly lint types check release clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -89,6 +89,10 @@ types: setup  ## run mypy, strict
 	@$(BIN)/mypy
 
 check: lint types test  ## run what CI runs: lint, types and tests
+
+release: setup  ## build wheel and sdist of this commit into dist, and check them; publishing is left to you
+	@$(INSTALL) build twine
+	@$(BIN)/python .ci/release.py
 
 clean:  ## remove what was built here; keeps the cache in the home folder
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -29,8 +29,8 @@ MODELS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 # Column -> the options of `toolkit recommend`.
 HARDWARE: dict[str, dict[str, Any]] = {
-    "8 × H100 80 GB, host 1,024 GiB": {"gpu": "h100", "num_processes": 8, "host_memory_gib": 1024},
-    "2 × RTX 4090 24 GB, host 128 GiB": {"gpu": "rtx-4090", "num_processes": 2, "host_memory_gib": 128},
+    "8 × H100 80 GB": {"gpu": "h100", "num_processes": 8, "host_memory_gib": 1024},
+    "2 × RTX 4090 24 GB": {"gpu": "rtx-4090", "num_processes": 2, "host_memory_gib": 128},
 }
 
 
@@ -49,22 +49,23 @@ def choice(model: str, method: str, hardware: dict[str, Any]) -> Candidate | Non
         return None
 
 
-def cell(found: Candidate | None) -> str:
-    """Return preset, micro-batch and planned GiB, with `c` for activation checkpointing, as Markdown."""
+def cells_of(found: Candidate | None) -> str:
+    """Return preset, micro-batch and planned GiB, with the host's where the preset offloads, as cells of Markdown."""
     if found is None:
-        return "does not fit"
+        return "does not fit | |"
     job, preset, memory = found.job, found.preset, found.memory
-    batch = f"{job.per_device_train_batch_size}{'c' if job.activation_checkpointing else ''}"
-    text = f"`{preset.name}`, {batch}, {memory.planned_peak_bytes / GIB:.0f} GiB"
+    batch = f"{job.per_device_train_batch_size}{' + ckpt' if job.activation_checkpointing else ''}"
     offloads = preset.offload_optimizer or preset.offload_param
-    return text + (f", host {memory.host.peak_bytes / GIB:.0f} GiB" if offloads else "")
+    host = f" + {memory.host.peak_bytes / GIB:.0f} of the host" if offloads else ""
+    return f"`{preset.name}` | {batch} | {memory.planned_peak_bytes / GIB:.0f}{host}"
 
 
 def fits_table() -> str:
-    lines = [f"| model | method | {' | '.join(HARDWARE)} |", "| :--- " * 4 + "|"]
+    titles = [f"{hardware} | micro-batch | GiB" for hardware in HARDWARE]
+    lines = [f"| model | method | {' | '.join(titles)} |", "| :--- | :--- " + "| :--- | :--- | ---: " * 2 + "|"]
     for model, (methods, _) in MODELS.items():
         for method in methods:
-            cells = [cell(choice(model, method, hardware)) for hardware in HARDWARE.values()]
+            cells = [cells_of(choice(model, method, hardware)) for hardware in HARDWARE.values()]
             lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -76,7 +77,7 @@ def test_the_models_have_their_published_sizes(model: str) -> None:
 
 @pytest.mark.parametrize("method", [FULL, LORA])
 def test_a_cell_has_the_bytes_that_plan_says(method: str) -> None:
-    found = choice("Qwen3-8B", method, HARDWARE["8 × H100 80 GB, host 1,024 GiB"])
+    found = choice("Qwen3-8B", method, HARDWARE["8 × H100 80 GB"])
     assert found is not None
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "max_seq_length")
     job = {name: getattr(found.job, name) for name in names}
@@ -84,9 +85,9 @@ def test_a_cell_has_the_bytes_that_plan_says(method: str) -> None:
     (plan,) = make_plans(plan_request(config_of("Qwen3-8B"), options))
     assert plan.verdict == "fits"
     assert plan.memory.planned_peak_bytes == found.memory.planned_peak_bytes
-    assert f"{found.memory.planned_peak_bytes / GIB:.0f} GiB" in cell(found)
+    assert cells_of(found).endswith(f" | {found.memory.planned_peak_bytes / GIB:.0f}")
 
 
 def test_what_fits_nowhere_says_so() -> None:
     tiny = {"gpu": "rtx-4090", "num_processes": 1, "host_memory_gib": 16}
-    assert cell(choice("Qwen3-32B", FULL, tiny)) == "does not fit"
+    assert cells_of(choice("Qwen3-32B", FULL, tiny)).startswith("does not fit")

@@ -55,7 +55,7 @@ def install_line(*modules: str) -> str:
 def _installer() -> str:
     """pip, or what installs into an environment in which there is no pip."""
     if (Path(sys.prefix) / "pipx_metadata.json").is_file():
-        return f"pipx runpip {PACKAGE} install"
+        return f"pipx inject {PACKAGE}"
     return "pip install" if is_importable("pip") else f"uv pip install --python {sys.prefix}"
 
 

@@ -1,8 +1,8 @@
 """Pages of the docs site that are generated when it is built, run by MkDocs (plugin gen-files).
 
 docs/index.md is the home page, to which links to README.md lead. Text between `<!-- build: NAME -->` and
-`<!-- /build -->` is replaced by a block of reference_blocks.py. Links to files of the repository become links to copies
-of them. The navigation lists every page.
+`<!-- /build -->` is replaced by a block of reference_blocks.py. A table of benchmarks/results is shown, folded, at its
+`<!-- table: NAME -->`. Links to files of the repository become links to copies of them; the navigation has every page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mkdocs_gen_files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from reference_blocks import BUILT  # noqa: E402
+from reference_blocks import BUILT, folded  # noqa: E402
 
 # Files of the repository's top level -> pages of the site; the home page is docs/index.md.
 PAGE_OF = {
@@ -55,6 +55,7 @@ HOW_TO_GROUPS = {
 HIDDEN = {"index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 BUILT_BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^<!-- table: (\w+) -->\n\[.*\n", re.MULTILINE)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 
@@ -92,11 +93,16 @@ def link_on_site(target: str, file: str, page: str) -> str:
 
 def page_text(file: str, page: str) -> str:
     """Return the text of a page: blocks filled in, comments left out, links as the site needs them."""
-    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), (ROOT / file).read_text())
+    text = TABLE.sub(lambda found: folded(recorded_text(found[1])) + "\n", (ROOT / file).read_text())
+    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), text)
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
     hidden = HIDDEN.get(page)
     text = f"---\nhide: [{hidden}]\n---\n\n{text}" if hidden else text
     return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
+
+
+def recorded_text(name: str) -> str:
+    return COMMENT.sub("", (ROOT / "benchmarks" / "results" / f"{name}.md").read_text())
 
 
 def title(text: str) -> str:

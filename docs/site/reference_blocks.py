@@ -35,6 +35,7 @@ from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.record.timeline import Goodput
 from toolkit.units import counted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,34 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 RECORDED = {name: name for name in ("host_memory", "kill_ranks", "live_faults", "overhead", "peers")}
 RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
 
+UNFOLDED_ROWS = 10
+
+QWEN = "Qwen/Qwen3-8B"
+# Commands whose output a page shows, and how many of its lines.
+PRINTED = {
+    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 12),
+    "recommendation_of_lora": (
+        f"recommend {QWEN} --gpu rtx-4090 --num-processes 2 --max-seq-length 2048 --lora-r 16",
+        9,
+    ),
+    "plan": (
+        f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
+        " --per-device-train-batch-size 1 --activation-checkpointing",
+        8,
+    ),
+    "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 8),
+    "simulated_pipelines": (
+        "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
+        " --transfer-ms 0.6",
+        11,
+    ),
+    "simulated_failures": (
+        "simulate failures --gpus 16384 --checkpoint-seconds 30 --restart-minutes 10 --detection-minutes 10",
+        6,
+    ),
+    "simulated_stragglers": ("simulate stragglers --workers 64 --slow-workers 1 --slow-factor 1.5", 8),
+}
+
 FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
@@ -58,6 +87,12 @@ def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
     """Return a Markdown table; the cells may hold Markdown."""
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def folded(table: str) -> str:
+    """Return a table that opens with a click."""
+    rows = len(table.strip().splitlines()) - 2
+    return f"<details markdown>\n<summary>The table: {rows} rows</summary>\n\n{table.strip()}\n\n</details>"
 
 
 def preset_table() -> str:
@@ -147,15 +182,15 @@ def recorded_table(name: str) -> str:
             sys.path.append(str(ROOT / folder))
     benchmark, record = import_module(RECORDED[name]), import_module("record")
     header, rows_of = getattr(benchmark, "TABLES", {}).get(name) or (benchmark.HEADER, benchmark.table_rows)
-    return markdown_table(header, [[*map(str, cells)] for cells in rows_of(*record.read_result(name))])
+    rows = [[*map(str, cells)] for cells in rows_of(*record.read_result(name))]
+    return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
 
 
-def recommendation() -> str:
-    """Return the first twelve lines of an answer of `toolkit recommend`."""
-    words = ["recommend", str(ROOT / "tests/fixtures/qwen3-8b/config.json"), "--gpu", "h100", "--num-processes", "8"]
-    printed = CliRunner().invoke(app, [*words, "--max-seq-length", "2048"]).stdout
-    lines = printed.replace(words[1], "Qwen/Qwen3-8B").splitlines()[:12]
-    return "\n".join(["```text", *lines, "```"])
+def printed(command: str, lines: int) -> str:
+    """Return the first lines that a command prints, with Qwen3-8B's config.json in place of its hub id."""
+    config = str(ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json")
+    answer = CliRunner().invoke(app, command.replace(QWEN, config).split(), env={"COLUMNS": "90"}).stdout
+    return "\n".join(["```text", *answer.replace(config, QWEN).rstrip().splitlines()[:lines], "```"])
 
 
 def argument_table() -> str:
@@ -240,6 +275,12 @@ def measured_table() -> str:
     return markdown_table(["key", "unit", "meaning"], rows)
 
 
+def goodput_table() -> str:
+    """Return one row per key of `goodput` in `run.json`."""
+    fields = {**Goodput.model_fields, **Goodput.model_computed_fields}
+    return markdown_table(["key", "meaning"], [[f"`{key}`", field.description or ""] for key, field in fields.items()])
+
+
 def _json_type(schema: dict[str, Any]) -> str:
     types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
     return " or ".join(dict.fromkeys(types))
@@ -253,7 +294,8 @@ def python_names() -> str:
 
 
 BUILT: dict[str, Callable[[], str]] = {
-    "recommendation": recommendation,
+    **{name: functools.partial(printed, *shown) for name, shown in PRINTED.items()},
+    "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,
     "lint_rules": lint_rules,

@@ -75,6 +75,12 @@ def ledger_lines(folder: Path) -> list[str]:
     return ledger.read_text().splitlines() if ledger.exists() else []
 
 
+def test_rows_of_a_cpu_have_the_bytes_planned_on_a_gpu(results: Results) -> None:
+    """Bytes per parameter, on two GPUs: ddp 4 + 4 + 8; zero2 2 + 2/2 + 12/2."""
+    planned = {row.preset: row.planned_gpu_state_bytes or 0 for row in results.rows if row.completed}
+    assert {name: round(size / P) for name, size in planned.items()} == {"ddp": 16, "zero2": 9}
+
+
 def test_a_comparison_that_was_killed_has_each_run_once(finished: Path) -> None:
     runs = [json.loads(line)["trial"] for line in ledger_lines(finished)]
     failed = [name for name in runs if name.startswith("broken")]

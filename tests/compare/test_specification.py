@@ -15,10 +15,10 @@ from toolkit.compare.specification import (
     ComparisonSpec,
     make_specification,
     open_comparison,
-    strong_scaling_batches,
     with_own_batches,
 )
 from toolkit.errors import ToolkitError
+from toolkit.job.global_batch import strong_scaling_batches
 from toolkit.job.job import Job
 
 

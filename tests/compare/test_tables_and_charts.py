@@ -141,7 +141,10 @@ def test_what_became_faster_is_claimed_only_where_intervals_separate(made_up: Do
     assert paired.pairs[1].interval == pytest.approx((1.1 * 26_838 / 27_162, 1.1 * 27_162 / 26_838))
 
 
-def test_single_runs_support_no_claim(results: Document) -> None:
+def test_single_runs_support_no_claim_and_show_no_speeds_of_a_cpu(results: Document) -> None:
+    assert before_and_after(results, results).summary == "4 rows are in both."
+    assert "| 400 |" not in before_and_after(results, results).rendered("md")
+    results["environment"]["device"] = "cuda"
     assert before_and_after(results, results).summary == (
         "4 rows are in both; nothing is claimed of 2 single runs (ddp-n2, zero2-n2)."
     )

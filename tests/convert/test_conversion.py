@@ -19,7 +19,6 @@ from launching import ROOT, accelerate_launch, cpu_environment, read, run_warm
 
 from toolkit.convert.conversion import yaml_text
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_aliases import ALIASES
 
 PAGE = (ROOT / "docs" / "tutorials" / "from-other-tools.md").read_text()
 LF = "model_name_or_path: a/b\n"
@@ -106,13 +105,6 @@ def test_what_a_tool_does_by_default_is_written_down_and_documented(tool: str, t
     (row,) = [line for line in section("Another default").splitlines() if line.startswith(f"| {tool}")]
     named = {"lora_target_modules": "adapters on `q_proj`"}
     assert [name for name in defaults if named.get(name, f"`{name}`") not in row and name != "output_dir"] == []
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_every_name_that_means_the_same_is_in_the_pages_table(name: str) -> None:
-    rows = [line for line in section("Same meaning, another name").splitlines() if line.startswith("|")]
-    (row,) = [line for line in rows if f"`{name}" in line.split("|")[1]]
-    assert f"`{ALIASES[name].name}" in row.split("|")[2]
 
 
 # -- hostile files

@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 from preset_files import listed_presets
+from wheels import build_wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--no-index", "-w"]
-    subprocess.run([*build, str(folder)], check=True, capture_output=True, timeout=300)
-    (built,) = folder.glob("finetune_toolkit-*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_carries_the_presets_byte_for_byte_and_what_is_not_python(wheel: Path) -> None:

@@ -160,6 +160,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     without --output_dir, no files are kept. With --script or --module: the arguments of that script.
     """
     from toolkit.demo.assets import with_demo_inputs
+    from toolkit.doctor.ops import compile_for_run
     from toolkit.launch.preflight import check_libraries
     from toolkit.presets.preset import load_preset
     from toolkit.rehearse.rehearsal import (
@@ -195,6 +196,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
         )
     if on_cpu and options.cpu is None and not options.fake_tensors:
         print_message("no GPU is visible: rehearsing on the CPU")
+    compile_for_run([preset], on_cpu=on_cpu and not options.fake_tensors)
     result, run = rehearse_once(planned, on_line=print_message)
     if result.failure is not None:
         print_failure(result.status, result.failure)

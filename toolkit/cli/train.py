@@ -29,6 +29,7 @@ def train(options: TrainOptions) -> None:
     program.
     """
     from toolkit.demo.assets import with_demo_inputs
+    from toolkit.doctor.ops import compile_for_run
     from toolkit.launch.launch import prepare_run
     from toolkit.launch.launch import train as run_prepared
     from toolkit.launch.terminal import LiveLine
@@ -50,6 +51,7 @@ def train(options: TrainOptions) -> None:
         print_message("every check passed; nothing was started")
         return
     plan = _plan(prepared)
+    compile_for_run([prepared.command.preset], on_cpu=options.on_cpu)
     with LiveLine() as live:
         result = run_prepared(prepared, plan=plan, on_message=live.print)
     if result.failure is not None:

@@ -15,34 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare import significance
-from toolkit.compare.ledger import (
-    LEDGER_FILE,
-    Ledger,
-    LedgerRecord,
-    SideRunKind,
-    TrialRecord,
-    probes_of,
-    side_runs_of,
-)
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, probes_of, side_runs_of
 from toolkit.compare.parity import check_parity, design_group
-from toolkit.compare.predictions import planned_memory, planned_peak, read_shape
+from toolkit.compare.predictions import planned_columns, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import (
-    MODEL_STATES,
-    NOT_SUPPORTED,
-    Failure,
-    FlopsPerToken,
-    Probe,
-    Row,
-    RowKey,
-    RunRecord,
-    TrainedProblem,
-)
-from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
+from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord, TrainedProblem
+from toolkit.compare.specification import ComparisonSpec
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import gpu_topology
 from toolkit.hardware.node import cpu_limit, describe_node, git_commit, library_versions, memory_limit_bytes
+from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
 from toolkit.models.flops import flops_of, mfu
 from toolkit.models.shape import ModelShape
@@ -250,23 +233,20 @@ def _with_derived_columns(
 ) -> Row:
     """The planner's peaks, the row's batch, what the batch search tried and what the side runs measured."""
 
-    def with_plan(failure: Failure | None, planned_bytes: int | None) -> Failure | None:
-        return failure and failure.updated(predicted_bytes=planned_bytes)
+    def with_plan(failure: Failure | None, planned: Mapping[str, int]) -> Failure | None:
+        return failure and failure.updated(predicted_bytes=planned.get("planned_peak_bytes"))
 
     probes = []
     for size, probe in probes_of(records, row.key).items():
         at_size = spec.with_batches({row.key.name: {BATCH_ARGUMENT: size}})
-        failure = with_plan(probe.failure, planned_peak(planned_memory(at_size, row.key, shape=shape), spec))
+        failure = with_plan(probe.failure, planned_columns(at_size, row.key, shape=shape))
         probes.append(
             Probe(per_device_train_batch_size=size, status=probe.status, message=probe.message, failure=failure)
         )
-    plan = planned_memory(spec, row.key, shape=shape)
-    peak_bytes = planned_peak(plan, spec)
+    planned = planned_columns(spec, row.key, shape=shape)
     return row.updated(
-        planned_peak_bytes=peak_bytes,
-        planned_allocated_bytes=None if plan is None or spec.cpu else plan.peak.allocated_bytes,
-        **{f"planned_gpu_{part}": plan and getattr(plan.states, part) for part in MODEL_STATES},
-        failure=with_plan(row.failure, peak_bytes),
+        **planned,
+        failure=with_plan(row.failure, planned),
         per_device_train_batch_size=_numbers(spec, row.key, trials).per_device_train_batch_size,
         probes=None if spec.find_max_batch is None else probes,
         **side_run_columns(records, row.key),

@@ -20,6 +20,7 @@ from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
 from toolkit.compare.two_comparisons import before_and_after
+from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
@@ -52,6 +53,7 @@ def run_comparison(options: CompareOptions) -> None:
             print_message(ON_CPU_MESSAGE)
         if options.on_cpu and price is not None:
             print_message("--price-per-gpu-hour has no effect: no GPU is used")
+        compile_for_run(map(checked.spec.preset, checked.spec.preset_sources), on_cpu=options.on_cpu)
         try:
             with terminate_as_interrupt(), checked.progress:
                 runner = checked if options.find_max_batch is None else find_largest_batches(checked)

@@ -19,7 +19,8 @@ from typing import Any
 
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.rows import PARITY_FAILED, Row, RowKey, RunRecord, TrainedProblem
-from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
+from toolkit.compare.specification import ComparisonSpec
+from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
 from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.parallel.layout import ParallelLayout

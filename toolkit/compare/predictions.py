@@ -21,7 +21,7 @@ from toolkit.compare.ledger import (
     probes_of,
 )
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.rows import RowKey, Trial
+from toolkit.compare.rows import MODEL_STATES, RowKey, Trial
 from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
@@ -75,9 +75,13 @@ def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | Non
     return None
 
 
-def planned_peak(plan: MemoryPlan | None, spec: ComparisonSpec) -> int | None:
-    """Return the planned peak as the driver reports it; None without a plan, and on a CPU."""
-    return None if plan is None or spec.cpu else plan.planned_peak_bytes
+def planned_columns(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> dict[str, int]:
+    """Return the row's columns that the planner knows: on a CPU, which has no such peak, the model states of a GPU."""
+    if (plan := planned_memory(spec, row, shape=shape)) is None:
+        return {}
+    states = {f"planned_gpu_{part}": int(getattr(plan.states, part)) for part in MODEL_STATES}
+    peak = {"planned_peak_bytes": plan.planned_peak_bytes, "planned_allocated_bytes": plan.peak.allocated_bytes}
+    return states if spec.cpu else states | peak
 
 
 def expected_duration(
@@ -150,8 +154,8 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
         outlook = _reason_to_skip(trial, records, unsupported)
         if outlook is None:
             durations[trial] = duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
-            plan = planned_memory(at_largest, trial.row, shape=shape)
-            memory = f"predicted memory {gib(planned_peak(plan, spec))}"
+            planned = planned_columns(at_largest, trial.row, shape=shape)
+            memory = f"predicted memory {gib(planned.get('planned_peak_bytes'))}"
             outlook = f"duration {NOT_AVAILABLE}, {memory}"
             if duration is not None:
                 span = _range(duration.low, duration.high)

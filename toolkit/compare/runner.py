@@ -37,7 +37,8 @@ from toolkit.compare.ledger import (
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import RowKey, RunRecord, Trial
-from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, with_largest_batches
+from toolkit.compare.specification import ComparisonSpec, with_largest_batches
+from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
 from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import run_training

@@ -33,7 +33,7 @@ from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.job.argument_reading import read_arguments, without_degrees
-from toolkit.job.global_batch import with_accumulation
+from toolkit.job.global_batch import BATCH_ARGUMENT, strong_scaling_batches, with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand
 from toolkit.launch.launch import command_of
@@ -46,7 +46,6 @@ from toolkit.presets.spec import PresetSpec
 from toolkit.record.columns import Count, NonNegativeReal, PositiveCount
 from toolkit.record.folder import write_json
 
-BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
 # A trial's folder is named for it, with the number of processes and the repeat.
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")
@@ -364,29 +363,6 @@ def _scaling(options: CompareOptions, job: Job) -> Scaling | None:
     if len(options.world_sizes) == 1:
         return None
     return "strong" if fixed or options.scaling == "strong" else "weak"
-
-
-def strong_scaling_batches(job: Job, world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
-    """Return the batch arguments for each world size that keep the global batch of the smallest one.
-
-    `--global_batch_size` takes its place. Fewer accumulation steps come first, then smaller micro-batches.
-
-    >>> strong_scaling_batches(Job(per_device_train_batch_size=4), [1, 2])[2]
-    {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
-    """
-    micro_batch = job.per_device_train_batch_size
-    global_batch = job.global_batch_size or micro_batch * job.gradient_accumulation_steps * min(world_sizes)
-    found: dict[int, dict[str, int]] = {}
-    for size in world_sizes:
-        if global_batch % size:
-            raise ToolkitError(
-                f"--scaling strong: a global batch of {global_batch} sequences cannot be shared by {size} processes",
-                hint=f"`--gradient_accumulation_steps` so that it is a multiple of {size}, or `--scaling weak`",
-            )
-        per_rank = global_batch // size
-        own = max(batch for batch in range(1, min(micro_batch, per_rank) + 1) if per_rank % batch == 0)
-        found[size] = {BATCH_ARGUMENT: own, "gradient_accumulation_steps": per_rank // own}
-    return found
 
 
 def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None:

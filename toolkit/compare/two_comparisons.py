@@ -132,7 +132,7 @@ def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
             hint="compare the same job again; `toolkit report DIR` reports each alone",
         )
     environment = _differences(_environment(before.environment), _environment(after.environment))
-    return BeforeAndAfter(before=before, after=after, environment=environment)
+    return BeforeAndAfter(before=before.as_reported(), after=after.as_reported(), environment=environment)
 
 
 def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from toolkit.cache import ASYNC_IO_OPS, are_compiled, check_extensions_folder, e
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.installation import require
+from toolkit.presets.spec import PresetSpec
 
 # Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
 # collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
@@ -65,6 +66,14 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         for op in missing:
             cache.op_library(folder, op).touch()
         print_message(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
+
+
+def compile_for_run(presets: Iterable[PresetSpec], *, on_cpu: bool) -> None:
+    """Compile what ranks on a CPU would compile in their first step, silently; ops for a GPU are left to DeepSpeed."""
+    used = [preset for preset in presets if on_cpu and preset.engine == "deepspeed"]
+    ops = {op: builder for op, builder in CPU_OPS.items() if op != "cpu_adam" or any(each.offloads for each in used)}
+    if used and not are_compiled(ops):
+        compile_ops(ops)
 
 
 def load_ops(builders: Sequence[str]) -> None:

@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 
+BATCH_ARGUMENT = "per_device_train_batch_size"
 SHOWN_NUMBERS = 12
 # Warm-up to a larger rate (Goyal et al., section 2.2), as a fraction of all steps, unless the user sets it.
 WARMUP_SHARE = 0.05
@@ -22,6 +24,29 @@ WARMUP_SHARE = 0.05
 def global_batch_size(job: Job, data_parallel_size: int) -> int:
     """Return the sequences per optimizer step: micro-batch x accumulation steps x groups with different rows."""
     return job.per_device_train_batch_size * job.gradient_accumulation_steps * data_parallel_size
+
+
+def strong_scaling_batches(job: Job, world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
+    """Return the batch arguments for each world size that keep the global batch of the smallest one.
+
+    `--global_batch_size` takes its place. Fewer accumulation steps come first, then smaller micro-batches.
+
+    >>> strong_scaling_batches(Job(per_device_train_batch_size=4), [1, 2])[2]
+    {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
+    """
+    micro_batch = job.per_device_train_batch_size
+    global_batch = job.global_batch_size or micro_batch * job.gradient_accumulation_steps * min(world_sizes)
+    found: dict[int, dict[str, int]] = {}
+    for size in world_sizes:
+        if global_batch % size:
+            raise ToolkitError(
+                f"--scaling strong: a global batch of {global_batch} sequences cannot be shared by {size} processes",
+                hint=f"`--gradient_accumulation_steps` so that it is a multiple of {size}, or `--scaling weak`",
+            )
+        per_rank = global_batch // size
+        own = max(batch for batch in range(1, min(micro_batch, per_rank) + 1) if per_rank % batch == 0)
+        found[size] = {BATCH_ARGUMENT: own, "gradient_accumulation_steps": per_rank // own}
+    return found
 
 
 def with_accumulation(job: Job, *, data_parallel_size: int, ranks_per_batch: int = 1) -> Job:

@@ -92,7 +92,7 @@ def close_timeline(path: Path, ranks: Path) -> None:
 class Goodput(BaseModel):
     """Seconds of a run by what they were spent on, as run.json has them; `PARTS` add up to `wall_seconds`."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     productive_seconds: float
     """Steps that were kept, without `waiting_seconds`."""
@@ -101,12 +101,13 @@ class Goodput(BaseModel):
     checkpoint_seconds: float
     """Training stood still for a save; the trained model at the end included."""
     evaluation_seconds: float
+    """Evaluations."""
     restart_seconds: float
     """The same as `startup_seconds` for each later start, and the time between a fault and that start."""
     lost_seconds: float
     """Steps that were trained again, and what followed a process's last step until a fault ended it."""
     waiting_seconds: float
-    """In kept steps: until every rank had its batch, and for the slowest rank."""
+    """In kept steps: the shortest wait of any rank for its batch, and how far the slowest is behind the median rank."""
     other_seconds: float
     """Logging between steps, and the end of the processes."""
     wall_seconds: float
@@ -114,6 +115,7 @@ class Goodput(BaseModel):
     idle_seconds: float
     """Between the end of one attempt and the start of the next; not part of `wall_seconds`."""
     lost_steps: int
+    """Steps that were trained again."""
     starts: int
     """Times that the processes were started."""
 

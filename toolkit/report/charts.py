@@ -19,8 +19,6 @@ ROW_HEIGHT = 20.0
 MOST_INTERVALS = 4
 # More points are closer than the pixels of a page.
 MOST_POINTS = 2000
-# In points, of a curve under all others.
-WIDEST_CURVE = 9.0
 
 # Each color as it reads on a white page and on a dark one: hues of Okabe and Ito (https://jfly.uni-koeln.de/color/),
 # darker or lighter for contrast with the page.
@@ -177,10 +175,7 @@ Chart = BarChart | LineChart | TimelineCharts
 
 
 def curves(points: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> list[Line]:
-    """Return labelled lines from wide to narrow: a curve drawn on an equal one leaves its edges visible."""
-    named = list(points)
-    step = min(1.6, WIDEST_CURVE / max(len(named), 1))
+    """Return labelled lines, each in a color of its own."""
     return [
-        Line(points=line, label=label, color=f"c{index % len(CURVES)}", width=1.4 + step * (len(named) - 1 - index))
-        for index, (label, line) in enumerate(named)
+        Line(points=line, label=label, color=f"c{index % len(CURVES)}") for index, (label, line) in enumerate(points)
     ]
