@@ -62,7 +62,7 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": ["0.7", "0"]}, "has 0, expected numbers above 0"),
         ("ddp", {"dataset": ["a.csv", "b.csv"], "dataset_weights": [0.7, -1.5]}, "has -1.5, expected numbers above 0"),
         ("ddp", {"deepspeed": "ds.json"}, "would override the sharding of preset 'ddp'"),
-        ("ddp", {"torch_compile_backend": "inductr"}, "--torch_compile_backend is 'inductr', expected one of inductor"),
+        ("ddp", {"torch_compile_backend": "inductr"}, "--torch_compile_backend is 'inductr', expected inductor"),
         ("ddp", {"torch_compile_backend": "tensorrt"}, "--torch_compile_backend is 'tensorrt'"),
         ("ddp", {"torch_compile_mode": "max-autotun"}, "hint: did you mean `max-autotune`?"),
         ("ddp", {"torch_compile_backend": "aot_eager", "torch_compile_mode": "default"}, "is inductor's"),

@@ -16,6 +16,7 @@ from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest
+from toolkit.plan.methods import Method
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.recommend import recommend_request
@@ -152,3 +153,35 @@ def test_the_preset_that_can_train_a_pipeline_is_found_with_its_degrees_or_why_i
     assert job.per_device_train_batch_size * job.gradient_accumulation_steps * (8 // job.pp) == 64
     answer = trained_pipeline(request(num_processes=3, global_batch_size=3))
     assert answer == (None, "with pp 2 needs a multiple of 2 processes, 2 or more")
+
+
+def of_method(shape: ModelShape, name: str, **method: Any) -> StagedModel:
+    return staged(shape, job=replace(staged(shape).job, method=Method(method=name, **method)))
+
+
+def test_a_reference_of_a_stage_is_held_beside_its_weights_and_runs_before_each_forward(shape: ModelShape) -> None:
+    dpo, orpo, ahead = (
+        of_method(shape, *how, **more)
+        for how, more in ((("dpo",), {}), (("orpo",), {}), (("dpo",), {"precompute_ref_log_probs": True}))
+    )
+    runs = [each.simulate("1f1b", FOUR) for each in (dpo, orpo, ahead)]
+    memory = [each.stage_memory(run) for each, run in zip((dpo, orpo, ahead), runs, strict=True)]
+    for stage, (held, without, _) in enumerate(zip(*memory, strict=True)):
+        assert held.state_bytes - without.state_bytes == 2 * dpo.part(FOUR, stage).num_params
+    assert [each.state_bytes for each in memory[1]] == [each.state_bytes for each in memory[2]]
+    times = [each.chunk_times(FOUR, end=0)[1] for each in (dpo, orpo, staged(shape))]
+    assert times[0].forward_seconds == pytest.approx(2 * times[1].forward_seconds)
+    assert times[1].seconds == pytest.approx(2 * times[2].seconds)  # two rows of a pair
+
+
+def test_a_reward_model_has_a_head_of_one_row_in_its_last_stage_alone(shape: ModelShape) -> None:
+    parts = [of_method(shape, "reward").part(FOUR, chunk) for chunk in range(4)]
+    assert [[tensor.name for tensor in part.outer][-1:] for part in parts[1:]] == [[], [], ["score.weight"]]
+
+
+def test_a_method_that_generates_has_no_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", str(LLAMA_8B_CONFIG)]
+    code, _, err = run_command([*words, "--gpu", "h100", "--method", "grpo"], capsys)
+    assert code == 2
+    assert len(err.splitlines()) == 2
+    assert "--method grpo generates" in err

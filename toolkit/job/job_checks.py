@@ -122,16 +122,9 @@ def _check_compilation(job: Job) -> None:
     if compilation is None:
         return
     backend, mode = compilation.backend, compilation.mode
-    if backend not in BACKENDS:
-        raise ToolkitError(
-            f"--torch_compile_backend is {shown(backend)}, expected one of {', '.join(BACKENDS)}",
-            hint=did_you_mean(backend, BACKENDS, otherwise=f"`--torch_compile_backend {DEFAULT_BACKEND}`"),
-        )
-    if mode is not None and mode not in MODES:
-        raise ToolkitError(
-            f"--torch_compile_mode is {shown(mode)}, expected one of {', '.join(MODES)}",
-            hint=did_you_mean(mode, MODES, otherwise=f"`--torch_compile_mode {MODES[0]}`"),
-        )
+    check_word("--torch_compile_backend", backend, BACKENDS)
+    if mode is not None:
+        check_word("--torch_compile_mode", mode, MODES)
     if mode is not None and backend != DEFAULT_BACKEND:
         raise ToolkitError(
             f"--torch_compile_mode is inductor's, and --torch_compile_backend is {backend}",

@@ -225,9 +225,10 @@ class _Phases:
         # What other micro-batches of a pipeline hold while one computes, and buffers for what arrives.
         self.in_flight = self.received = 0
         if load is not None:
-            logits = LOG_PROBABILITY_BYTES * job.tokens_per_micro_batch * shape.vocab_size * load.logits_in_flight
+            batches_at_head = 0 if job.method.spec.loss == "log_probs" else load.logits_in_flight
+            logits = LOG_PROBABILITY_BYTES * job.tokens_per_forward * shape.vocab_size * batches_at_head
             self.in_flight = max(0, int(self.saved * (load.micro_batches_in_flight - 1))) + logits
-            activation = ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size
+            activation = ACTIVATION_BYTES * job.tokens_per_forward * shape.hidden_size
             self.received = activation * load.buffered_activations
 
     def _set_activations(self, shape: ModelShape) -> None:

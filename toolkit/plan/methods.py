@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import check_word
 from toolkit.models.activations import ATTENTION_INPUTS, MLP_INPUTS, Activations
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
@@ -148,7 +149,7 @@ class Method:
 
     def model(self, shape: ModelShape) -> ModelShape:
         """Return the model that is trained: a reward model has a head of one row, and never a tied one."""
-        if self.spec.loss != "scores":
+        if self.spec.loss != "scores" or shape.vocab_size <= 1:  # another stage of a pipeline has the head
             return shape
         kept = tuple(t for t in shape.outer if not t.name.startswith(("lm_head", "embed_out")))
         score = Tensor(name="score.weight", shape=(1, shape.hidden_size))
@@ -169,9 +170,7 @@ SUPERVISED = Method()
 def check_method(method: Method, *, rows: int, row_tokens: int, lora: bool) -> None:
     """Raise ToolkitError for a setting of another method, and for settings that contradict each other."""
     name = method.method
-    if name not in METHODS:
-        close = did_you_mean(name, METHODS)
-        raise ToolkitError(f"--method is {name!r}, expected one of {', '.join(METHODS)}", hint=close)
+    check_word("--method", name, list(METHODS))
     for setting in method.given:
         if setting not in method.spec.options:
             users = [other for other, spec in METHODS.items() if setting in spec.options]
@@ -181,8 +180,8 @@ def check_method(method: Method, *, rows: int, row_tokens: int, lora: bool) -> N
             )
     if method.beta is not None and method.beta < 0:
         raise ToolkitError(f"--beta is {method.beta}, expected 0 or more", hint="leave it out for TRL's default")
-    if method.ref_dtype is not None and method.ref_dtype not in REF_DTYPES:
-        raise ToolkitError(f"--ref-dtype is {method.ref_dtype!r}, expected one of {', '.join(REF_DTYPES)}")
+    if method.ref_dtype is not None:
+        check_word("--ref-dtype", method.ref_dtype, list(REF_DTYPES))
     if method.ref_dtype is not None and not method.has_reference(lora=lora):
         why = "adapters are switched off instead" if lora else "there is no reference model"
         raise ToolkitError(f"--ref-dtype has no effect: {why}", hint="leave it out")
@@ -199,8 +198,8 @@ def check_method(method: Method, *, rows: int, row_tokens: int, lora: bool) -> N
 
 def _check_vllm(method: Method) -> None:
     share = method.vllm_gpu_memory_utilization
-    if method.vllm not in (None, *VLLM_MODES):
-        raise ToolkitError(f"--vllm is {method.vllm!r}, expected one of {', '.join(VLLM_MODES)}")
+    if method.vllm is not None:
+        check_word("--vllm", method.vllm, VLLM_MODES)
     given = {
         "--vllm-gpu-memory-utilization": share is not None,
         "--vllm-enable-sleep-mode": method.vllm_enable_sleep_mode,

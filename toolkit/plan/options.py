@@ -25,6 +25,11 @@ GpuMemory = Annotated[float | None, Option(help="memory of one GPU, if the table
 GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if the table does not have it")]
 SeqLength = Annotated[int, Option(help="tokens per sequence")]
 GpusPerNode = Annotated[int, Option(help="GPUs per node")]
+MethodName = Annotated[str, Option(help="sft, or as TRL trains it: dpo, kto, orpo, simpo, reward, grpo, rloo")]
+PrecomputeFlag = Annotated[
+    bool,
+    Option("--precompute-ref-log-probs", help="dpo, kto: score with the reference before training, then drop it"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +53,11 @@ class JobAndGpuOptions:
         str | None,
         Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards"),
     ] = None
-    method: Annotated[str, Option(help="sft, or as TRL trains it: dpo, kto, orpo, simpo, reward, grpo, rloo")] = "sft"
+    method: MethodName = "sft"
     beta: Annotated[float | None, Option(help="of the method; 0 leaves out the reference model of grpo and rloo")] = (
         None
     )
-    precompute_ref_log_probs: Annotated[
-        bool,
-        Option("--precompute-ref-log-probs", help="dpo, kto: score with the reference before training, then drop it"),
-    ] = False
+    precompute_ref_log_probs: PrecomputeFlag = False
     ref_dtype: Annotated[
         str | None, Option(help="dtype of the reference model without DeepSpeed: float32 (the default) or bfloat16")
     ] = None

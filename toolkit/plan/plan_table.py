@@ -104,15 +104,15 @@ def summary(answer: PlanAnswer) -> tuple[str, str]:
     fitting = [plan for plan in plans if plan.verdict == FITS]
     if answer.any_gpu:
         best, first = plans[0], "cheapest of those with a price" if answer.prices else "the least memory in all"
-        text = f"{first}: {_where(best, found)}, {_of_gpu(best)}"
+        text = f"{first}: {_where(best, found)}"
     elif fitting:
         best = best_first([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])[0]
-        text = f"fits on {_where(best, found)}, {_of_gpu(best)}; {_next_batch(best)}"
+        text = f"fits on {_where(best, found)}; {_next_batch(best)}"
     else:
         best = min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
         enough = [plan for plan in plans if plan.smallest_world_size is not None]
         more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
-        text = f"{VERDICT_TEXT[best.verdict]} on {_where(best, found)}, {_of_gpu(best)}"
+        text = f"{VERDICT_TEXT[best.verdict]} on {_where(best, found)}"
         text += "" if more is None else f"; `{more.preset.name}` fits on {more.smallest_world_size} GPUs"
     peak, share = best.memory.peak, percent(best.logits_fraction)
     shown = f"torch allocates {gib(peak.allocated_bytes)}, {share} of it logits; nvidia-smi shows "
@@ -120,13 +120,10 @@ def summary(answer: PlanAnswer) -> tuple[str, str]:
 
 
 def _where(plan: Plan, found: bool) -> str:
-    """GPUs and preset, and the batch that was found."""
+    """GPUs and preset, the batch that was found, and the GPU's memory."""
     settings = f", {plan.settings}" if found else ""
-    return f"{plan.world_size} x {plan.request.gpu.name} with `{plan.preset.name}`{settings}"
-
-
-def _of_gpu(plan: Plan) -> str:
-    return f"{plan.memory.planned_peak_bytes / GIB:.1f} GiB of {plan.request.gpu.memory_bytes / GIB:.1f}"
+    memory = f"{plan.memory.planned_peak_bytes / GIB:.1f} GiB of {plan.request.gpu.memory_bytes / GIB:.1f}"
+    return f"{plan.world_size} x {plan.request.gpu.name} with `{plan.preset.name}`{settings}, {memory}"
 
 
 def _next_batch(plan: Plan) -> str:

@@ -285,10 +285,9 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
         raise ToolkitError(
             f"{option} is for --method {SFT}: {job.method.method} has a loss of its own", hint="leave it out"
         )
-    if job.loss not in LOSSES:
-        raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
-    if job.accumulate not in (None, *ACCUMULATE):
-        raise ToolkitError(f"--accumulate is {job.accumulate!r}, expected one of {', '.join(ACCUMULATE)}")
+    check_word("--loss", job.loss, LOSSES)
+    if job.accumulate is not None:
+        check_word("--accumulate", job.accumulate, ACCUMULATE)
     if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
         check_word("--attn-implementation", job.attn_implementation, attention_words())
     model_attention = read_model_attention({"model_type": shape.model_type})

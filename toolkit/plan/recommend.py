@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, chosen_gpu
 from toolkit.hardware.gpus import visible_world_size
+from toolkit.job.argument_values import check_word
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
@@ -55,11 +55,7 @@ class Recommendation:
 
 def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest:
     """Return the request with model and GPU read. Raises ToolkitError for what cannot be read or trained."""
-    if options.objective not in OBJECTIVES:
-        raise ToolkitError(
-            f"--objective is {options.objective!r}, expected {' or '.join(OBJECTIVES)}",
-            hint=did_you_mean(options.objective, OBJECTIVES),
-        )
+    check_word("--objective", options.objective, OBJECTIVES)
     check_unquantized(model)
     shape, job = read_model(model), PlannedJob.from_options(options, full_length=options.equal_lengths)
     # the micro-batch is to be found

@@ -12,7 +12,16 @@ from typer import Option
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import MAX_SEQ_LENGTH
 from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS
-from toolkit.plan.options import CHECKPOINTING_FLAG, GpuMemory, GpuName, GpusPerNode, GpuTflops, SeqLength
+from toolkit.plan.options import (
+    CHECKPOINTING_FLAG,
+    GpuMemory,
+    GpuName,
+    GpusPerNode,
+    GpuTflops,
+    MethodName,
+    PrecomputeFlag,
+    SeqLength,
+)
 from toolkit.simulate.pipeline_schedules import SCHEDULES
 
 DEFAULT_CHECKPOINT_SECONDS = 60.0
@@ -71,6 +80,8 @@ class PipelineOptions:
     activation_checkpointing: Annotated[
         bool, Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False)
     ] = False
+    method: MethodName = "sft"
+    precompute_ref_log_probs: PrecomputeFlag = False
     timeline: Annotated[
         bool, Option("--timeline/--no-timeline", help="print timelines; of many schedules, that of the shortest step")
     ] = True

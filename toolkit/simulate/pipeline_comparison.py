@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
 OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
-OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing")
+OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing", "method")
 LONGEST_MS = 10**7  # hours: more is a unit mixed up
 RANGES = {
     **dict.fromkeys(("forward_ms", "backward_ms"), (LEAST, LONGEST_MS)),

@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
-from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import check_word
 from toolkit.parallel import pipeline_schedule
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B, interleaved_rounds
 
@@ -103,9 +104,7 @@ def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> in
 
 def check_schedule(schedule: str, size: PipelineSize) -> None:
     """Raise ToolkitError for an unknown schedule, for sizes out of range, and for those that it cannot run with."""
-    if schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ToolkitError(f"unknown schedule {schedule!r}; available: {known}", hint=did_you_mean(schedule, SCHEDULES))
+    check_word("--schedule", schedule, SCHEDULES)
     for (option, largest), value in zip(LARGEST.items(), (size.stages, size.micro_batches, size.chunks), strict=True):
         if not 1 <= value <= largest:
             raise ToolkitError(f"{option} is {value:,}, expected 1 to {largest:,}")

@@ -41,6 +41,7 @@ from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
+from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import (
     LARGEST_DEGREE,
     PlannedJob,
@@ -73,7 +74,7 @@ class StageMemory:
     """Memory of one GPU of a stage."""
 
     peak_bytes: int
-    state_bytes: int  # weights, gradients and optimizer states
+    state_bytes: int  # weights, gradients and optimizer states; and the weights of a reference
     held_bytes: int  # activations in the forward of the last micro-batch in flight, of all of them
     verdict: str
 
@@ -99,7 +100,8 @@ class StagedModel:
         shape, job = self.shape, self.job
         parts = [
             f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
-            f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per micro-batch",
+            f"{job.rows} x {job.tokens_per_row} tokens per micro-batch",
+            "" if job.method.method == SFT else job.method.method.upper(),
             "activation checkpointing" if job.activation_checkpointing else "",
             f"tp {self.tp}" if self.tp > 1 else "",
             f"{self.gpu.name}, {gib(self.gpu.memory_bytes)}",
@@ -111,6 +113,9 @@ class StagedModel:
         if self.shape.activations_from != "formulas":
             what = f"stages of {self.shape.model_type} cannot be planned: there are no formulas for its activations"
             raise ToolkitError(what, hint="give --forward-ms, --backward-ms and --weight-ms instead of --model")
+        if self.job.method.generates:
+            what = f"--method {self.job.method.method} generates, which the stages of a pipeline are not planned to do"
+            raise ToolkitError(what, hint="`toolkit plan MODEL --method ...` has its memory under other presets")
         if self.gpu.peak_flops("bf16") is None:
             raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
         if self.tp > 1:
@@ -120,7 +125,7 @@ class StagedModel:
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
-        return model_part(self.shape, size.num_chunks, chunks)
+        return self.job.method.model(model_part(self.shape, size.num_chunks, chunks))
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
@@ -139,7 +144,7 @@ class StagedModel:
         activations = Collective(
             name="permute",
             purpose="activations of a stage",
-            payload_bytes=BF16_BYTES * self.job.tokens_per_micro_batch * self.shape.hidden_size,
+            payload_bytes=BF16_BYTES * self.job.tokens_per_forward * self.shape.hidden_size,
             group_size=2,
             group="pp",
             stride=self.job.gpus_per_node if leaves_node else per_stage,
@@ -173,17 +178,20 @@ class StagedModel:
             with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
             load = StageLoad(micro_batches_in_flight=in_flight, logits_in_flight=max(0, with_head - 1))
             plan = plan_engine_memory(self.part(run.size, *chunks), self._engine, self.job, load=load)
-            peak, states = plan.planned_peak_bytes, plan.states.total_bytes
+            peak, states = plan.planned_peak_bytes, plan.states.total_bytes + plan.peak.reference_bytes
             held = next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward")
             verdict = fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes)
             stages.append(StageMemory(peak_bytes=peak, state_bytes=states, held_bytes=held, verdict=verdict))
         return stages
 
     def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
-        """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""
+        """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass.
+
+        Forwards without a graph, of a reference, come before each forward.
+        """
         peak, job = self.gpu.peak_flops("bf16"), self.job
         assert peak is not None
-        recompute, tokens = job.activation_checkpointing, job.tokens_per_micro_batch
+        recompute, tokens = job.activation_checkpointing, job.tokens_per_forward
         counted = partial(flops_of, shape, seq_length=job.tokens_per_row, recompute=recompute, count_embeddings=False)
         flops, causal = counted(), counted(causal=True)
         compute = compute_seconds(
@@ -194,7 +202,7 @@ class StagedModel:
         weight = flops.dense_backward // 2
         backward = flops.recomputed + flops.attention_backward + flops.dense_backward - weight
         return ChunkTimes(
-            forward_seconds=seconds * flops.forward_flops + exchange,
+            forward_seconds=(1 + job.method.scoring_forwards) * (seconds * flops.forward_flops + exchange),
             backward_seconds=seconds * backward + exchange,
             weight_seconds=seconds * weight,
         )

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy
 
-from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, named_or_visible_gpu
+from toolkit.job.argument_values import check_word
 from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.folder import RunFolder
@@ -173,7 +174,7 @@ def checked_policies(options: StragglerOptions) -> list[Policy]:
     """Return the named policies, or all. Raises ToolkitError for an unknown one, and for options out of range."""
     names = tuple(dict.fromkeys(options.policy or defaults.POLICIES))
     for name in names:
-        _check_name("policy", name, defaults.POLICIES)
+        check_word("--policy", name, defaults.POLICIES)
     ranges: dict[str, tuple[float, float]] = {
         **{"workers": (2, 100_000), "steps": (1, MOST_BATCHES), "seed": (0, 2**32 - 1), "slow_factor": (1, 1000)},
         **{"slow_workers": (0, options.workers), "learning_rate": (1e-12, 10**6), "untimed_steps": (0, MOST_BATCHES)},
@@ -201,7 +202,7 @@ def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
         distribution = options.distribution or defaults.DEFAULT_DISTRIBUTION
         mean = defaults.DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
         spread = defaults.DEFAULT_SPREAD if options.spread is None else options.spread
-        _check_name("distribution", distribution, defaults.DISTRIBUTIONS)
+        check_word("--distribution", distribution, defaults.DISTRIBUTIONS)
         seconds = drawn_seconds(distribution, mean=mean, spread=spread, shape=shape, seed=options.seed)
         source = f"{distribution}, mean {mean:g} s" + (f", spread {spread:g}" if spread else "")
     else:
@@ -276,11 +277,6 @@ def compute_seconds(step: Sequence[StepRow]) -> tuple[float, ...]:
     return tuple(seconds + rest for seconds in own)
 
 
-def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ToolkitError(f"unknown {what} {name!r}; known: {', '.join(known)}", hint=did_you_mean(name, known))
-
-
 def _communication(options: StragglerOptions, gradient_bytes: int) -> tuple[Range, Range] | tuple[None, None]:
     """Seconds of an all-reduce, and of a push and pull; None without a model, and flags without effect are refused."""
     if options.model is None:
@@ -337,26 +333,20 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
         x_name="seconds",
         title="loss by time",
     )
+    count, waste = study.best_backup_workers, 100 * (1 - 1 / study.slowdown)
+    backup = "No number of backup workers would apply more gradients per second than none."
+    if count:
+        backup = f"{count} backup worker{'s'[: count > 1]} would apply most gradients per second,"
+        backup += f" {study.best_backup_gain:.3f} times those without."
     return SimulationReport(
         title="Stragglers and synchronization, simulated",
-        summary=_summary(study),
+        summary=f"{study.workers} workers, {study.steps} steps, compute times: {study.step_times}. Waiting for every"
+        f" worker takes {study.slowdown:.3f} times the mean compute time: {waste:.1f} % of computing and waiting is"
+        f" waiting. {backup}",
         sections=[
             ("", Table(headings=headings, rows=tuple(rows))),
             ("Steps per second", BarChart(bars=tuple(bars))),
             ("Loss by time", losses),
         ],
         notes=notes,
-    )
-
-
-def _summary(study: StragglerStudy) -> str:
-    count, waste = study.best_backup_workers, 100 * (1 - 1 / study.slowdown)
-    backup = "No number of backup workers would apply more gradients per second than none."
-    if count:
-        backup = f"{count} backup worker{'s'[: count > 1]} would apply most gradients per second,"
-        backup += f" {study.best_backup_gain:.3f} times those without."
-    return (
-        f"{study.workers} workers, {study.steps} steps, compute times: {study.step_times}. Waiting for every worker "
-        f"takes {study.slowdown:.3f} times the mean compute time: {waste:.1f} % of computing and waiting is waiting. "
-        f"{backup}"
     )
