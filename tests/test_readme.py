@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import typer
 from launching import ROOT, cpu_environment, run_bash
-from reference_blocks import measured_table, recommendation
+from reference_blocks import BUILT, measured_table
 from simulated_throughput import throughput_table
 from test_examples import examples_table
 from test_fits_table import fits_table
@@ -103,7 +103,7 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 
 
 GENERATED = {
-    "recommendation": (README, recommendation),
+    "recommendation": (README, BUILT["recommendation"]),
     "fits": (README, fits_table),
     "examples": (ROOT / "examples" / "README.md", examples_table),
     "simulated throughput": (ROOT / "benchmarks" / "results" / "simulated_throughput.md", throughput_table),

@@ -54,6 +54,32 @@ RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step":
 
 UNFOLDED_ROWS = 10
 
+QWEN = "Qwen/Qwen3-8B"
+# Commands whose output a page shows, and how many of its lines.
+PRINTED = {
+    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 12),
+    "recommendation_of_lora": (
+        f"recommend {QWEN} --gpu rtx-4090 --num-processes 2 --max-seq-length 2048 --lora-r 16",
+        9,
+    ),
+    "plan": (
+        f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
+        " --per-device-train-batch-size 1 --activation-checkpointing",
+        8,
+    ),
+    "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 8),
+    "simulated_pipelines": (
+        "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
+        " --transfer-ms 0.6",
+        11,
+    ),
+    "simulated_failures": (
+        "simulate failures --gpus 16384 --checkpoint-seconds 30 --restart-minutes 10 --detection-minutes 10",
+        6,
+    ),
+    "simulated_stragglers": ("simulate stragglers --workers 64 --slow-workers 1 --slow-factor 1.5", 8),
+}
+
 FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
@@ -160,22 +186,11 @@ def recorded_table(name: str) -> str:
     return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
 
 
-def recommendation() -> str:
-    """Return the first twelve lines of an answer of `toolkit recommend`."""
-    return _printed("recommend --gpu h100 --num-processes 8 --max-seq-length 2048", lines=12)
-
-
-def plan() -> str:
-    """Return the answer of `toolkit plan` that the page about plans shows."""
-    words = "plan --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
-    return _printed(f"{words} --per-device-train-batch-size 1 --activation-checkpointing")
-
-
-def _printed(command: str, *, lines: int | None = None) -> str:
+def printed(command: str, lines: int) -> str:
+    """Return the first lines that a command prints, with Qwen3-8B's config.json in place of its hub id."""
     config = str(ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json")
-    first, *words = command.split()
-    answer = CliRunner().invoke(app, [first, config, *words], env={"COLUMNS": "100"}).stdout
-    return "\n".join(["```text", *answer.replace(config, "Qwen/Qwen3-8B").rstrip().splitlines()[:lines], "```"])
+    answer = CliRunner().invoke(app, command.replace(QWEN, config).split(), env={"COLUMNS": "90"}).stdout
+    return "\n".join(["```text", *answer.replace(config, QWEN).rstrip().splitlines()[:lines], "```"])
 
 
 def argument_table() -> str:
@@ -279,8 +294,7 @@ def python_names() -> str:
 
 
 BUILT: dict[str, Callable[[], str]] = {
-    "recommendation": recommendation,
-    "plan": plan,
+    **{name: functools.partial(printed, *shown) for name, shown in PRINTED.items()},
     "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,

@@ -93,7 +93,8 @@ def test_a_cpu_decides_nothing_and_shows_what_gpus_would_hold(results: Document)
     assert answer_text(results).splitlines() == [
         "Bytes only: the speeds of a CPU say nothing about GPUs, so no preset is recommended",
         "- ddp and zero2 trained the same problem",
-        "- planned for GPUs, zero2 would hold the smallest model states: 1.5 MiB per rank, 50 % less than ddp",
+        "- planned for GPUs, zero2 would hold the smallest model states, with offloaded ones: 1.5 MiB"
+        " per rank, 50 % less than ddp",
         "- 1 did not complete (zero3: out_of_memory)",
         "- 1 did not train the same problem (fsdp2)",
     ]

@@ -28,7 +28,7 @@ from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
 H100 = find_gpu("h100-sxm")
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "choose-a-preset.md"
+DOCS = Path(__file__).parents[2] / "benchmarks" / "results" / "preset_by_memory.md"
 MEMORIES = (400, 200, 180, 150, 100, 70, 60, 50, 45, 40, 36, 28, 24, 20, 10)
 BLOCK = ("<!-- generated: by memory -->\n", "<!-- /generated -->")
 MODEL = str(LLAMA_8B_CONFIG)

@@ -72,6 +72,9 @@ def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> N
     folder = start("zero3", "--lora_r", "4", "--lora_config", "use_dora=true", "use_rslora=true", *scaling)
     config = read(folder / "adapter_config.json")
     assert (config["use_dora"], config["use_rslora"], config["r"]) == (True, True, 4)
+    card = (folder / "README.md").read_text()
+    assert "\nlibrary_name: peft\n" in card
+    assert config["base_model_name_or_path"] not in card  # a path of this machine
     spec = read(folder / "run.json")["spec"]
     assert (spec["learning_rate"], spec["lr_scaling"]["base_learning_rate"]) == (2e-3, 1e-3)
     assert "learning rate 0.001 × 4/2 (linear) = 0.002, after a warm-up of 5%" in (folder / "train.log").read_text()

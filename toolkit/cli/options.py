@@ -66,7 +66,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 def _field_parameters(options_type: type) -> list[inspect.Parameter]:
     hints = get_type_hints(options_type, include_extras=True)
     found = []
-    for field in dataclasses.fields(options_type):
+    inherited = set(hints) - set(options_type.__annotations__)  # listed last
+    for field in sorted(dataclasses.fields(options_type), key=lambda field: field.name in inherited):
         if get_origin(hints[field.name]) is not Annotated:
             continue
         value_type, *metadata = get_args(hints[field.name])

@@ -15,7 +15,7 @@ from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.flags import CpuFlag, JsonOutput, ModelName, OptionalModelName, PresetName, TrainingArguments
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 from toolkit.job.argument_values import Range, check_range
-from toolkit.launch.options import check_script_options
+from toolkit.launch.options import ScriptOptions
 from toolkit.plan.options import PlanOptions, RecommendOptions
 
 
@@ -119,8 +119,8 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
         console.print(line, markup=False, style="bold" if line.startswith("  use ") else None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RehearseOptions:
+@dataclass(frozen=True, kw_only=True)
+class RehearseOptions(ScriptOptions):
     """One rank to rehearse, and its training arguments."""
 
     preset: PresetName
@@ -135,17 +135,13 @@ class RehearseOptions:
         bool,
         typer.Option("--fake-tensors", help="memory by part for a model that does not fit here (FSDP2 and DDP only)"),
     ] = False
-    script: Annotated[
-        str | None, typer.Option(help="rehearse a script of your own, unchanged; what follows `--` is for it")
-    ] = None
-    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
     stop_after_steps: Annotated[int, typer.Option(help="with --script: optimizer steps to run")] = 3
     output_dir: Annotated[
         Path | None, typer.Option(help="with --script: keep the run folder here; without it, no files are kept")
     ] = None
 
     def __post_init__(self) -> None:
-        check_script_options(self.script, self.module, self.output_dir)
+        self.check_script(self.output_dir)
         check_range("--stop-after-steps", self.stop_after_steps, Range(lowest=1))
 
     @property
@@ -177,8 +173,8 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
 
     on_cpu = trains_on_cpu(options.cpu)
     preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
-    check_libraries(preset, runs_script=not (options.script is None and options.module is None))
-    if options.script is None and options.module is None:
+    check_libraries(preset, runs_script=options.runs_script)
+    if not options.runs_script:
         planned = plan_rehearsal(
             preset,
             **place,

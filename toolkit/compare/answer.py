@@ -168,7 +168,8 @@ def _bytes_on_cpu(ranked: Sequence[LabelledRow]) -> list[str]:
         names = _names([label for label, size in planned.items() if size <= 1.01 * least])
         baseline, size = next(((name, planned[name]) for name, row in ranked if row.parity == "reference"), ("", least))
         than = f", {percent(1 - least / size)} less than {baseline}" if size > 1.01 * least else ""
-        lines.append(f"planned for GPUs, {names} would hold the smallest model states: {gib(least)} per rank{than}")
+        held = f"the smallest model states, with offloaded ones: {gib(least)} per rank{than}"
+        lines.append(f"planned for GPUs, {names} would hold {held}")
     return lines
 
 

@@ -28,7 +28,7 @@ from toolkit.flags import (
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
-from toolkit.launch.options import check_script_options
+from toolkit.launch.options import ScriptOptions
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
@@ -39,8 +39,8 @@ MAX_TRIALS = 1000
 PRICES = Range(lowest=0, highest=1_000_000)  # "nan" passes the limits of a Typer option
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareOptions:
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ScriptOptions):
     """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
 
     preset: PresetNames = ()
@@ -53,11 +53,6 @@ class CompareOptions:
         int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
     training_arguments: TrainingArguments = ()
-    script: Annotated[
-        str | None,
-        typer.Option(help="train with a script of your own, unchanged, and observe it; what follows `--` is for it"),
-    ] = None
-    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
     stop_after_steps: Annotated[
         int | None,
         typer.Option(help="with --script: stop each trial after this many steps; otherwise where the script ends"),
@@ -146,7 +141,7 @@ class CompareOptions:
                 instead = f"our script has `-- --max_steps {self.stop_after_steps}`"
                 raise ToolkitError("--stop-after-steps is for a script of your own", hint=instead)
             return
-        check_script_options(self.script, self.module)
+        self.check_script()
         needs = {
             **{"--find-max-batch": self.find_max_batch, "--scaling strong": self.scaling == "strong"},
             **{"--profile": self.profile, "--measure-save": self.measure_save, "--gpu": self.gpu},
@@ -159,11 +154,6 @@ class CompareOptions:
                     hint=f"leave `{option}` out",
                 )
         check_timed_steps("--stop-after-steps", self.stop_after_steps or 0, untimed_steps=self.untimed_steps)
-
-    @property
-    def runs_script(self) -> bool:
-        """True if the trials train with somebody's own script."""
-        return self.script is not None or self.module is not None
 
     @property
     def world_sizes(self) -> tuple[int, ...]:

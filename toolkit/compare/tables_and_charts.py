@@ -24,7 +24,7 @@ LONGEST_SHORT_NAME = 6
 COMPUTED = {
     "model_state_bytes": Column("model\nstates\n{unit}"),
     "of_baseline": Column("of\nbaseline", percent),
-    "planned_gpu_state_bytes": Column("planned\non a GPU\n{unit}"),
+    "planned_gpu_state_bytes": Column("planned\nwith GPUs\n{unit}"),
 }
 # Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
 IN_COMPARISON = {
@@ -336,7 +336,7 @@ def memory_chart(results: Results) -> charts.BarChart:
     colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
     if any(color == "rest" for _, bar in bars for _, color in bar.segments):
         colors.append(("rest", "activations and the rest, up to the allocated peak"))
-    plan = "planned on a GPU, in mixed precision" if results.on_cpu else "planned"
+    plan = "planned with GPUs, in mixed precision" if results.on_cpu else "planned"
     marks = [("tick", plan)] * any(bar.tick for _, bar in bars)
     marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
     return charts.BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)

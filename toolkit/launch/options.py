@@ -24,18 +24,33 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 1000  # more faults than this in one run need a person
 
 
-def check_script_options(script: str | None, module: str | None, output_dir: Path | None = None) -> None:
-    """Raise ToolkitError for two scripts, or for the run folder of none."""
-    if script is not None and module is not None:
-        raise ToolkitError("both --script and --module are given", hint="leave one of them out")
-    if output_dir is not None and script is None and module is None:
-        raise ToolkitError(
-            "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
-        )
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
+    """A script of the user's own, which `toolkit train`, `compare` and `rehearse` run in the place of ours."""
+
+    script: Annotated[
+        str | None,
+        typer.Option(help="run a script of your own, unchanged, and observe it; what follows `--` is for it"),
+    ] = None
+    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
+
+    @property
+    def runs_script(self) -> bool:
+        """True if the program is somebody's own script."""
+        return self.script is not None or self.module is not None
+
+    def check_script(self, output_dir: Path | None = None) -> None:
+        """Raise ToolkitError for two scripts, or for the run folder of none."""
+        if self.script is not None and self.module is not None:
+            raise ToolkitError("both --script and --module are given", hint="leave one of them out")
+        if output_dir is not None and not self.runs_script:
+            raise ToolkitError(
+                "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
+            )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainOptions:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(ScriptOptions):
     """The options of `toolkit train`; a comparison makes one for each trial."""
 
     preset: PresetName
@@ -58,11 +73,6 @@ class TrainOptions:
     stop_minutes: Annotated[
         float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for the checkpoint; 0 ends the run at once")
     ] = 5.0
-    script: Annotated[
-        str | None,
-        typer.Option(help="train with a script of your own, unchanged, and observe it; what follows `--` is for it"),
-    ] = None
-    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
     output_dir: Annotated[
         Path | None, typer.Option(help="with --script: the run folder; default: runs/ and the script's name")
     ] = None
@@ -79,17 +89,12 @@ class TrainOptions:
         }
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
-        check_script_options(self.script, self.module, self.output_dir)
+        self.check_script(self.output_dir)
         if self.runs_script and (self.gpu is not None or self.nvme_path is not None):
             option = "--gpu" if self.gpu is not None else "--nvme-path"
             raise ToolkitError(f"{option} with a script of your own has no effect", hint=f"leave `{option}` out")
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: a run uses the GPUs of this node", hint="add `--dry-run`")
-
-    @property
-    def runs_script(self) -> bool:
-        """True if the run is that of somebody's own script."""
-        return self.script is not None or self.module is not None
 
     @property
     def on_cpu(self) -> bool:

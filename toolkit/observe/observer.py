@@ -25,7 +25,8 @@ from transformers import Trainer
 
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.expected import innermost_optimizer, optimizer_class
+from toolkit.observe.attest.expected import optimizer_class
+from toolkit.observe.attest.tensors import innermost_optimizer
 from toolkit.observe.batches import ObservedCollator, label_shift_of, take_facts, tensor_facts
 from toolkit.observe.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from toolkit.observe.failure_report import report_failure

@@ -15,7 +15,7 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import torch_load
-from toolkit.observe.attest.tensors import uncompiled
+from toolkit.observe.attest.tensors import innermost_optimizer, uncompiled
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, FINGERPRINT
 from toolkit.record.folder import write_json
 
@@ -54,7 +54,12 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     if not writes:
         return
     tokenizer.save_pretrained(temporary)
-    (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, with local paths
+    card, base = temporary / "README.md", str(trainer.run.arguments.job.model_name_or_path)
+    if card.is_file():  # peft's, of an adapter
+        name = Path(base).resolve().name if Path(base).is_dir() else base  # nobody else has the path
+        card.write_text(card.read_text("utf-8").replace(base, name), "utf-8")
+        if (folder / card.name).exists():
+            card.unlink()
     (folder / FINGERPRINT).unlink(missing_ok=True)  # belongs to the replaced weights
     if fingerprint is not None:
         write_json(temporary / FINGERPRINT, fingerprint)
@@ -131,10 +136,8 @@ class StatesShardedAtLoad(Trainer):  # type: ignore[misc]
         pass
 
     def _model_and_optimizer(self) -> tuple[Any, Any]:
-        optimizer = self.optimizer
-        while hasattr(optimizer, "optimizer"):  # accelerate's around torch's
-            optimizer = optimizer.optimizer
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False), optimizer
+        plain = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return plain, innermost_optimizer(self.optimizer)
 
 
 def load_converted(trainer: Any, folder: Path) -> None:

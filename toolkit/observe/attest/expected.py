@@ -16,6 +16,7 @@ from toolkit.observe.attest.tensors import (
     constant_bytes,
     dtype_name,
     frozen_weights,
+    innermost_optimizer,
     local,
     quantized_modules,
     uncompiled,
@@ -137,13 +138,6 @@ def known_optimizer(run: ExpectedRun, trainer: Any) -> OptimizerSpec | None:
 def optimizer_class(optimizer: Any) -> str:
     """Return the library and the class: `torch.AdamW`."""
     return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
-
-
-def innermost_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's and DeepSpeed's wrappers."""
-    while (inner := getattr(optimizer, "optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer
 
 
 def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:

@@ -121,10 +121,10 @@ def _read_other_model(module: Any, parameters: list[Any]) -> Values:
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
-        reading, optimizer = read_deepspeed.read(wrapped, parameters), wrapped.optimizer.optimizer
+        reading, optimizer = read_deepspeed.read(wrapped, parameters), wrapped.optimizer
     else:
         reading, optimizer = read_torch(trainer, wrapped, parameters), trainer.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = tensors.innermost_optimizer(optimizer)
     return reading | {
         "optimizer_class": optimizer_class(inner),
         "optimizer_paged": bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU

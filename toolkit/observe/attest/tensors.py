@@ -76,10 +76,16 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in names for part in _plain(getattr(tensor, name))]
 
 
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
 def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
     """Return the tensors that an optimizer keeps per parameter, without scalar step counters."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    states = [value for state in inner.state.values() for value in state.values()]
+    states = [value for state in innermost_optimizer(optimizer).state.values() for value in state.values()]
     return [value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
