@@ -49,11 +49,11 @@ def install_line(*modules: str) -> str:
     "finetune-toolkit[gpu,train]'"
     """
     extras = dict.fromkeys(EXTRAS[module] for module in modules)
-    return f"{_installer()} '{PACKAGE}[{','.join(extras)}]'"
+    return f"{installer()} '{PACKAGE}[{','.join(extras)}]'"
 
 
-def _installer() -> str:
-    """pip, or what installs into an environment in which there is no pip."""
+def installer() -> str:
+    """Return the command that installs packages into this environment, which may have no pip of its own."""
     if (Path(sys.prefix) / "pipx_metadata.json").is_file():
         return f"pipx inject {PACKAGE}"
     return "pip install" if is_importable("pip") else f"uv pip install --python {sys.prefix}"

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launching import ROOT, cpu_environment
+import pytest
+from launching import ROOT, cpu_environment, read
 
 from toolkit.launch.terminal import OutputFilter
 
@@ -97,3 +98,19 @@ def test_redrawn_bars_are_left_out_and_what_follows_one_is_shown() -> None:
     shown("{'loss': '0.6931', 'names': ['a|b']}")
     shown("")
     assert printed == ["verified: zero3, 2 ranks", "{'loss': '0.6931', 'names': ['a|b']}"]
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_rate_far_too_high_ends_as_diverged_on_a_live_terminal(
+    tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "toolkit", "train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--"]
+    command += ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "256"]
+    command += ["--output_dir", str(tmp_path / "run"), "--max_steps", "8", "--learning_rate", "1e6"]
+    written = on_a_terminal(command)
+    assert re.search(r"\r\x1b\[2K\d+ s  step 8/8  loss [\d.]+  grad_norm 0  ", written)
+    assert "done, but it may have diverged: 8 steps, " in written
+    assert re.fullmatch(
+        r"grad_norm was exactly 0 in steps \d to 8", read(tmp_path / "run" / "run.json")["warnings"][-1]
+    )

@@ -16,12 +16,13 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.job.job import Job
-from toolkit.plan.candidates import best_candidates, best_first
+from toolkit.plan.candidates import best_candidates
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_table import PlanAnswer, are_states_checked, print_plans, summary
 from toolkit.plan.planned_job import PlannedJob, check_planned_job
 from toolkit.plan.planner import (
     PlanRequest,
+    best_plan,
     make_plans,
     plan_line,
     plan_request,
@@ -60,7 +61,7 @@ def test_without_a_batch_each_preset_is_planned_as_recommend_would_use_it() -> N
     assert found == {name: best[name] for name in found}
     assert {recomputes for _, _, recomputes in found.values()} == {False, True}
     choice = recommend(asked, list_presets()).choice
-    assert best_first([plan for plan in plans if plan.fits])[0].preset.name == choice.preset.name
+    assert best_plan([plan for plan in plans if plan.fits]).preset.name == choice.preset.name
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,22 @@ def test_what_is_given_is_planned_and_the_rest_is_found(given: dict[str, Any], e
     options = PlanOptions(num_processes=(8,), gpu="h100", preset=("fsdp2",), **given)
     (plan,) = make_plans(plan_request(LLAMA_8B, options))
     assert chosen(plan.job) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_processes": (16,), "gpu": "a100-80gb", "method": "kto"}, "fsdp2_grad_op"),  # zeropp changes the training
+        ({"num_processes": (8,), "gpu": "h100", "preset": ("pipeline_1f1b",), "pp": 4}, "pipeline_1f1b"),
+    ],
+)
+def test_a_preset_that_is_never_recommended_is_named_only_where_it_is_asked_for(
+    options: dict[str, Any], named: str
+) -> None:
+    how = plan_request(LLAMA_8B, PlanOptions(**options))
+    plans = make_plans(how)
+    assert best_plan([plan for plan in plans if plan.fits]).preset.name == named
+    assert f"with `{named}`" in summary(PlanAnswer(request=how, plans=plans))[0]
 
 
 def test_the_row_of_a_found_batch_has_it_and_one_that_cannot_fit_says_so(capsys: Capsys) -> None:

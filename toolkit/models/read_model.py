@@ -23,6 +23,7 @@ from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
 from toolkit.files.documents import parse_json, read_json
 from toolkit.files.reading import user_path
+from toolkit.installation import require
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
 from toolkit.models.hub import CONFIG, download_config
@@ -62,6 +63,7 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
     path = cached_count(values)
     with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
         return shape_from_counted(read_json(path))
+    require(*COUNTING_LIBRARIES)
     counted = _run_child(config)
     shape = shape_from_counted(counted)
     with contextlib.suppress(OSError):  # a read-only cache is no error

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from toolkit.hardware.gpus import Nvml
+from toolkit.observe.attest.clipping import grad_norm_facts
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import ObservedRun
@@ -324,18 +325,3 @@ def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
     for before, after in waits:
         before.register_forward_pre_hook(hook(timer.begin_wait), prepend=True)
         after.register_forward_pre_hook(hook(timer.end_wait))
-
-
-def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
-    """Return the norm over all ranks, or under FSDP2 this rank's share of it, which readers combine.
-
-    Reading the value of a sharded norm would add a collective to every step.
-    """
-    facts: dict[str, float | int | None] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
-    if grad_norm is None:
-        return facts
-    norm = float(getattr(grad_norm, "to_local", lambda: grad_norm)())
-    placements = enumerate(getattr(grad_norm, "placements", ()))
-    shared_by = [grad_norm.device_mesh.size(dim) for dim, placement in placements if placement.is_partial()]
-    shared = {"local_grad_norm": norm, "grad_norm_ranks": math.prod(shared_by)}
-    return facts | (shared if shared_by else {"grad_norm": norm})

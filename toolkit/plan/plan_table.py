@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import LARGEST_WORLD_SIZE, best_first, host_assumption
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, host_assumption
 from toolkit.plan.finish import Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.methods import SFT
@@ -17,6 +17,7 @@ from toolkit.plan.planner import (
     VERDICT_TEXT,
     Plan,
     PlanRequest,
+    best_plan,
     with_batch,
 )
 from toolkit.plan.step_time import NO_GENERATION
@@ -108,7 +109,7 @@ def summary(answer: PlanAnswer) -> tuple[str, str]:
         best, first = plans[0], "cheapest of those with a price" if answer.prices else "the least memory in all"
         text = f"{first}: {_where(best, found)}"
     elif fitting:
-        best = best_first([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])[0]
+        best = best_plan([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])
         text = f"fits on {_where(best, found)}; {_next_batch(best)}"
     else:
         best = min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
@@ -161,7 +162,8 @@ def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
 
 def _heading(answer: PlanAnswer) -> str:
     request = answer.request
-    shape, job, steps = request.shape, request.job, request.job.gradient_accumulation_steps
+    shape, job = request.shape, request.job
+    steps = (request.accumulation or 1) if request.finds_batch else job.gradient_accumulation_steps
     batch_group = "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
     batch = f"{job.per_device_train_batch_size} x {job.tokens_per_row} tokens per {batch_group}"
     if request.finds_batch:

@@ -24,9 +24,11 @@ from toolkit.plan.candidates import (
     PlannedModel,
     RecommendRequest,
     best_candidate,
+    best_first,
     candidate_of,
     default_global_batch,
     divided_request,
+    refusal,
 )
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
@@ -123,6 +125,9 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     check_unquantized(model)
     full_length = options.equal_lengths or options.verify  # a rehearsal's rows all have the full length
     job, recomputes = PlannedJob.from_options(options, full_length=full_length), options.activation_checkpointing
+    finds_batch = options.per_device_train_batch_size is None
+    if finds_batch and options.gradient_accumulation_steps is None and job.pp:  # any number that suits the stages
+        job = replace(job, gradient_accumulation_steps=job.pp)
     return PlanRequest(
         shape=read_model(model),
         presets=presets,
@@ -130,7 +135,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
         gpu=gpu,
         host_memory_bytes=node_memory(options.host_memory_gib, options.gpu),
-        finds_batch=options.per_device_train_batch_size is None,
+        finds_batch=finds_batch,
         accumulation=options.gradient_accumulation_steps,
         checkpointing=(False, True) if recomputes is None else (recomputes,),
         strict=bool(options.preset),
@@ -205,8 +210,6 @@ def plan_line(plan: Plan) -> str:
 def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
     """Return why a preset does not train the job on that many GPUs; None if it does."""
     job = _job_of(request, preset)
-    if request.finds_batch and job.pp:  # so are the accumulation steps: any number that suits the stages
-        job = replace(job, gradient_accumulation_steps=job.pp)
     limits = job.limits_on(request.shape)
     return not_planned(job.method, preset) or unsupported(
         preset, job.as_trained, world_size=world_size, model=limits, purpose="plan"
@@ -245,6 +248,11 @@ def smallest_plan(request: PlanRequest, preset: PresetSpec, world_size: int) -> 
         return candidate_of(on_gpus, preset, on_gpus.job)
     job = on_gpus.job_with(micro_batch=on_gpus.micro_batches[0], checkpointing=request.checkpointing[-1])
     return candidate_of(on_gpus, preset, job)
+
+
+def best_plan(plans: Sequence[Plan]) -> Plan:
+    """Return the plan that `toolkit recommend` would choose; of presets that it never names, if there are no others."""
+    return best_first([plan for plan in plans if refusal(plan.request, plan.preset) is None] or plans)[0]
 
 
 def with_batch(candidate: Candidate, micro_batch: int) -> Candidate:

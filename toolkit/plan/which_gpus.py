@@ -8,11 +8,12 @@ from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
-from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, best_first
+from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate
 from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
 from toolkit.plan.planner import (
     Plan,
     PlanRequest,
+    best_plan,
     check_request,
     plan_of,
     smallest_plan,
@@ -48,7 +49,7 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
                 if each and replace(each, request=replace(each.request, gpu=gpu)).fits
             ]
             if plans:
-                return best_first(plans)[0]
+                return best_plan(plans)
         return None
 
     def cost(plan: Plan) -> tuple[float, int]:

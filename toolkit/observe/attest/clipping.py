@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from toolkit.observe.attest.differences import Difference, Readings, Values
 from toolkit.observe.attest.read_fsdp2 import is_shard
 from toolkit.observe.attest.tensors import local
-from toolkit.observe.timer import grad_norm_facts
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
 
@@ -154,3 +153,18 @@ def gradient_replicas(ranks: Readings) -> int:
     if ranks[0]["sharding"] == "replicate":
         return len(ranks)
     return len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks))
+
+
+def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
+    """Return the norm over all ranks, or under FSDP2 this rank's share of it, which readers combine.
+
+    Reading the value of a sharded norm would add a collective to every step.
+    """
+    facts: dict[str, float | int | None] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
+    if grad_norm is None:
+        return facts
+    norm = float(getattr(grad_norm, "to_local", lambda: grad_norm)())
+    placements = enumerate(getattr(grad_norm, "placements", ()))
+    shared_by = [grad_norm.device_mesh.size(dim) for dim, placement in placements if placement.is_partial()]
+    shared = {"local_grad_norm": norm, "grad_norm_ranks": math.prod(shared_by)}
+    return facts | (shared if shared_by else {"grad_norm": norm})
