@@ -153,7 +153,7 @@ def _compared(candidate: Candidate, choice: Candidate) -> str:
     low, high = sorted(candidate.time_ratios(choice))
     text = f"{ratios_text(candidate, choice)} as long"
     if high <= EQUAL_WITHIN and low >= 1 / EQUAL_WITHIN:
-        text += f": less than {EQUAL_WITHIN - 1:.0%}, which the plan cannot separate"
+        text += ", too close for the plan to separate"
     elif low < 1 < high:
         text += ", so faster or slower depending on the interconnect"
     advantages = _advantages(candidate, choice)
