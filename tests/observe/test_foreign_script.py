@@ -58,7 +58,7 @@ def test_a_script_has_the_words_the_path_and_the_folder_that_python_gives_it(tmp
         (["exit", "3"], 3, "failed", "error: the script called sys.exit(3)"),
         (["before"], 1, "failed", "LookupError: what the script could not find"),
         (["untrained"], 1, "failed", "error: a Trainer was made, and train() was not called; nothing was observed"),
-        (["killed"], -9, "running", "step 1/4"),
+        (["killed"], -9, "running", "in effect: none, replicate, 1 rank"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -261,9 +261,9 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
 def broken(command: str) -> str:
     """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
 
-    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {70 * 'D'} --max_steps 2"))
+    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {60 * 'D'} --max_steps 2"))
       toolkit train --preset zero2 -- \\
-        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
+        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
     """
     lines = [" "]
     for words in re.split(r" (?=--)", command):
