@@ -459,7 +459,7 @@ def _optimizer_share(setup: TrainingSetup) -> float:
     if "optimizer" not in setup.preset.sharded_parts:
         return setup.weights.num_trained
     sharing = setup.engine.ranks_sharing
-    return sum(tensor.num_elements / sharing(tensor) for layer in setup.trained for tensor in layer)
+    return sum(count * tensor.num_elements / sharing(tensor) for tensor, count in setup.weights.trained)
 
 
 def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float:
@@ -467,7 +467,7 @@ def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> floa
     bandwidth = interconnect.gpu.memory_bytes_per_second
     if setup.preset.offload_optimizer or bandwidth is None:
         return 0.0
-    tensors = (UpdatedTensor(shape=tensor.shape) for layer in setup.trained for tensor in layer)
+    tensors = (UpdatedTensor(shape=tensor.shape, count=count) for tensor, count in setup.weights.trained)
     states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
     return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
