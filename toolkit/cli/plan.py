@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,7 +18,14 @@ from toolkit.flags import CpuFlag, JsonOutput, ModelName, OptionalModelName, Pre
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 from toolkit.job.argument_values import Range, check_range
 from toolkit.launch.options import ScriptOptions
-from toolkit.plan.options import PlanOptions, RecommendOptions
+from toolkit.plan.options import JobAndGpuOptions, PlanOptions, RecommendOptions
+
+if TYPE_CHECKING:  # loaded by the command that needs it
+    from toolkit.plan.candidates import PlannedModel
+    from toolkit.plan.measured_run import ComparedRun
+
+Options = TypeVar("Options", bound=JobAndGpuOptions)
+Request = TypeVar("Request", bound="PlannedModel")
 
 
 @expand_options
@@ -46,16 +55,8 @@ def plan(
         print_message(described)
     if model is None:
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
-    run = None
-    if options.measured is not None:
-        from toolkit.plan.measured_run import MeasuredRun
-
-        run = MeasuredRun.read(options.measured)
-    options = options if run is None else run.on_its_gpu(options)
-    request, prices = plan_request(model, options), read_prices(options.price)
-    compared = None if run is None else run.compared(request.shape, request.job, request.gpu)
-    request = request if compared is None else replace(request, measured=compared.step)
-    any_gpu = asks_which_gpus(options)
+    request, compared = _calibrated(partial(plan_request, model), options)
+    any_gpu, prices = compared is None and asks_which_gpus(options), read_prices(options.price)
     plans = gpus_for(request, prices) if any_gpu else make_plans(request)
     work = work_of(options, request.job, model)
     answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
@@ -92,14 +93,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     from toolkit.presets.preset import list_presets, load_preset
     from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines
 
-    run = None
-    if options.measured is not None:
-        from toolkit.plan.measured_run import MeasuredRun
-
-        run = MeasuredRun.read(options.measured)
-    request = recommend_request(model, options if run is None else run.on_its_gpu(options))
-    compared = None if run is None else run.compared(request.shape, request.job, request.gpu)
-    request = request if compared is None else replace(request, measured=compared.step)
+    request, compared = _calibrated(partial(recommend_request, model), options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     try:
         found = choose(request, presets, objective=options.objective)
@@ -123,6 +117,18 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, markup=False, style="bold" if line.startswith("  use ") else None)
+
+
+def _calibrated(request_of: Callable[[Options], Request], options: Options) -> tuple[Request, ComparedRun | None]:
+    """Return a command's request; with `--measured` on the run's GPU, calibrated, and the run beside its plan."""
+    if options.measured is None:
+        return request_of(options), None
+    from toolkit.plan.measured_run import MeasuredRun  # reads run folders, which a browser cannot
+
+    run = MeasuredRun.read(options.measured)
+    request = request_of(run.on_its_gpu(options))
+    compared = run.compared(request.shape, request.job, request.gpu)
+    return replace(request, measured=compared.step), compared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,13 +125,13 @@ def compared(results: Results, own: LabelledRow, other: LabelledRow) -> str:
     if size and base_size:
         share, word = percent(abs(1 - size / base_size)), "less" if size < base_size else "more"
         memory = "the same memory" if share == percent(0) else f"{share} {word} memory"
+    than = f"{memory} {'as' if 'same' in memory else 'than'} {name}"
     if not (row.repeated and base.repeated):
-        return f"{memory} than {name}" if "same" not in memory else f"{memory} as {name}"
+        return than
     ratio, bounds = row.useful_speed / (base.useful_speed or 1.0), relative_speed(row, base)
     if (found := verdict(bounds)) == "faster":
         return f"{percent(ratio - 1)} faster than {name}, with {memory}"
     speeds = {"same speed": "at the same speed", "slower": f"for {percent(1 - ratio)} less speed"}
-    than = f"{memory} {'as' if 'same' in memory else 'than'} {name}"
     return f"{than} {speeds.get(found or '', f'at {ratio:.2f} ({interval(fixed(2))(bounds)}) times its speed')}"
 
 

@@ -66,6 +66,11 @@ def memory_limit_bytes(root: Path = CGROUP_ROOT) -> int | None:
     return min((int(text) for text in limits if text.isdigit() and int(text) < installed), default=None)
 
 
+def usable_memory_bytes() -> int:
+    """Return the memory that processes here may use: the smallest cgroup limit, or all of the node's."""
+    return memory_limit_bytes() or host_memory_bytes()
+
+
 def cpu_limit(root: Path = CGROUP_ROOT) -> float | None:
     """Return the smallest cgroup limit on this process's processor time, in cores."""
     limits = _read(root, "", "cpu.max")

@@ -9,6 +9,7 @@ on the configuration, on the counting code and on the installed libraries only, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -147,7 +148,8 @@ def check_unquantized(model: str) -> None:
         )
 
 
-def known_models() -> dict[str, Path]:
+@functools.cache
+def known_models() -> Mapping[str, Path]:
     """Return the hub ids of the models that need no hub to be planned, with their configurations.
 
     >>> "Qwen/Qwen3-8B" in known_models()
@@ -180,8 +182,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
         return path
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
-    path_of = known_models() if known else {}
-    return path_of.get(hub_id(model)) or download_config(hub_id(model))
+    name = hub_id(model)
+    return (known_models().get(name) if known else None) or download_config(name)
 
 
 def _check_type(fields: ConfigFields) -> None:

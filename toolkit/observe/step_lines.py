@@ -53,7 +53,8 @@ class StepLines:
 
     def _follow(self) -> None:
         while not self.ended.wait(SECONDS_BETWEEN_LINES if self.printed_step > self.run.resumed_step else 0.1):
-            self.print_newest()
+            if self.run.progress.step > self.printed_step:  # otherwise no rank's file is read
+                self.print_newest()
 
     def print_newest(self) -> None:
         """Print the newest step, unless it is printed already, and once that the gradient is exactly zero."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes
+from toolkit.hardware.node import usable_memory_bytes
 from toolkit.job.job import Job
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planned_job import PlannedJob
@@ -149,7 +149,7 @@ def rehearsal_of_plan(model: str, plan: Plan, *, cpu: bool) -> Rehearsal:
         states, peak, ranks = plan.memory.states, plan.memory.peak, min(plan.world_size, job.gpus_per_node)
         needed = states.total_bytes + peak.activation_bytes + peak.logits_bytes + plan.memory.host.peak_bytes // ranks
         needed += LOADING_BYTES_PER_PARAMETER * plan.request.shape.num_params
-        available = memory_limit_bytes() or host_memory_bytes()
+        available = usable_memory_bytes()
         if needed > available:
             raise ToolkitError(f"it needs about {gib(needed)} of host memory, and this node has {gib(available)}")
     return rehearsal

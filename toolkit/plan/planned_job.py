@@ -316,9 +316,9 @@ def node_memory(given_gib: float | None = None, gpu: str | None = None) -> int |
     given = scaled("--host-memory-gib", given_gib, GIB)
     if given is not None or gpu is not None or not count_gpus():
         return given
-    from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes  # a browser has no such limits
+    from toolkit.hardware.node import usable_memory_bytes  # a browser has no such limits
 
-    return memory_limit_bytes() or host_memory_bytes()
+    return usable_memory_bytes()
 
 
 def check_size(option: str, value: int, largest: int) -> None:

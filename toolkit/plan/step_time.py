@@ -407,12 +407,8 @@ def compute_seconds(
     operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
     if gpu.memory_bytes_per_second is None:
         return tokens * operations / peak
-    saved, passes = (
-        _saved_bytes(shape).token_bytes(job.tokens_per_row),
-        RECOMPUTED_PASSES if flops.recomputed else PASSES,
-    )
-    passes = passes if flops.dense_backward else 1
-    moved = calibration.kernel_bytes * saved * passes
+    passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
+    moved = calibration.kernel_bytes * _saved_bytes(shape).token_bytes(job.tokens_per_row) * passes
     moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
     moved *= calibration.liger_share if job.loss == "fused" else 1.0
     moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
