@@ -35,9 +35,9 @@ def cells_of(found: Candidate | None) -> str:
 
 
 def fits_table(record: Path = GPU_CHECK) -> str:
-    """Return the table; a column of hardware that was measured on a GPU has the allocated peaks and their errors."""
+    """Return the table; the first hardware that was measured has a column of allocated peaks and the plan's errors."""
     measured = measured_peaks(record)
-    seen = {column for column in HARDWARE if any(case.endswith(f", {column}") for case in measured)}
+    seen = [column for column in HARDWARE if any(case.endswith(f", {column}") for case in measured)][:1]
     titles = [f"{hardware} | micro-batch | GiB{' | measured' if hardware in seen else ''}" for hardware in HARDWARE]
     head = [": :--- | :--- | ---:" + (" | ---:" if hardware in seen else "") for hardware in HARDWARE]
     lines = [f"| model | method | {' | '.join(titles)} |", f"| :--- | :--- | {' | '.join(head)} |".replace(": :", ":")]
@@ -63,7 +63,7 @@ def measured_peaks(record: Path) -> dict[str, str]:
 def measured_note(record: Path) -> str:
     found = read_document(record)
     gpu = found["machine"]["gpus"][0]["name"]
-    return f"Measured: peak allocated by rank 0, rehearsed on one {gpu} ({found['date'][:10]}), and the plan's error."
+    return f"Measured: rank 0's allocated peak, rehearsed on one {gpu}, {found['date'][:10]} (error of the plan)."
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,12 +89,11 @@ def test_what_fits_nowhere_says_so() -> None:
     assert cells_of(choice("Qwen3-32B", FULL, tiny)).startswith("does not fit")
 
 
-def made_up_record(folder: Path) -> Path:
-    """Figures that nothing measured: 2 % above and below a plan, and a row that ran out of memory."""
-    rows_of = {"Qwen3-8B full": (64 * GIB, 0.02), "Qwen3-8B LoRA r=16": (50 * GIB, -0.02)}
+def made_up_record(folder: Path, cases: dict[str, float]) -> Path:
+    """Figures that nothing measured: 64 GiB, an error for each case, and a row that ran out of memory."""
     made = [
-        {"case": f"{case}, 8 × H100 80 GB", "quantity": "allocated", "measured": size, "error": error}
-        for case, (size, error) in rows_of.items()
+        {"case": f"{case}, 8 × H100 80 GB", "quantity": "allocated", "measured": 64 * GIB, "error": error}
+        for case, error in cases.items()
     ]
     failed = {"case": "Qwen3-32B full, 8 × H100 80 GB", "quantity": "", "measured": None, "error": None}
     found = {"schema_version": 1, "date": "2000-01-02T03:04:05", "machine": {"gpus": [{"name": "Made-up GPU"}]}}
@@ -104,14 +103,23 @@ def made_up_record(folder: Path) -> Path:
 
 
 def test_the_measured_column_comes_from_the_file_of_the_check(tmp_path: Path) -> None:
-    lines = fits_table(made_up_record(tmp_path)).splitlines()
+    lines = fits_table(made_up_record(tmp_path, {"Qwen3-8B full": 0.02, "Qwen3-8B LoRA r=16": -0.02})).splitlines()
     assert lines[0].startswith(
         "| model | method | 8 × H100 80 GB | micro-batch | GiB | measured | 2 × RTX 4090 24 GB |"
     )
     assert {line.count("|") for line in lines if line.startswith("|")} == {10}
-    assert [line.split("|")[6].strip() for line in lines if "Qwen3-8B | " in line] == ["64 (+2.0%)", "50 (-2.0%)", ""]
-    assert lines[-1].startswith("Measured: peak allocated by rank 0, rehearsed on one Made-up GPU (2000-01-02)")
+    assert [line.split("|")[6].strip() for line in lines if "Qwen3-8B | " in line] == ["64 (+2.0%)", "64 (-2.0%)", ""]
+    assert (
+        lines[-1] == "Measured: rank 0's allocated peak, rehearsed on one Made-up GPU, 2000-01-02 (error of the plan)."
+    )
 
 
 def test_without_a_file_no_column_is_measured(tmp_path: Path) -> None:
     assert "easured" not in fits_table(tmp_path / "gpu-check.json")
+
+
+def test_readme_has_room_for_the_measured_column(tmp_path: Path) -> None:
+    record = made_up_record(tmp_path, {f"{model} {method}": 0.012 for model, method in rows()})
+    longer = len(fits_table(record).encode()) - len(fits_table(tmp_path / "none").encode())
+    text = (ROOT / "README.md").read_text().replace("**Nothing has been measured on a GPU yet.** ", "")
+    assert len(text.encode()) + longer <= 10_000
