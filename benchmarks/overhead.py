@@ -167,9 +167,8 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     # The same ninja for both sides: another version of it would compile DeepSpeed's ops again in every second run.
     os.environ |= {"HF_HUB_OFFLINE": "1", "PATH": path_with_ninja()}
-    setting = (
-        Setting() if given.observe else Setting(steps=14, untimed_steps=2, batch_size=1, max_length=MAX_SEQ_LENGTH)
-    )
+    trained = {"batch_size": 1, "max_length": MAX_SEQ_LENGTH, "learning_rate": 1e-5}  # the model has been trained
+    setting = Setting() if given.observe else Setting(steps=14, untimed_steps=2, **trained)
     setting = replace(setting, steps=2, untimed_steps=1) if given.first_step else setting
     asked = {"steps": given.steps, "untimed_steps": given.untimed_steps}
     setting = replace(setting, **{name: number for name, number in asked.items() if number is not None})
