@@ -141,12 +141,12 @@ class ClusterJobs:
         found = sorted([*self.folder.glob("**/*.log"), *self.folder.glob("**/*.err")])
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found)
 
-    def until(self, job: str, condition: Callable[[], bool]) -> None:
+    def until(self, job: str, condition: Callable[[], bool], seconds: float = LAUNCH_SECONDS) -> None:
         def reached() -> bool:
             assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
             return condition()
 
-        wait_until(reached, f"job {job} makes progress", LAUNCH_SECONDS, lambda: self.slurm.state(job) + self.logs())
+        wait_until(reached, f"job {job} makes progress", seconds, lambda: self.slurm.state(job) + self.logs())
 
     def until_restart(self, job: str, number: int) -> None:
         def runs_again() -> bool:
