@@ -42,6 +42,7 @@ SMALL |= {"num_key_value_heads": 2, "vocab_size": 1000}
 MODELS = [("llama-1b", 8), ("llama-1b", 2), ("qwen2-0.5b", 2), ("qwen2-0.5b", 1)]
 EXPERTS = "mixtral-1b"
 GOAL_MFU = 0.55
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,8 +296,11 @@ def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: V
     if status != "completed":
         return unmeasured(case, f"{status}: {failure['message']}" if failure.get("message") else status)
     found, note = run["measured"], ""
+    # Ranks that share their rows get more of them from `toolkit compare`.
+    spec = run.get("spec") or {}
+    batch = {name: spec[name] for name in BATCH if spec.get(name)}
     try:
-        plan = check.plan(model, variant.preset, world_size, **{**job, **variant.planned})
+        plan = check.plan(model, variant.preset, world_size, **{**job, **variant.planned, **batch})
     except ToolkitError as error:
         plan, note = None, f"no plan: {error.message}"
     ranks = (read_json(RunFolder(folder).attestation_json) or {}).get("ranks") or [{}]
