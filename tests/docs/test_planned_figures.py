@@ -238,26 +238,6 @@ def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_t
     assert peaks == sorted(set(peaks), reverse=True)
 
 
-def test_the_measured_bytes_of_the_concept_page_are_those_of_the_demo() -> None:
-    page = (DOCS / "concepts" / "ddp-zero-fsdp2.md").read_text()
-    shown = re.search(r"<!-- measured: demo -->\n(.*?)<!-- /demo -->", page, re.DOTALL)
-    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
-    tables = [re.search(r"<!-- demo-table -->\n(.*?)<!--", path.read_text(), re.DOTALL) for path in pages]
-    (demo,) = [found[1] for found in tables if found]
-    assert shown
-    columns = [cell.strip() for cell in demo.splitlines()[0].strip("| ").split("|")][1:]
-    kept = [columns.index(f"{part}. MiB") for part in ("param", "grad", "optim")]
-    assert body(shown[1]) == {
-        name: [cells[index] for index in kept] for name, cells in body(demo).items() if name in EXPLAINED
-    }
-
-
-def body(text: str) -> dict[str, list[str]]:
-    """Return a Markdown table's rows: the first cell, without backquotes, and the others."""
-    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return {cells[0].strip("`"): cells[1:] for cells in lines[2:]}
-
-
 if __name__ == "__main__":
     for written in {DOCS / page for page, _ in BLOCKS.values()}:
         own = [name for name, (page, _) in BLOCKS.items() if DOCS / page == written]

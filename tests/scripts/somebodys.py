@@ -75,8 +75,8 @@ def main(mode, output_dir, *more):
         make_trainer(output_dir, max_steps=2).train()
     if mode == "compared":
         trainer.save_model(output_dir)
-    if mode == "exit":
-        sys.exit(int(more[0]))
+    if mode in ("exit", "workers"):
+        sys.exit(int(more[0]) if more else 0)
 
 
 if __name__ == "__main__":

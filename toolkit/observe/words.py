@@ -55,7 +55,7 @@ class Words:
     def read(cls, argv: Sequence[str]) -> Self:
         """Read a command line. Raises ToolkitError for an option, a script or a module that does not exist."""
         own, rest = _split(argv)
-        given = _parser().parse_args(own)
+        given = vars(_parser().parse_args(own))
         launched = [word for word in own if word.startswith(LAUNCHER_WORDS)]
         if not rest or rest == ["-m"]:
             raise ToolkitError("no script is named", hint=f"`{USAGE}`")
@@ -63,22 +63,16 @@ class Words:
         target, arguments = (rest[1], rest[2:]) if is_module else (rest[0], rest[1:])
         script, module = (None, target) if is_module else (target, None)
         check_script(script, module)
-        preset, settings = _required(given.require)
+        preset, settings = _required(given.pop("require"))
+        output_dir = given.pop("output_dir") or Path("runs") / script_name(script, module)
         return cls(
             target=target,
             is_module=is_module,
             arguments=(*launched, *restore_secrets(arguments)),
-            output_dir=Path(given.output_dir or Path("runs") / script_name(script, module)),
-            overwrite=given.overwrite,
+            output_dir=Path(output_dir),
             require_preset=preset,
             require_settings=settings,
-            stop_after_steps=given.stop_after_steps,
-            stop_after_minutes=given.stop_after_minutes,
-            stop_when_steps_within=given.stop_when_steps_within,
-            untimed_steps=given.untimed_steps,
-            trial=given.trial,
-            complete_saves=given.complete_saves,
-            stop_on_signal=given.stop_on_signal,
+            **{name: value for name, value in given.items() if name in cls.__dataclass_fields__},
         )
 
     def shown(self) -> list[str]:
