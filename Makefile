@@ -12,6 +12,9 @@ DEMO_REPEATS ?= 1
 DEMO_ARGS ?= --model_name_or_path "$$model" --dataset "$$data" --per_device_train_batch_size 2 \
 	--max_seq_length 128 --max_steps 8 --learning_rate 1e-4
 
+GPU_CHECK_OUTPUT ?= gpu-check
+GPU_CHECK_ARGS ?=
+
 # Each worker starts training runs of two processes.
 TEST_WORKERS ?= 2
 
@@ -20,7 +23,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo docs page test test-nightly lint types check release clean
+.PHONY: help setup assets demo docs page test test-nightly gpu-check lint types check release clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -84,6 +87,11 @@ test: assets  ## run the tests
 
 test-nightly: export TOOLKIT_NIGHTLY := 1
 test-nightly: test  ## run the tests, and those of other libraries' behaviour
+
+# With the .venv where there is one; nothing is set up or downloaded.
+gpu-check:  ## measure on this node's GPUs, 45 minutes: planned, measured, error, and a file to send; resumes
+	@python="$(BIN)/python"; [ -x "$$python" ] || python="$(PYTHON)"; \
+		"$$python" benchmarks/gpu/check.py --output "$(GPU_CHECK_OUTPUT)" $(GPU_CHECK_ARGS)
 
 lint: setup  ## run ruff: rules and format
 	@$(BIN)/ruff check .

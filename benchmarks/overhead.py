@@ -5,9 +5,10 @@
     python benchmarks/overhead.py --work DIR --observe         # other scripts: under toolkit.observe, and alone
 
 Both sides train the default model in fp32 on CPU ranks of one thread each, on the same batches: their losses are
-compared step by step. They run in alternating order. A ratio above 1 means that the toolkit trains more tokens with the
-same processor time. CPU-seconds, since the wall time of two runs on a node with other load differs severalfold. With
-`--observe` both sides are the same script, on the small model and the rows of `benchmarks/peers.py`.
+compared step by step. The two sides of a pair run at the same time, each on its half of the node's cores, and the next
+pair swaps the halves: what slows the node down slows both. A ratio above 1 means that the toolkit trains more tokens
+with the same processor time. With `--observe` both sides are the same script, on the small model and the rows of
+`benchmarks/peers.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 from peer_jobs import comparison
 from peer_jobs.job import METHODS, Job, Setting
 from peer_jobs.job import prepare as prepare_peers_job
+from peer_jobs.measurement import Run
 from peers import BASELINE, OURS, run_program
 from record import append_line, print_table, read_lines, spread, write_result
 
@@ -67,16 +70,23 @@ def prepare(scratch: Path, model: Path | None) -> tuple[Path, Path, Path]:
 
 
 def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int) -> dict[str, Any]:
-    """Run each side once: its program, its job, and whether it is observed; every second pair begins with the second.
+    """Run both sides at once: each a program, its job, and whether it is observed. Every second pair swaps the cores.
 
     Raises SystemExit where one fails, or where its ranks do not train together.
     """
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
+    if not all(halves):
+        raise SystemExit(f"{len(cores)} core: a pair needs two, one for each side")
+    with ThreadPoolExecutor(2) as pool:
+        running = {
+            side: pool.submit(measure_side, *sides[side], halves[(number + place) % 2])
+            for place, side in enumerate(SIDES)
+        }
+        runs = {side: run.result() for side, run in running.items()}
     figures = {}
-    for side in SIDES if number % 2 == 0 else reversed(SIDES):
-        program, job, observed = sides[side]
-        with tempfile.TemporaryDirectory() as folder:
-            where = {"environments_folder": Path(folder), "timeout": TIMEOUT_SECONDS}
-            run = run_program(program, job, Path(folder) / "run", **where, observed=observed)
+    for side, run in runs.items():
+        job = sides[side][1]
         if run.error is not None:
             raise SystemExit(f"{case}, {side}: {run.error}")
         figures[side] = comparison.figures(asdict(run), job.setting.untimed_steps, 1)
@@ -91,6 +101,13 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
         "first_step_seconds": {name: own["first_step_seconds"] for name, own in figures.items()},
         "loss_difference": max(abs(ours - bare) / abs(bare) for ours, bare in losses),
     }
+
+
+def measure_side(program: str, job: Job, observed: bool, cores: Sequence[int]) -> Run:
+    """Run a program once, on these cores alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = {"environments_folder": Path(folder), "timeout": TIMEOUT_SECONDS, "cores": cores}
+        return run_program(program, job, Path(folder) / "run", **where, observed=observed)
 
 
 def cases_of(pairs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -150,9 +167,8 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     # The same ninja for both sides: another version of it would compile DeepSpeed's ops again in every second run.
     os.environ |= {"HF_HUB_OFFLINE": "1", "PATH": path_with_ninja()}
-    setting = (
-        Setting() if given.observe else Setting(steps=14, untimed_steps=2, batch_size=1, max_length=MAX_SEQ_LENGTH)
-    )
+    trained = {"batch_size": 1, "max_length": MAX_SEQ_LENGTH, "learning_rate": 1e-5}  # the model has been trained
+    setting = Setting() if given.observe else Setting(steps=14, untimed_steps=2, **trained)
     setting = replace(setting, steps=2, untimed_steps=1) if given.first_step else setting
     asked = {"steps": given.steps, "untimed_steps": given.untimed_steps}
     setting = replace(setting, **{name: number for name, number in asked.items() if number is not None})

@@ -57,9 +57,19 @@ def waiting(wanted: Iterator[tuple[int, str, str]], done: Sequence[Record]) -> l
 
 
 def run_program(
-    program: str, job: Job, folder: Path, *, environments_folder: Path, timeout: float, observed: bool = False
+    program: str,
+    job: Job,
+    folder: Path,
+    *,
+    environments_folder: Path,
+    timeout: float,
+    observed: bool = False,
+    cores: Sequence[int] = (),
 ) -> measurement.Run:
-    """Run a program once in an empty folder, if wanted observed. Raises NotOffered where it cannot run the job."""
+    """Run a program once in an empty folder, if wanted observed, or on these cores alone.
+
+    Raises NotOffered where it cannot run the job.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     python = environments.python_of(program, environments_folder)
@@ -70,7 +80,8 @@ def run_program(
     extensions = environments.extensions_of(program, environments_folder)
     variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
     where = {"environment": variables, "folder": folder, "cwd": launch.cwd or folder}
-    run = measurement.run(launch.argv, timeout_seconds=timeout, **where)
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
+    run = measurement.run([*pinned, *launch.argv], timeout_seconds=timeout, **where)
     if run.error is None and any(len(rank) != job.setting.steps for rank in run.ranks):
         raise SystemExit(f"{folder}: {[len(rank) for rank in run.ranks]} steps were recorded, of {job.setting.steps}")
     return run

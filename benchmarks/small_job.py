@@ -33,7 +33,8 @@ def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES, *, vocab_size: i
 
 def words(**arguments: Any) -> list[str]:
     """Return training arguments as command-line words, on rows of 64 tokens unless another length is given."""
-    job = {"dataset": default_data_file("faq-en-alpaca.jsonl"), "max_seq_length": 64, **arguments}
+    rows = {} if "dataset" in arguments else {"dataset": default_data_file("faq-en-alpaca.jsonl")}
+    job = {**rows, "max_seq_length": 64, **arguments}
     return [word for name, value in job.items() for word in (f"--{name}", str(value))]
 
 

@@ -1,52 +1,26 @@
-"""README's table of what fits: the recommended preset for public models on two kinds of hardware, planned.
-
-The configurations in `fixtures/` have the sizes that the models' owners publish.
-"""
+"""README's table of what fits: the recommended preset for public models on two kinds of hardware, planned."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import sys
+from pathlib import Path
 
 import pytest
 from launching import ROOT
 
-from toolkit.errors import ToolkitError
-from toolkit.models.read_model import read_model
-from toolkit.plan.candidates import Candidate
-from toolkit.plan.options import PlanOptions, RecommendOptions
-from toolkit.plan.planner import make_plans, plan_request
-from toolkit.plan.recommend import recommend, recommend_request
-from toolkit.presets import list_presets
-from toolkit.units import GIB
+sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
-FULL, LORA, QLORA = "full", "LoRA r=16", "QLoRA r=16"
-METHODS: dict[str, dict[str, Any]] = {FULL: {}, LORA: {"lora_r": 16}, QLORA: {"lora_r": 16, "load_in_4bit": True}}
-# Model -> its rows, and billions of parameters as its page on the Hugging Face hub says.
-MODELS: dict[str, tuple[tuple[str, ...], float]] = {
-    **{"Qwen3-0.6B": ((FULL,), 0.6), "Qwen3-1.7B": ((FULL,), 1.7), "Qwen3-4B": ((FULL,), 4.0)},
-    **{"Qwen3-8B": ((FULL, LORA, QLORA), 8.2), "Qwen3-14B": ((FULL, LORA), 14.8)},
-    **{"Qwen3-32B": ((FULL, LORA, QLORA), 32.8), "Qwen2.5-72B": ((FULL, LORA, QLORA), 72.7)},
-}
-# Column -> the options of `toolkit recommend`.
-HARDWARE: dict[str, dict[str, Any]] = {
-    "8 × H100 80 GB": {"gpu": "h100", "num_processes": 8, "host_memory_gib": 1024},
-    "2 × RTX 4090 24 GB": {"gpu": "rtx-4090", "num_processes": 2, "host_memory_gib": 128},
-}
+from check import read_document  # noqa: E402
+from fits import FULL, HARDWARE, LORA, METHODS, MODELS, choice, chosen, config_of, rows  # noqa: E402
 
+from toolkit.models.read_model import read_model  # noqa: E402
+from toolkit.plan.candidates import Candidate  # noqa: E402
+from toolkit.plan.options import PlanOptions  # noqa: E402
+from toolkit.plan.planner import make_plans, plan_request  # noqa: E402
+from toolkit.units import GIB  # noqa: E402
 
-def config_of(model: str) -> str:
-    return str(ROOT / "tests" / "fixtures" / model.lower() / "config.json")
-
-
-def choice(model: str, method: str, hardware: dict[str, Any]) -> Candidate | None:
-    """Return what `toolkit recommend` chooses; None if nothing fits."""
-    options = RecommendOptions(max_seq_length=2048, **hardware, **METHODS[method])
-    try:
-        return recommend(recommend_request(config_of(model), options), list_presets()).choice
-    except ToolkitError as error:
-        if not error.message.startswith("nothing fits"):
-            raise
-        return None
+GPU_CHECK = ROOT / "benchmarks" / "results" / "gpu-check.json"
 
 
 def cells_of(found: Candidate | None) -> str:
@@ -60,19 +34,41 @@ def cells_of(found: Candidate | None) -> str:
     return f"`{preset.name}` | {batch} | {memory.planned_peak_bytes / GIB:.0f}{host}"
 
 
-def fits_table() -> str:
-    titles = [f"{hardware} | micro-batch | GiB" for hardware in HARDWARE]
-    lines = [f"| model | method | {' | '.join(titles)} |", "| :--- | :--- " + "| :--- | :--- | ---: " * 2 + "|"]
-    for model, (methods, _) in MODELS.items():
-        for method in methods:
-            cells = [cells_of(choice(model, method, hardware)) for hardware in HARDWARE.values()]
-            lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def fits_table(record: Path = GPU_CHECK) -> str:
+    """Return the table; the first hardware that was measured has a column of allocated peaks and the plan's errors."""
+    measured = measured_peaks(record)
+    seen = [column for column in HARDWARE if any(case.endswith(f", {column}") for case in measured)][:1]
+    titles = [f"{hardware} | micro-batch | GiB{' | measured' if hardware in seen else ''}" for hardware in HARDWARE]
+    head = [": :--- | :--- | ---:" + (" | ---:" if hardware in seen else "") for hardware in HARDWARE]
+    lines = [f"| model | method | {' | '.join(titles)} |", f"| :--- | :--- | {' | '.join(head)} |".replace(": :", ":")]
+    for model, method in rows():
+        cells = [
+            cells_of(chosen(model, method, column))
+            + (f" | {measured.get(f'{model} {method}, {column}', '')}" if column in seen else "")
+            for column in HARDWARE
+        ]
+        lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *([] if not seen else ["", measured_note(record)])])
+
+
+def measured_peaks(record: Path) -> dict[str, str]:
+    """Return case -> measured allocated GiB and the plan's error, of the file of `make gpu-check`; none without it."""
+    if not record.is_file():
+        return {}
+    fits = [row for part in read_document(record)["parts"] if part["part"] == "fits" for row in part["rows"]]
+    of_peaks = [row for row in fits if row["quantity"] == "allocated"]
+    return {row["case"]: f"{row['measured'] / GIB:.0f} ({row['error']:+.1%})" for row in of_peaks}
+
+
+def measured_note(record: Path) -> str:
+    found = read_document(record)
+    gpu = found["machine"]["gpus"][0]["name"]
+    return f"Measured: rank 0's allocated peak, rehearsed on one {gpu}, {found['date'][:10]} (error of the plan)."
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_models_have_their_published_sizes(model: str) -> None:
-    assert round(read_model(config_of(model)).num_params / 1e9, 1) == MODELS[model][1]
+    assert round(read_model(str(config_of(model))).num_params / 1e9, 1) == MODELS[model][1]
 
 
 @pytest.mark.parametrize("method", [FULL, LORA])
@@ -82,7 +78,7 @@ def test_a_cell_has_the_bytes_that_plan_says(method: str) -> None:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "max_seq_length")
     job = {name: getattr(found.job, name) for name in names}
     options = PlanOptions(num_processes=(8,), gpu="h100", preset=(found.preset.name,), **job, **METHODS[method])
-    (plan,) = make_plans(plan_request(config_of("Qwen3-8B"), options))
+    (plan,) = make_plans(plan_request(str(config_of("Qwen3-8B")), options))
     assert plan.verdict == "fits"
     assert plan.memory.planned_peak_bytes == found.memory.planned_peak_bytes
     assert cells_of(found).endswith(f" | {found.memory.planned_peak_bytes / GIB:.0f}")
@@ -91,3 +87,39 @@ def test_a_cell_has_the_bytes_that_plan_says(method: str) -> None:
 def test_what_fits_nowhere_says_so() -> None:
     tiny = {"gpu": "rtx-4090", "num_processes": 1, "host_memory_gib": 16}
     assert cells_of(choice("Qwen3-32B", FULL, tiny)).startswith("does not fit")
+
+
+def made_up_record(folder: Path, cases: dict[str, float]) -> Path:
+    """Figures that nothing measured: 64 GiB, an error for each case, and a row that ran out of memory."""
+    made = [
+        {"case": f"{case}, 8 × H100 80 GB", "quantity": "allocated", "measured": 64 * GIB, "error": error}
+        for case, error in cases.items()
+    ]
+    failed = {"case": "Qwen3-32B full, 8 × H100 80 GB", "quantity": "", "measured": None, "error": None}
+    found = {"schema_version": 1, "date": "2000-01-02T03:04:05", "machine": {"gpus": [{"name": "Made-up GPU"}]}}
+    path = folder / "gpu-check.json"
+    path.write_text(json.dumps(found | {"parts": [{"part": "fits", "rows": [*made, failed]}]}))
+    return path
+
+
+def test_the_measured_column_comes_from_the_file_of_the_check(tmp_path: Path) -> None:
+    lines = fits_table(made_up_record(tmp_path, {"Qwen3-8B full": 0.02, "Qwen3-8B LoRA r=16": -0.02})).splitlines()
+    assert lines[0].startswith(
+        "| model | method | 8 × H100 80 GB | micro-batch | GiB | measured | 2 × RTX 4090 24 GB |"
+    )
+    assert {line.count("|") for line in lines if line.startswith("|")} == {10}
+    assert [line.split("|")[6].strip() for line in lines if "Qwen3-8B | " in line] == ["64 (+2.0%)", "64 (-2.0%)", ""]
+    assert (
+        lines[-1] == "Measured: rank 0's allocated peak, rehearsed on one Made-up GPU, 2000-01-02 (error of the plan)."
+    )
+
+
+def test_without_a_file_no_column_is_measured(tmp_path: Path) -> None:
+    assert "easured" not in fits_table(tmp_path / "gpu-check.json")
+
+
+def test_readme_has_room_for_the_measured_column(tmp_path: Path) -> None:
+    record = made_up_record(tmp_path, {f"{model} {method}": 0.012 for model, method in rows()})
+    longer = len(fits_table(record).encode()) - len(fits_table(tmp_path / "none").encode())
+    text = (ROOT / "README.md").read_text().replace("**Nothing has been measured on a GPU yet.** ", "")
+    assert len(text.encode()) + longer <= 10_000

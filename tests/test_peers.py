@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import peers  # noqa: E402
 from peer_jobs import comparison, measurement  # noqa: E402
 from peer_jobs.commands import PROGRAMS, Launch, NotOffered  # noqa: E402
-from peer_jobs.job import LEARNING_RATE, LORA_R, Job, Setting, make_rows  # noqa: E402
+from peer_jobs.job import LORA_R, Job, Setting, make_rows  # noqa: E402
 
 SETTING = Setting(steps=4, untimed_steps=2, max_length=8)
 LLAMA = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -51,7 +51,7 @@ def test_another_programs_file_describes_the_job_as_our_converter_reads_it(
     found = convert_file(tmp_path / "job.yaml", "llama-factory" if program == "llamafactory" else program).arguments
     assert found["model_name_or_path"] == str(job.model)
     assert (found["max_steps"], found["per_device_train_batch_size"]) == (4, 2)
-    assert float(found["learning_rate"]) == LEARNING_RATE
+    assert float(found["learning_rate"]) == Setting().learning_rate
     assert (found["max_seq_length"], found["lora_r"], found["lora_alpha"]) == (8, LORA_R, 2 * LORA_R)
 
 

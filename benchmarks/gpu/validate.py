@@ -4,6 +4,7 @@
     python benchmarks/gpu/validate.py --output out --report           # only the table, from out/cases.jsonl
     python benchmarks/gpu/validate.py --output out --tiny             # on a CPU: a few tiny cases, to try the script
     python benchmarks/gpu/validate.py --output out --fake-tensors     # on a CPU: the grid's FSDP2 and DDP cases, traced
+    python benchmarks/gpu/validate.py --output out --fits             # rows of README's table instead, of `fits.py`
 
 The grid is in `grid.py`; its digest is part of every result. Each case is one JSON line in `cases.jsonl`, flushed;
 `results.jsonl` has the errors of all of them and what is needed to repeat them. A case that runs out of memory is a
@@ -25,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import fits
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
 from plan_errors import out_of_memory_among_fits, recorded, summary, verdicts_against_traces
@@ -36,17 +38,35 @@ TIMEOUT_SECONDS = 150
 MEASURED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params")
 MEASURED += ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "phase_peaks", "compute_step_seconds")
 MEASURED += ("peaks",)
+CONFIGS = ARCHITECTURES | TINY_ARCHITECTURES | fits.configs()
 TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
-JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing")
+JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing", "gradient_accumulation_steps")
+
+
+def adapters(case: Case) -> dict[str, Any]:
+    """Return the arguments of a case's adapters: none for a full fine-tune."""
+    quantized = {"load_in_4bit": True} if case["method"] == fits.QLORA else {}
+    return {} if case["method"] == "full" else {"lora_r": LORA_RANK} | quantized
+
+
+def fits_grid(gpu: str, *, tiny: bool) -> list[Case]:
+    """Return the rows of README's table in each column whose GPU is no larger than this one; tiny: a few, of a CPU."""
+    from toolkit.hardware.gpu_table import find_gpu
+
+    memory = {name: find_gpu(name).memory_bytes for name in (gpu, *(each["gpu"] for each in fits.HARDWARE.values()))}
+    columns = [name for name, each in fits.HARDWARE.items() if memory[each["gpu"]] <= 1.01 * memory[gpu]]
+    found = [fits.case_of(*row, column) for column in columns for row in list(fits.rows())[: 6 if tiny else None]]
+    small = {"architecture": "tiny-qwen3", "max_seq_length": 32, "per_device_train_batch_size": 2} if tiny else {}
+    return [case | small for case in found if case is not None][: 6 if tiny else None]
 
 
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
     """Run one rehearsal in its own process; return its facts, or how it failed."""
     model = work / case["architecture"] / "config.json"
     model.parent.mkdir(parents=True, exist_ok=True)
-    model.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))
+    model.write_text(json.dumps(CONFIGS[case["architecture"]]))
     job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
-    job |= {name: str(case[name]).lower() for name in JOB} | ({"lora_r": LORA_RANK} if case["method"] == "lora" else {})
+    job |= {name: str(case[name]).lower() for name in JOB if name in case} | adapters(case)
     folder, started = work / case["id"], time.monotonic()
     named = {name: case[name] for name in ("preset", "world_size", "rank")}
     how = {"timeout_seconds": TIMEOUT_SECONDS, "fake_tensors": fake_tensors}
@@ -73,16 +93,15 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
     @functools.cache
     def shape_of(architecture: str) -> Any:
         path = work / f"{architecture}.json"
-        path.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[architecture]))
+        path.write_text(json.dumps(CONFIGS[architecture]))
         return read_model(str(path))
 
     def plan(case: Case) -> dict[str, Any] | None:
-        lora_r = LORA_RANK if case["method"] == "lora" else None
-        job = PlannedJob(**{name: case[name] for name in JOB}, lora_r=lora_r, lengths_differ=False)
+        job = PlannedJob(**{name: case[name] for name in JOB if name in case}, **adapters(case), lengths_differ=False)
         shape = shape_of(case["architecture"])
         names = {"presets": [load_preset(case["preset"])], "world_sizes": [case["world_size"]]}
         try:
-            row = make_plans(PlanRequest(shape=shape, **names, job=job, gpu=find_gpu(gpu)))[0].as_row()
+            row = make_plans(PlanRequest(shape=shape, **names, job=job, gpu=find_gpu(case.get("gpu", gpu))))[0].as_row()
             return row | {"activations_from": shape.activations_from}
         except ToolkitError as error:
             print(f"{case['id']}: no plan: {error.message}", file=sys.stderr)
@@ -116,6 +135,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="start no case after this long")
     parser.add_argument("--tiny", action="store_true", help="run a few tiny cases on the CPU")
     parser.add_argument("--fake-tensors", action="store_true", help="run the cases that can be traced, on a CPU")
+    parser.add_argument("--fits", action="store_true", help="run the rows of README's table instead of the grid")
     parser.add_argument("--limit", type=int, help="run at most this many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="name of the GPU in the planner")
     parser.add_argument("--measure-only", action="store_true", help="make no plans; a later --report does")
@@ -124,6 +144,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="run no cases")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
+    grid = fits_grid(given.gpu, tiny=given.tiny) if given.fits else grid
     if given.fake_tensors:
         grid = [case for case in grid if case["preset"] in TRACED]
     given.output.mkdir(parents=True, exist_ok=True)

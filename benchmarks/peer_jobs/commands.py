@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from peer_jobs.job import LEARNING_RATE, LORA_R, SEED, Job
+from peer_jobs.job import LORA_R, SEED, Job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -39,7 +39,7 @@ class Launch:
 
 # Arguments that transformers.TrainingArguments and every program on top of it share.
 SHARED: dict[str, Any] = {
-    **{"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_steps": 0, "seed": SEED},
+    **{"lr_scheduler_type": "constant", "warmup_steps": 0, "seed": SEED},
     **{"optim": "adamw_torch_fused", "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
     **{"max_grad_norm": 1.0, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "logging_steps": 1},
     **{"save_strategy": "no", "eval_strategy": "no"},
@@ -54,6 +54,7 @@ FSDP2 |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 def shared(job: Job, folder: Path, **changed: Any) -> dict[str, Any]:
     """Return the arguments of `TrainingArguments` for a job, with a program's own names and values."""
     steps = {"max_steps": job.setting.steps, "per_device_train_batch_size": job.setting.batch_size, "bf16": job.bf16}
+    steps["learning_rate"] = job.setting.learning_rate
     return SHARED | steps | {"output_dir": str(folder / "output")} | changed
 
 
@@ -162,13 +163,14 @@ def swift(job: Job, python: str, folder: Path) -> Launch:
 
 
 # axolotl's names are TrainingArguments' for these.
-AXOLOTL_SHARED = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "gradient_accumulation_steps")
+AXOLOTL_SHARED = ("weight_decay", "warmup_steps", "max_grad_norm", "gradient_accumulation_steps")
 AXOLOTL_SHARED += ("adam_beta1", "adam_beta2", "adam_epsilon", "seed", "logging_steps", "save_strategy")
 AXOLOTL_SHARED += ("dataloader_num_workers",)
 
 
 def axolotl(job: Job, python: str, folder: Path) -> Launch:
     values: dict[str, Any] = {name: SHARED[name] for name in AXOLOTL_SHARED}
+    values["learning_rate"] = job.setting.learning_rate
     values |= {"base_model": str(job.model), "output_dir": str(folder / "output")}
     values |= {"datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": None}]}
     values |= {"dataset_prepared_path": str(folder / "prepared"), "sequence_len": job.setting.max_length}
@@ -245,7 +247,7 @@ def torchtune_parts(job: Job, folder: Path) -> dict[str, Any]:
         "tokenizer": ("torchtune_tokenizer.TextTokenizer", tokenizer),
         "dataset": ("torchtune.datasets.text_completion_dataset", rows),
         "checkpointer": ("torchtune.training.FullModelHFCheckpointer", files),
-        "optimizer": ("torch.optim.AdamW", {"lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}),
+        "optimizer": ("torch.optim.AdamW", {"lr": job.setting.learning_rate, "weight_decay": 0.0, "fused": True}),
         "loss": ("torchtune.modules.loss.CEWithChunkedOutputLoss", {}),
         "metric_logger": ("torchtune.training.metric_logging.DiskLogger", {"log_dir": str(folder / "logs")}),
         "lr_scheduler": ("torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", constant),

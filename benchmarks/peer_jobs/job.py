@@ -10,7 +10,6 @@ from typing import Any
 PRESETS = ("single", "ddp", "zero2", "zero3", "fsdp2")
 METHODS = ("full", "lora")
 LORA_R = 8
-LEARNING_RATE = 1e-3
 SEED = 42
 # A Llama whose vocabulary takes a fifth of its parameters, as in models of 1 to 8 billion. No tied embeddings, which
 # torchtune's Llama has not.
@@ -35,6 +34,7 @@ class Setting:
     threads: int = 1  # per rank
     device: str = "cpu"
     precision: str = "fp32"
+    learning_rate: float = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

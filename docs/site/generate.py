@@ -40,7 +40,7 @@ SECTIONS: dict[str, list[str]] = {
         *("pipeline-schedules", "compare", "security"),
     ],
     "reference": ["glossary", "cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
-    "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers"],
+    "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers", "gpu"],
     "project": ["contributing", "changelog"],
 }
 # The how-tos, by what the reader is about to do.

@@ -57,7 +57,7 @@ UNFOLDED_ROWS = 10
 QWEN = "Qwen/Qwen3-8B"
 # Commands whose output a page shows, and how many of its lines.
 PRINTED = {
-    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 12),
+    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 11),
     "recommendation_of_lora": (
         f"recommend {QWEN} --gpu rtx-4090 --num-processes 2 --max-seq-length 2048 --lora-r 16",
         9,

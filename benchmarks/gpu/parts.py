@@ -1,0 +1,466 @@
+"""What the parts of `check.py` run: commands that a user types, and the benchmarks; and the rows that each leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from grid import CALIBRATION
+from peer_jobs.comparison import figures
+from peer_jobs.job import LORA_R, Setting, make_model, make_rows
+from peers import job_of
+from plan_errors import STATES, traced_peak
+from record import ROOT, read_lines
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import Gpu, known_gpu
+from toolkit.hardware.gpus import count_gpus, gpu_names
+from toolkit.models.read_model import read_model
+from toolkit.plan.methods import Method
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planner import PlanRequest, make_plans
+from toolkit.presets import list_presets, load_preset
+from toolkit.presets.support import unsupported
+from toolkit.record.folder import RunFolder, read_json
+
+Row = dict[str, Any]
+TINY_GPU = "h100"  # whose plan stands beside what --tiny runs
+LONGEST_TRIAL_MINUTES = 3
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 1000}
+# Models of the runs, the largest first: the first whose full fine-tune fits on one GPU is taken, with its micro-batch.
+MODELS = [("llama-1b", 8), ("llama-1b", 2), ("qwen2-0.5b", 2), ("qwen2-0.5b", 1)]
+EXPERTS = "mixtral-1b"
+GOAL_MFU = 0.55
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One row of a comparison: the training arguments that it alone has, and what they are to the planner."""
+
+    preset: str = "single"
+    arguments: str = ""
+    planned: Row = field(default_factory=dict)
+
+
+SPEED = {
+    "eager": Variant(),
+    "liger": Variant(arguments="--use_liger_kernel true", planned={"loss": "fused"}),
+    "compiled": Variant(arguments="--torch_compile true"),
+    "compiled_liger": Variant(arguments="--torch_compile true --use_liger_kernel true", planned={"loss": "fused"}),
+}
+ADAPTERS = {
+    "lora": Variant(arguments="--lora_r 16", planned={"lora_r": 16}),
+    "qlora": Variant(arguments="--lora_r 16 --load_in_4bit true", planned={"lora_r": 16, "load_in_4bit": True}),
+}
+GENERATIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check: where it writes, and on what it runs."""
+
+    output: Path
+    tiny: bool = False
+
+    @cached_property
+    def gpus(self) -> int:
+        return 0 if self.tiny else count_gpus()
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the parts with several: one per GPU, two on a CPU."""
+        return self.gpus or 2
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        """The planner's GPU. Raises ToolkitError for one that is not in its table."""
+        name = TINY_GPU if self.tiny else gpu_names()[0]
+        known = known_gpu(name)
+        if known is None:
+            raise ToolkitError(
+                f"{name!r} is not in the planner's table", hint="add it to toolkit/hardware/gpu_table.py"
+            )
+        return known
+
+    @property
+    def length(self) -> int:
+        return 64 if self.tiny else 2048
+
+    @property
+    def steps(self) -> int:
+        return 5 if self.tiny else 16
+
+    @property
+    def untimed_steps(self) -> int:
+        return 2 if self.tiny else 6
+
+    @cached_property
+    def model(self) -> tuple[Path, int]:
+        """Folder and micro-batch of the model that the runs train; written on first use."""
+        if self.tiny:
+            return self.written("tiny", CALIBRATION["llama-1b"] | SMALL), 2
+        for name, rows in MODELS:
+            folder = self.output / "models" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(CALIBRATION[name]))
+            plan = self.plan(folder, "single", 1, per_device_train_batch_size=rows)
+            if plan["verdict"] == "fits":
+                break
+        return self.written(name, CALIBRATION[name]), rows
+
+    @cached_property
+    def experts(self) -> Path:
+        """Folder of a mixture of experts, which expert parallelism needs."""
+        config = CALIBRATION[EXPERTS]
+        return self.written("tiny-experts", config | SMALL) if self.tiny else self.written(EXPERTS, config)
+
+    def written(self, name: str, config: Row) -> Path:
+        return write_model(self.output / "models" / name, config)
+
+    def rows(self, kind: str) -> Path:
+        """Return the folder of a data set of full rows, `text`, `dpo` or `grpo`; written on first use."""
+        folder = self.output / "rows" / kind
+        if not (folder / "train.jsonl").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            chance, half = random.Random(0), self.length // 2
+
+            def text(number: int) -> str:
+                return " ".join(f"w{chance.randrange(900)}" for _ in range(number))
+
+            made: dict[str, Callable[[], Row]] = {
+                "text": lambda: {"text": text(self.length)},
+                "dpo": lambda: {"prompt": text(half), "chosen": text(half), "rejected": text(half)},
+                "grpo": lambda: {"prompt": [{"role": "user", "content": text(half)}]},
+            }
+            lines = [json.dumps(made[kind]()) + "\n" for _ in range(max(512, 8 * self.steps * self.ranks))]
+            (folder / "train.jsonl").write_text("".join(lines))
+        return folder
+
+    def plan(self, model: Path, preset: str, world_size: int, *, method: str = "sft", **job: Any) -> Row:
+        """Return a plan of full rows as `toolkit plan --json` prints it. Raises ToolkitError where there is none."""
+        given = {"max_seq_length": self.length, "lengths_differ": False, **job}
+        lengths = {"num_generations": GENERATIONS, "max_completion_length": self.length // 2}
+        planned = PlannedJob(**given, method=Method(method=method, **(lengths if method == "grpo" else {})))
+        request = {"shape": read_model(str(model)), "presets": [load_preset(preset)], "world_sizes": [world_size]}
+        return dict(make_plans(PlanRequest(**request, job=planned, gpu=self.gpu))[0].as_row())
+
+
+def write_model(folder: Path, config: Row) -> Path:
+    """Write a model with random bf16 weights and a tokenizer of made-up words, unless it is there."""
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    built.save_pretrained(folder)
+    word_tokenizer(config["vocab_size"]).save_pretrained(folder)
+    return folder
+
+
+def word_tokenizer(vocab_size: int) -> Any:
+    """Return a tokenizer with one token per word `w0`, `w1`, ..., and a template that joins messages."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<eos>", "<pad>", *(f"w{index}" for index in range(vocab_size - 3))]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<eos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return fast
+
+
+# -- a part's commands, and the rows that it leaves
+
+
+Step = tuple[str, list[str], Callable[[], list[Row]]]
+"""A folder's name, the command that fills it, and what reads its rows, whether or not the command ended."""
+
+
+def row_of(case: str, quantity: str, planned: float | None, measured: float | None, **more: Any) -> Row:
+    """Return a row; its error is planned over measured, minus one."""
+    error = planned / measured - 1 if planned and measured else None
+    return {"case": case, "quantity": quantity, "planned": planned, "measured": measured, "error": error, **more}
+
+
+def unmeasured(case: str, why: str) -> list[Row]:
+    """Return the row of what left no figure."""
+    return [row_of(case, "", None, None, note=why)]
+
+
+def validation(check: Check, folder: str, *options: str, minutes: float) -> Step:
+    """Return rehearsals by `validate.py`; each case has a row for each quantity that is planned and measured."""
+    output = check.output / folder
+    command = ["benchmarks/gpu/validate.py", "--output", str(output), "--gpu", check.gpu.name, *options]
+    command += ["--minutes", str(minutes), *(["--tiny"] if check.tiny else [])]
+
+    def read() -> list[Row]:
+        return [row for case in read_lines(output / "cases.jsonl") for row in rows_of_case(case)]
+
+    return folder, [sys.executable, *command], read
+
+
+def rows_of_case(case: Row) -> list[Row]:
+    """Return the rows of a rehearsal: allocated, reserved or traced peak, or the model states of one on a CPU."""
+    plan, found = case.get("planned"), case["measured"]
+    job = case["id"] if case["split"] == "fits" else f"{case['id']} {case['architecture']} {case['method']}"
+    more = {"preset": case["preset"], "world_size": case["world_size"]}
+    if found["status"] != "completed" or not plan:
+        why = found["status"] if found["status"] != "completed" else "no plan"
+        return [row_of(job, "", None, None, note=f"{why}: {found.get('message', '')}"[:200], **more)]
+    allocated = max(phase["allocated_bytes"] for phase in plan["phases"].values())
+    measured = {"allocated": (allocated, found["peak_allocated_bytes"])}
+    measured["reserved"] = (plan["planned_peak_bytes"], found["peak_reserved_bytes"])
+    if found["peaks"]:
+        traced = max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"])
+        measured["traced"] = (traced, traced_peak(case))
+    if case["world_size"] == 1 and plan["step_seconds"]:
+        measured["step"] = (plan["step_seconds_estimate"], found["compute_step_seconds"])
+    rows = [row_of(job, name, *pair, **more) for name, pair in measured.items() if pair[1]]
+    states = (sum(plan[name] for name in STATES), sum(found[name] for name in STATES))
+    return rows or [row_of(job, "states", *states, **more)]
+
+
+def comparison(
+    check: Check,
+    name: str,
+    variants: dict[str, Variant],
+    *,
+    world_size: int = 1,
+    method: str = "sft",
+    model: Path | None = None,
+    options: Sequence[str] = (),
+    **training: Any,
+) -> Step:
+    """Return one trial of each variant by `toolkit compare`, verified as in any comparison; `sft` trains our script."""
+    folder, own = check.output / name, model or check.model[0]
+    rows = 2 * GENERATIONS if method == "grpo" else min(2, check.model[1]) if name != "speed" else check.model[1]
+    argv = [sys.executable, "-m", "toolkit", "compare", "--num-processes", str(world_size), "--repeats", "1"]
+    argv += [
+        "--output-dir",
+        str(folder),
+        "--untimed-steps",
+        str(check.untimed_steps),
+        "--target-interval",
+        "0",
+        *options,
+    ]
+    argv += ["--trial-timeout-minutes", str(LONGEST_TRIAL_MINUTES), *(["--cpu"] if check.tiny else [])]
+    argv += [word for key, each in variants.items() for word in ("--variant", f"{key}={each.preset} {each.arguments}")]
+    argv += ["--resume"] if folder.exists() else []
+    job = {"model_name_or_path": own, "per_device_train_batch_size": rows, "bf16": "true", "learning_rate": 1e-5}
+    job |= {"max_steps": check.steps}
+    if method == "sft":
+        job |= {"dataset": check.rows("text") / "train.jsonl", "max_seq_length": check.length}
+    else:
+        argv += ["--module", f"trl.scripts.{method}", "--stop-after-steps", str(check.steps)]
+        job |= {"dataset_name": check.rows(method), "report_to": "none", "save_strategy": "no"}
+        job |= {"output_dir": folder / "out", **({"use_cpu": "true"} if check.tiny else {})}
+    command = [*argv, "--", *words(job | training)]
+
+    def read() -> list[Row]:
+        known = {"method": method, "per_device_train_batch_size": rows}
+        return [
+            row
+            for key, each in variants.items()
+            for row in rows_of_trial(check, folder / "trials" / f"{key}-n{world_size}-r0", key, own, each, **known)
+        ]
+
+    return name, command, read
+
+
+def words(arguments: Row) -> list[str]:
+    return [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+
+
+def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: Variant, **job: Any) -> list[Row]:
+    """Return the rows of a trial beside its plan: states, peaks, step and MFU; or why it has none."""
+    run, failure = read_json(folder / "run.json") or {}, read_json(folder / "failure.json") or {}
+    world_size, status = run.get("world_size") or 1, run.get("status", "not reached")
+    if status != "completed":
+        return unmeasured(case, f"{status}: {failure['message']}" if failure.get("message") else status)
+    found, note = run["measured"], ""
+    try:
+        plan = check.plan(model, variant.preset, world_size, **{**job, **variant.planned})
+    except ToolkitError as error:
+        plan, note = None, f"no plan: {error.message}"
+    ranks = (read_json(RunFolder(folder).attestation_json) or {}).get("ranks") or [{}]
+    states = max(sum(rank.get(name) or 0 for name in STATES) for rank in ranks)
+    step, timed = found.get("step_seconds_median"), plan and plan["step_seconds"] and not plan["without_generation"]
+    pairs = {"states": (plan and sum(plan[name] for name in STATES), states)}
+    pairs["allocated"] = (plan and plan["allocated_peak_bytes"], found.get("peak_allocated_bytes"))
+    pairs["driver"] = (plan and plan["planned_peak_bytes"], found.get("peak_driver_bytes"))
+    timed = timed and not check.tiny  # no plan is of a CPU's speed
+    pairs["step"] = (plan["step_seconds_estimate"] if plan and timed else None, step)
+    if plan and timed and step:
+        flops = plan["mfu"][0] * plan["step_seconds"][1]  # of the GPU's peak, in seconds
+        pairs["mfu"] = (flops / plan["step_seconds_estimate"], flops / step)
+    more = {"preset": variant.preset, "world_size": world_size, "note": note}
+    return [row_of(case, name, *pair, **more) for name, pair in pairs.items() if pair[1]]
+
+
+def peers(check: Check, *, minutes: float) -> Step:
+    """Return the same job in a bare Trainer, TRL and the toolkit, by `peers.py`, with a model made here."""
+    work, shared = check.output / "peers", {"ranks": 1, "steps": check.steps}
+    on_gpu: Row = {"size": "1b", "batch_size": 4, "max_length": 1024, "device": "cuda", "precision": "bf16"}
+    setting = Setting(**shared, **({} if check.tiny else on_gpu), untimed_steps=check.untimed_steps)
+    if not (work / "setting.json").is_file():
+        tokenizer = word_tokenizer(8192)
+        make_model(work / "model", tokenizer, setting)
+        (work / "rows").mkdir(exist_ok=True)
+        texts = [json.loads(line)["text"] for line in (check.rows("text") / "train.jsonl").read_text().splitlines()]
+        made = make_rows(texts, tokenizer, setting.steps * setting.batch_size, setting.max_length)
+        (work / "rows" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in made))
+        (work / "setting.json").write_text(json.dumps(asdict(setting)))
+    command = ["benchmarks/peers.py", "--work", str(work), "--peers", "bare", "toolkit", "trl", "--repeats", "1"]
+    command += ["--jobs", "single-full", "single-lora", "--at-most-seconds", str(60 * minutes)]
+    command += ["--name", str(work / "record")]
+    command += words({name.replace("_", "-"): value for name, value in asdict(setting).items()})
+
+    def read() -> list[Row]:
+        return [row for run in read_lines(work / "runs.jsonl") for row in rows_of_peer(check, work, setting, run)]
+
+    return "peers", [sys.executable, *command], read
+
+
+def rows_of_peer(check: Check, work: Path, setting: Setting, run: Row) -> list[Row]:
+    """Return the rows of a program's run: tokens per second and allocated peak beside the plan of the job."""
+    job, case = job_of(run["job"], argparse.Namespace(work=work, setting=setting)), f"{run['job']} {run['program']}"
+    if run["error"] is not None:
+        return unmeasured(case, run["error"])
+    found, batch = figures(run, setting.untimed_steps, job.tokens_per_step), setting.batch_size
+    given = {"per_device_train_batch_size": batch, "max_seq_length": setting.max_length}
+    plan = check.plan(work / "model", "single", 1, **given, **({"lora_r": LORA_R} if job.lora else {}))
+    speed = None if check.tiny else plan["tokens_per_second_per_gpu_estimate"]
+    rows = [row_of(case, "tokens/s", speed, found["tokens_per_second"])]
+    peak = found["peak_allocated_bytes"]
+    return [*rows, *([row_of(case, "allocated", plan["allocated_peak_bytes"], peak)] if peak else [])]
+
+
+def gpu_tests(check: Check) -> Step:
+    """Return the tests marked `gpu`."""
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
+    report = check.output / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+
+    def read() -> list[Row]:
+        cases = ElementTree.parse(report).iter("testcase") if report.is_file() else ()
+        return [test_row(case) for case in cases] or unmeasured("tests marked gpu", "not reached")
+
+    return "tests", [*command, *map(str, files)], read
+
+
+def test_row(case: ElementTree.Element) -> Row:
+    outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+    note = "passed" if outcome is None else f"{outcome.tag}: {outcome.get('message', '')}"
+    return {**row_of(str(case.get("name")), "test", None, None), "note": note[:200]}
+
+
+def presets(check: Check) -> Iterator[Step]:
+    """Yield every preset that these GPUs can run, with a dense model and with experts, and the one on a disk."""
+    experts, disk, dense = {}, {}, {}
+    for preset in list_presets():
+        degrees = {name: 2 for name in preset.degrees}
+        reason = unsupported(preset, world_size=check.ranks, on_cpu=check.tiny)
+        if preset.name == "single" or reason is not None:
+            continue
+        arguments = " ".join(f"--{name} {value}" for name, value in degrees.items())
+        group = experts if "ep" in degrees else disk if preset.uses_nvme else dense
+        group[preset.name] = Variant(preset=preset.name, arguments=arguments, planned=degrees)
+    yield comparison(check, "presets", dense, world_size=check.ranks)
+    if experts:
+        yield comparison(check, "experts", experts, world_size=check.ranks, model=check.experts)
+    if disk:
+        nvme = ["--nvme-path", str(check.output / "nvme")]
+        yield comparison(check, "nvme", disk, world_size=check.ranks, options=nvme)
+
+
+ALL_REDUCE = """
+import json
+from toolkit.doctor.checks import CHECKS, NodeReadings
+from toolkit.doctor.options import DoctorOptions
+from toolkit.doctor import speed_checks
+print(json.dumps(CHECKS["all-reduce"].run(NodeReadings(DoctorOptions(long=True))).measured))
+"""
+
+
+def bandwidth(check: Check) -> Step:
+    """Return the doctor's all-reduce between all GPUs."""
+    log = check.output / "bandwidth.log"
+
+    def read() -> list[Row]:
+        lines = log.read_text().splitlines() if log.is_file() else []
+        found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+        pair = (found.get("planned_at_least_bytes_per_second"), found.get("bus_bytes_per_second"))
+        note = "planned: the slow end" if pair[0] else ""
+        return [row_of("all-reduce of 256 MiB", "bytes/s", *pair, note=note, world_size=found.get("ranks"))]
+
+    return "bandwidth", [sys.executable, "-c", ALL_REDUCE], read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the check."""
+
+    minutes: float
+    teaches: str
+    steps: Callable[[Check, float], list[Step]]
+    """Of a check and the minutes that are left of the part."""
+    gpus: int = 1
+
+
+def methods(check: Check, _: float) -> list[Step]:
+    dpo = comparison(check, "dpo", {"dpo": Variant()}, method="dpo", max_length=check.length)
+    half = check.length // 2
+    lengths = {"num_generations": GENERATIONS, "max_completion_length": half, "reward_funcs": "think_format_reward"}
+    grpo = comparison(check, "grpo", {"grpo": Variant()}, method="grpo", **lengths)
+    return [*(comparison(check, name, {name: each}) for name, each in ADAPTERS.items()), dpo, grpo]
+
+
+# Rehearsals take up to 150 s: the last one starts earlier.
+PARTS = {
+    "fits": Part(
+        minutes=7,
+        teaches="peaks of README's table: one rank of each row, rehearsed",
+        steps=lambda check, left: [validation(check, "fits", "--fits", minutes=left - 0.5)],
+    ),
+    "peaks": Part(
+        minutes=8,
+        teaches="peaks and compute seconds of the registered grid against its plans",
+        steps=lambda check, left: [validation(check, "peaks", minutes=left - 0.5)],
+    ),
+    "speed": Part(
+        minutes=5,
+        teaches=f"step time and MFU (goal {GOAL_MFU}): eager, Liger, compiled",
+        steps=lambda check, _: [comparison(check, "speed", SPEED)],
+    ),
+    "methods": Part(minutes=5, teaches="LoRA, QLoRA, DPO and GRPO against their plans", steps=methods),
+    "peers": Part(
+        minutes=4,
+        teaches="the same job in a bare Trainer, the toolkit and TRL",
+        steps=lambda check, left: [peers(check, minutes=left - 0.5)],
+    ),
+    "presets": Part(minutes=8, gpus=2, teaches="every preset on all GPUs", steps=lambda check, _: list(presets(check))),
+    "bandwidth": Part(
+        minutes=1, gpus=2, teaches="bus bandwidth between the GPUs", steps=lambda check, _: [bandwidth(check)]
+    ),
+    "tests": Part(minutes=4, teaches="the tests marked gpu", steps=lambda check, _: [gpu_tests(check)]),
+    "traces": Part(
+        minutes=3,
+        teaches="plans against traces of the grid on fake tensors, on the CPU",
+        steps=lambda check, left: [validation(check, "traces", "--fake-tensors", minutes=left - 0.3)],
+    ),
+}
