@@ -59,7 +59,7 @@ def main(mode, output_dir, *more):
         saves |= {"bf16": True, "max_steps": 40}
         if "without-deepspeed" in more:
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-    trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0, **saves)
+    trainer = make_trainer(output_dir, dataloader_num_workers=1 if mode == "workers" else 0, **saves)
     if mode == "lost":  # a rank, once
         trainer.add_callback(Kill(signal.SIGKILL, 3, Path(more[0])))
     if mode == "ended":  # by somebody's SIGTERM
