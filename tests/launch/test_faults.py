@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,18 @@ def start(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> Iterator[Starte
     starter = Starter(tmp_path / "out", tiny_model, faq_alpaca)
     yield starter
     starter.end()
+
+
+def test_a_lone_rank_that_a_signal_ended_is_named(start: Starter) -> None:
+    """It has no launcher that could report it."""
+    run = start(options=("--num-processes", "1"), preset="single")
+    run.until(lambda: run.steps() >= 2 and read_heartbeats(run.folder / "ranks"))
+    (heartbeat,) = read_heartbeats(run.folder / "ranks")
+    os.kill(heartbeat.pid, signal.SIGKILL)
+    ended = run.end()
+    assert (ended.code, ended.failure["rank"]) == (1, 0)
+    assert re.fullmatch(r"rank 0 exited in step \d+, phase \w+: killed by SIGKILL", ended.failure["message"])
+    assert "`--max-restarts N` restarts by itself" in ended.failure["hint"]
 
 
 # 18 rows: the last batch of an epoch is too small for two ranks. Adapters with dropout: random numbers must go on too.

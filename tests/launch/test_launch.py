@@ -80,6 +80,17 @@ def test_the_argv_is_accelerates_launcher_with_the_presets_file() -> None:
     assert command.shown == f"accelerate launch {selected} {script}"
 
 
+def test_a_lone_rank_is_started_without_a_launcher_and_a_lone_script_with_one() -> None:
+    options = TrainOptions(preset="single", num_processes=1, training_arguments=("--max_steps", "8"), cpu=True)
+    command = launch.command_of(options, load_preset("single"))
+    assert command.argv == [sys.executable, "-m", "toolkit.train", "--max_steps", "8"]
+    assert command.shown.startswith(f"accelerate launch --config_file {YAMLS}/single.yaml --num_processes 1 -m toolkit")
+    assert "accelerate.commands.launch" in command_of("zero3", 1).argv
+    program = ("-m", "toolkit.observe", "script.py")
+    script = launch_command(load_preset("single"), num_processes=1, training_argv=[], cpu=True, program=program)
+    assert "accelerate.commands.launch" in script.argv
+
+
 def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
     command = command_of("zero3", 4)
     named = ["--deepspeed_config_file", str(JSONS / "zero3.json")]

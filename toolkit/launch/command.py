@@ -7,7 +7,7 @@
 
 A run is started with `inherited_environment() | run_environment(...)`. `accelerate launch` then adds
 `launcher_environment` for every rank, and torchrun `rank_environment` for each. A rank that torchrun alone has started,
-as on several nodes, gives itself `strategy_environment`.
+as on several nodes, or that is alone, gives itself `strategy_environment`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 # accelerate's launcher functions also set where the ranks meet, which torchrun has told them.
 PLACE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 # A library may have put its strategy into this process's environment; a run gets its strategy from the preset.
-STRATEGY_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+STRATEGY_VARIABLES = (
+    *("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    "ACCELERATE_MIXED_PRECISION",
+)
 RESUME_LATEST = ("--resume_from_checkpoint", "latest")
 
 
@@ -54,7 +57,7 @@ class ProcessCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchCommand(ProcessCommand):
-    """The launch of all ranks of a run: `argv` is accelerate's launcher."""
+    """The launch of all ranks of a run: `argv` is accelerate's launcher, or a lone rank, which needs none."""
 
     preset: PresetSpec
     num_processes: int
@@ -132,6 +135,9 @@ def launch_command(
     options = accelerate_options(preset, world_size=num_processes)
     script = [*program, *shown_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: any free port
+    launcher = ["-m", "accelerate.commands.launch", *options, *port]
+    if preset.engine == "none" and tuple(program[:2]) == ("-m", "toolkit.train"):
+        launcher = []  # it would import torch to set this rank's environment, and wait: 2 CPU-seconds and 150 MiB
     run_id = new_run_id()
     variables = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
     added = {name: str(value) for name, value in variables.items() if value is not None}
@@ -141,7 +147,7 @@ def launch_command(
         num_processes=num_processes,
         program=tuple(program),
         training_argv=shown_argv,
-        argv=[sys.executable, "-m", "accelerate.commands.launch", *options, *port, *script],
+        argv=[sys.executable, *launcher, *script],
         environment=run_environment(preset, world_size=num_processes, cpu=cpu, run_id=run_id) | added | secrets,
         shown=" ".join([*assignments, shlex.join(["accelerate", "launch", *options, *script])]),
         run_id=run_id,

@@ -48,10 +48,11 @@ _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessResult:
-    """How the launcher's process ended."""
+    """How the launcher's process ended, or that of a lone rank."""
 
     exit_code: int
     seconds: float
+    pid: int | None = None
     timed_out: bool = False
     interrupted: bool = False
     warm_start: bool = False  # forked from a process that had imported the libraries (`toolkit.launch.warm_start`)
@@ -98,6 +99,7 @@ def run_command(
     return ProcessResult(
         exit_code=process.returncode,
         seconds=time.monotonic() - started,
+        pid=process.pid,
         timed_out=timed_out,
         interrupted=interrupted,
         warm_start=isinstance(process, ForkedProcess),
@@ -268,13 +270,17 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
     (not merely that it failed, or that the launcher ended it) is believed: the others were ended after it.
     """
     failure = read_json(folder.failure_json)
+    heartbeats = read_heartbeats(folder.path / "ranks")
     killed = find_killed_rank(log)
+    is_lone_rank = ended.pid in [heartbeat.pid for heartbeat in heartbeats]  # without a launcher that reports it
+    if is_lone_rank and ended.exit_code < 0 and -ended.exit_code not in _AGENT_SIGNALS:
+        killed = 0, signal.Signals(-ended.exit_code).name
     has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("invalid_input")))
     if killed is None or ended.interrupted or ended.timed_out or has_cause:
         return failure
     rank, signal_name = killed
     aborted_for_memory = signal_name == "SIGABRT" and is_out_of_memory(log)
-    heartbeat = next((each for each in read_heartbeats(folder.path / "ranks") if each.rank == rank), None)
+    heartbeat = next((each for each in heartbeats if each.rank == rank), None)
     phase, peak = (None, None) if heartbeat is None else (heartbeat.phase, heartbeat.peak_host_bytes)
     step = last_step(folder.rank_rows(rank))
     where = f"in step {step + 1}" + (f", phase {phase}" if phase else "")

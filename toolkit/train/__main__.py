@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 from toolkit.errors import EXIT_DONE
 from toolkit.job.argument_reading import help_text
-from toolkit.observe.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
+from toolkit.observe.rank_process import (
+    garbage_collector_off,
+    leave,
+    prepare_environment,
+    run_reporting_failures,
+    without_bitsandbytes,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         print(help_text())
         return EXIT_DONE
-    with garbage_collector_off():
+    with garbage_collector_off(), without_bitsandbytes():
         prepare_environment()
         from toolkit.train import script
     return run_reporting_failures(lambda progress: script.main(words, progress))

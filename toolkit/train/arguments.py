@@ -147,6 +147,8 @@ def set_up_libraries(progress: Progress) -> None:
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
     training_arguments.enable_fsdp_on_cpu()
+    # As DeepSpeed's own launcher does: otherwise it runs `numactl` each time that it counts the devices of a CPU node.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
     if (disk := next(filter(None, candidates), None)) is not None:
         # The ranks of a node agree on the run's own folder: they share the launcher's id, or the launcher itself.

@@ -11,12 +11,12 @@ import sys
 import threading
 from pathlib import Path
 
-from toolkit.observe.rank_process import garbage_collector_off, prepare_environment
+from toolkit.observe.rank_process import garbage_collector_off, prepare_environment, without_bitsandbytes
 
 _before = set(os.environ)
 # Without NVML, the check for GPUs initialises the CUDA driver, which forked processes could not use any more.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-with garbage_collector_off():
+with garbage_collector_off(), without_bitsandbytes():
     prepare_environment()
     import numpy
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from toolkit.job.model_arguments import check_patterns
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
 from toolkit.models.lora import ALL_LINEAR, share_inputs
 from toolkit.models.nf4 import keep_packing, quantization_config
+from toolkit.observe.rank_process import without_bitsandbytes
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import ModelLimits
@@ -109,7 +111,8 @@ def prepare_model(
     """Add LoRA adapters, or load those of the checkpoint `adapter`, or freeze parts; then give weights their dtypes."""
     model.config.use_cache = False
     if arguments.lora_r is not None:
-        model = with_lora(model, arguments, adapter)
+        with contextlib.nullcontext() if arguments.load_in_4bit else without_bitsandbytes():
+            model = with_lora(model, arguments, adapter)
         if compute_dtype != torch.float32:
             share_inputs(model)
     else:

@@ -1,0 +1,23 @@
+"""What the process of a rank imports and starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import ROOT, accelerate_launch, preset_job, read
+
+pytestmark = pytest.mark.launch
+
+
+def test_a_lora_rank_imports_no_bitsandbytes_and_asks_numactl_for_nothing(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    """DeepSpeed would start it each time that it counts devices, and peft imports bitsandbytes."""
+    words = [*preset_job("zero3", tiny_model, faq_alpaca), "--lora_r", "4", "--output_dir", str(tmp_path / "out")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3.yaml", *words, script="rank_costs.py")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rank = read(tmp_path / "out.json")
+    assert {"peft", "deepspeed"} <= set(rank["packages"])
+    assert "bitsandbytes" not in rank["packages"]
+    assert "numactl" not in rank["started"]

@@ -1,0 +1,22 @@
+"""The training script; at its end rank 0 writes which packages it has imported, and which programs it has started.
+
+accelerate launch --config_file ... tests/scripts/rank_costs.py training arguments ... --output_dir OUT
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+STARTED: list[str] = []
+sys.addaudithook(lambda event, given: STARTED.append(str(given[0])) if event == "subprocess.Popen" else None)
+
+from toolkit.observe.rank_process import leave  # noqa: E402
+from toolkit.train.__main__ import main  # noqa: E402
+
+code = main()
+if os.environ.get("RANK", "0") == "0":
+    packages = sorted({name for name in sys.modules if "." not in name})
+    written = Path(sys.argv[sys.argv.index("--output_dir") + 1]).with_suffix(".json")
+    written.write_text(json.dumps({"packages": packages, "started": STARTED}))
+leave(code)
