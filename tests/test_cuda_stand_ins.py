@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_jobs import trl_words
 
 from toolkit.job.job import Job
+from toolkit.observe import checkpoint_saver
+from toolkit.observe.checkpoint_saver import BackgroundSaver
 from toolkit.observe.failure_report import report_failure, status_of
 from toolkit.observe.foreign_script import make_cpu_group
 from toolkit.observe.observed_run import ObservedRun
@@ -197,6 +200,16 @@ def test_packed_rows_get_torchs_flash_attention_where_the_gpu_has_it(cuda: dict[
     assert choose_attention(job, **asked, on_cpu=False) == choose_attention(job, **asked, on_cpu=True)
 
 
+def test_a_checkpoint_of_a_gpu_is_copied_through_pinned_memory(
+    cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_saver, "DefaultStager", lambda options: options)
+    for on_gpu in (True, False):
+        cuda["is_available"] = on_gpu
+        options: Any = BackgroundSaver(torch.nn.Linear(1, 1), timeout=timedelta(seconds=1)).stager
+        assert (options.use_pinned_memory, options.use_non_blocking_copy) == (on_gpu, on_gpu)
+
+
 @pytest.mark.usefixtures("cuda")
 def test_ranks_with_gpus_make_their_own_group() -> None:
     from accelerate import PartialState
@@ -210,11 +223,11 @@ def test_ranks_with_gpus_make_their_own_group() -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu_saves_in_the_background_profiles_and_records_allocations(
+def test_a_run_on_a_gpu_saves_profiles_and_records_allocations(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
     job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    job += ["--max_steps", "6", "--save_strategy", "steps", "--save_steps", "3", "--async_save", "true"]
+    job += ["--max_steps", "6", "--save_strategy", "steps", "--save_steps", "3"]
     job += ["--profile_steps", "4:5", "--memory_snapshot", "true", "--output_dir", str(tmp_path / "run")]
     ended = toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job)
     assert ended.returncode == 0, ended.stderr[-3000:]

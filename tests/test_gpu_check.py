@@ -91,6 +91,7 @@ def test_an_interrupted_part_is_run_again(three_parts: Path, monkeypatch: pytest
     monkeypatch.setattr(check, "run_until", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(monkeypatch, "--output", tmp_path / "out", "--tiny") != 0
     monkeypatch.undo()
+    (tmp_path / "out" / "parts.jsonl").write_text('{"part": "en')  # killed while it wrote
     monkeypatch.setattr(check, "PARTS", {"ends": part_of("", [])})
     assert run(monkeypatch, "--output", tmp_path / "out", "--tiny") == 0
     assert [part["part"] for part in read_file(tmp_path / "out")["parts"]] == ["ends"]

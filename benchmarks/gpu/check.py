@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parts import PARTS, Check, Row, unmeasured
-from record import ROOT, append_line, circumstances, print_table, read_lines
+from record import ROOT, append_line, circumstances, print_table, read_lines, write_lines
 
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import ToolkitError
@@ -51,10 +51,14 @@ TINY_MINUTES = 10  # of each part on a CPU
 # -- run the parts
 
 
+def minutes_of(check: Check, name: str) -> float:
+    return TINY_MINUTES if check.tiny else PARTS[name].minutes
+
+
 def run_part(check: Check, name: str, left_in_all: Callable[[], float]) -> Row:
     """Run a part to its end or its time limit, and return its line of `parts.jsonl`."""
     part, started = PARTS[name], time.monotonic()
-    minutes = TINY_MINUTES if check.tiny else part.minutes
+    minutes = minutes_of(check, name)
     if check.gpus < part.gpus and not check.tiny:
         return {"part": name, "ended": "left out", "seconds": 0, "rows": unmeasured(name, f"needs {part.gpus} GPUs")}
     line: Row = {"part": name, "ended": "done", "rows": []}
@@ -239,12 +243,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended too
     check = open_folder(given)
     ledger, file = check.output / "parts.jsonl", check.output / FILE
-    done = {part["part"] for part in read_lines(ledger)}
+    ended = read_lines(ledger)
+    write_lines(ledger, ended)  # without an incomplete last line
+    done = {part["part"] for part in ended}
     names = given.part or [name for name in PARTS if name not in done]
-    began, budget = time.monotonic(), 60 * sum(PARTS[name].minutes for name in names)
+    began, budget = time.monotonic(), 60 * sum(minutes_of(check, name) for name in names)
     for number, name in enumerate(names, 1):
-        part = PARTS[name]
-        message(f"[{number}/{len(names)}] {name}: {part.teaches}; at most {part.minutes:g} minutes")
+        message(f"[{number}/{len(names)}] {name}: {PARTS[name].teaches}; at most {minutes_of(check, name):g} min")
         append_line(ledger, run_part(check, name, lambda: began + budget - time.monotonic()))
         written = file.with_suffix(".part")
         written.write_text(json.dumps(document(check), indent=1) + "\n")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from grid import CALIBRATION
 from peer_jobs.comparison import figures
@@ -23,11 +23,13 @@ from record import ROOT, read_lines
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, known_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names
+from toolkit.job.job import Job
 from toolkit.models.read_model import read_model
 from toolkit.plan.methods import Method
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import list_presets, load_preset
+from toolkit.presets.compatibility import Device
 from toolkit.presets.support import unsupported
 from toolkit.record.folder import RunFolder, read_json
 
@@ -162,8 +164,8 @@ def write_model(folder: Path, config: Row) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    # On the CPU: this process would hold a part of the GPU until its end.
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     built.save_pretrained(folder)
     word_tokenizer(config["vocab_size"]).save_pretrained(folder)
     return folder
@@ -231,7 +233,7 @@ def rows_of_case(case: Row) -> list[Row]:
         measured["step"] = (plan["step_seconds_estimate"], found["compute_step_seconds"])
     rows = [row_of(job, name, *pair, **more) for name, pair in measured.items() if pair[1]]
     states = (sum(plan[name] for name in STATES), sum(found[name] for name in STATES))
-    return rows or [row_of(job, "states", *states, **more)]
+    return rows or [row_of(job, "states", *states, **more, note="of a CPU, in fp32; the plan is in bf16")]
 
 
 def comparison(
@@ -351,41 +353,40 @@ def rows_of_peer(check: Check, work: Path, setting: Setting, run: Row) -> list[R
 
 
 def gpu_tests(check: Check) -> Step:
-    """Return the tests marked `gpu`."""
-    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
-    report = check.output / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    """Return the tests marked `gpu`; the doctor's, which examines disks too, are the last."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    files.sort(key=lambda path: (path.parent.name == "doctor", path))
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--no-header", "-p", "no:cacheprovider"]
 
     def read() -> list[Row]:
-        cases = ElementTree.parse(report).iter("testcase") if report.is_file() else ()
-        return [test_row(case) for case in cases] or unmeasured("tests marked gpu", "not reached")
+        ended = re.findall(r"^\S+::(\S+) ([A-Z]+)", (check.output / "tests.log").read_text(), re.MULTILINE)
+        return [{**row_of(name, "test", None, None), "note": outcome.lower()} for name, outcome in ended]
 
     return "tests", [*command, *map(str, files)], read
 
 
-def test_row(case: ElementTree.Element) -> Row:
-    outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-    note = "passed" if outcome is None else f"{outcome.tag}: {outcome.get('message', '')}"
-    return {**row_of(str(case.get("name")), "test", None, None), "note": note[:200]}
-
-
 def presets(check: Check) -> Iterator[Step]:
-    """Yield every preset that these GPUs can run, with a dense model and with experts, and the one on a disk."""
-    experts, disk, dense = {}, {}, {}
+    """Yield every preset that these GPUs can run: with a dense model, with experts, and with a disk."""
+    groups: dict[str, dict[str, Variant]] = {"presets": {}, "experts": {}, "nvme": {}}
+    device, left_out = Device(type="cpu" if check.tiny else "gpu"), []
     for preset in list_presets():
         degrees = {name: 2 for name in preset.degrees}
-        reason = unsupported(preset, world_size=check.ranks, on_cpu=check.tiny)
-        if preset.name == "single" or reason is not None:
+        degrees |= {"gradient_accumulation_steps": 2} if "pp" in degrees else {}  # as many micro-batches as stages
+        reason = unsupported(preset, Job().with_values(**degrees), world_size=check.ranks, device=device)
+        if reason is not None:
+            left_out += unmeasured(preset.name, f"left out: {reason.message}")
             continue
-        arguments = " ".join(f"--{name} {value}" for name, value in degrees.items())
-        group = experts if "ep" in degrees else disk if preset.uses_nvme else dense
-        group[preset.name] = Variant(preset=preset.name, arguments=arguments, planned=degrees)
-    yield comparison(check, "presets", dense, world_size=check.ranks)
-    if experts:
-        yield comparison(check, "experts", experts, world_size=check.ranks, model=check.experts)
-    if disk:
-        nvme = ["--nvme-path", str(check.output / "nvme")]
-        yield comparison(check, "nvme", disk, world_size=check.ranks, options=nvme)
+        group = "experts" if "ep" in degrees else "nvme" if preset.uses_nvme else "presets"
+        groups[group][preset.name] = Variant(preset=preset.name, arguments=" ".join(words(degrees)), planned=degrees)
+    (check.output / "nvme-disk").mkdir(exist_ok=True)
+    others = {
+        "experts": {"model": check.experts},
+        "nvme": {"options": ["--nvme-path", str(check.output / "nvme-disk")]},
+    }
+    for name, variants in groups.items():
+        if variants:
+            label, command, read = comparison(check, name, variants, world_size=check.ranks, **others.get(name, {}))
+            yield label, command, (lambda read=read: read() + left_out) if name == "presets" else read
 
 
 ALL_REDUCE = """
@@ -438,7 +439,7 @@ PARTS = {
         steps=lambda check, left: [validation(check, "fits", "--fits", minutes=left - 0.5)],
     ),
     "peaks": Part(
-        minutes=8,
+        minutes=7,
         teaches="peaks and compute seconds of the registered grid against its plans",
         steps=lambda check, left: [validation(check, "peaks", minutes=left - 0.5)],
     ),
@@ -449,7 +450,7 @@ PARTS = {
     ),
     "methods": Part(minutes=5, teaches="LoRA, QLoRA, DPO and GRPO against their plans", steps=methods),
     "peers": Part(
-        minutes=4,
+        minutes=5,
         teaches="the same job in a bare Trainer, the toolkit and TRL",
         steps=lambda check, left: [peers(check, minutes=left - 0.5)],
     ),

@@ -45,19 +45,22 @@ JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointin
 
 def adapters(case: Case) -> dict[str, Any]:
     """Return the arguments of a case's adapters: none for a full fine-tune."""
-    quantized = {"load_in_4bit": True} if case["method"] == fits.QLORA else {}
-    return {} if case["method"] == "full" else {"lora_r": LORA_RANK} | quantized
+    return {} if case["method"] == fits.FULL else {"lora_r": LORA_RANK}
 
 
 def fits_grid(gpu: str, *, tiny: bool) -> list[Case]:
-    """Return the rows of README's table in each column whose GPU is no larger than this one; tiny: a few, of a CPU."""
+    """Return the rows of README's table in each column whose GPU is no larger than this one; tiny: a few, of a CPU.
+
+    QLoRA needs weights to quantize, and a rehearsal has none.
+    """
     from toolkit.hardware.gpu_table import find_gpu
 
     memory = {name: find_gpu(name).memory_bytes for name in (gpu, *(each["gpu"] for each in fits.HARDWARE.values()))}
     columns = [name for name, each in fits.HARDWARE.items() if memory[each["gpu"]] <= 1.01 * memory[gpu]]
-    found = [fits.case_of(*row, column) for column in columns for row in list(fits.rows())[: 6 if tiny else None]]
+    rows = [row for row in fits.rows() if row[1] != fits.QLORA][: 5 if tiny else None]
+    found = [fits.case_of(*row, column) for column in columns[: 1 if tiny else None] for row in rows]
     small = {"architecture": "tiny-qwen3", "max_seq_length": 32, "per_device_train_batch_size": 2} if tiny else {}
-    return [case | small for case in found if case is not None][: 6 if tiny else None]
+    return [case | small for case in found if case is not None]
 
 
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
