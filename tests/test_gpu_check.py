@@ -152,6 +152,35 @@ def test_of_many_cases_the_table_has_the_worst_of_each_preset_and_what_ran_out_o
     ]
 
 
+def test_a_trial_stands_beside_the_plan_of_its_own_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures that nothing measured. `toolkit compare` gave the ranks of a `tp` trial twice the rows."""
+    planned: list[dict[str, Any]] = []
+    plan = {
+        **dict.fromkeys(parts.STATES, 100),
+        "allocated_peak_bytes": 900,
+        "planned_peak_bytes": 2200,
+        "mfu": (0.2, 0.6),
+    }
+    plan |= {"step_seconds": (0.5, 1.5), "step_seconds_estimate": 0.75, "without_generation": False}
+    monkeypatch.setattr(parts.Check, "plan", lambda *_, **job: planned.append(job) or plan)
+    spec = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    measured = {"peak_allocated_bytes": 1000, "peak_driver_bytes": 2000, "step_seconds_median": 1.0}
+    run = {"status": "completed", "world_size": 2, "spec": spec, "measured": measured}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "attestation.json").write_text(json.dumps({"ranks": [dict.fromkeys(parts.STATES, 100)]}))
+    variant, given = parts.Variant(preset="tp", planned={"tp": 2}), {"per_device_train_batch_size": 2}
+    check_of_a_gpu = parts.Check(output=tmp_path)
+    rows = parts.rows_of_trial(check_of_a_gpu, tmp_path, "tp", tmp_path, variant, **given)
+    errors = {row["quantity"]: row["error"] for row in rows}
+    expected = {"states": 0.0, "allocated": -0.1, "driver": 0.1, "step": -0.25, "mfu": 1 / 0.75 - 1}
+    assert errors == pytest.approx(expected)
+    assert planned == [{"tp": 2, **spec}]
+    (tmp_path / "run.json").write_text(json.dumps({"status": "out_of_memory"}))
+    (tmp_path / "failure.json").write_text(json.dumps({"message": "CUDA out of memory"}))
+    (failed,) = parts.rows_of_trial(check_of_a_gpu, tmp_path, "tp", tmp_path, variant)
+    assert failed["note"] == "out_of_memory: CUDA out of memory"
+
+
 def test_a_job_with_rows_of_its_own_needs_no_package_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_job, "default_data_file", lambda *_: pytest.fail("the demo's data"))
     assert small_job.words(dataset="synthetic") == ["--max_seq_length", "64", "--dataset", "synthetic"]

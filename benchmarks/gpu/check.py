@@ -33,7 +33,7 @@ from parts import PARTS, Check, Row, unmeasured
 from record import ROOT, append_line, circumstances, print_table, read_lines, write_lines
 
 from toolkit.entry_point import exit_code_of
-from toolkit.errors import ToolkitError
+from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.files.secrets import hide_secrets
 from toolkit.hardware.gpus import count_gpus, gpu_names
 from toolkit.record.folder import read_json
@@ -70,7 +70,7 @@ def run_part(check: Check, name: str, left_in_all: Callable[[], float]) -> Row:
             if code is None:
                 line["ended"] = f"its {minutes:g} minutes are over: `--part {name}` resumes"
             elif code != 0:
-                line["ended"] = "failed"
+                line["ended"] = line["ended"] if code == EXIT_INVALID_INPUT else "failed"  # refused here, with a reason
                 line["rows"] += unmeasured(label, f"exit code {code}: {last_line(log)}")
     except Exception as error:  # a GPU that the planner does not know, a model that does not fit: the next part follows
         line["ended"] = "failed"

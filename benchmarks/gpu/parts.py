@@ -42,6 +42,7 @@ SMALL |= {"num_key_value_heads": 2, "vocab_size": 1000}
 MODELS = [("llama-1b", 8), ("llama-1b", 2), ("qwen2-0.5b", 2), ("qwen2-0.5b", 1)]
 EXPERTS = "mixtral-1b"
 GOAL_MFU = 0.55
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,8 +296,11 @@ def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: V
     if status != "completed":
         return unmeasured(case, f"{status}: {failure['message']}" if failure.get("message") else status)
     found, note = run["measured"], ""
+    # Ranks that share their rows get more of them from `toolkit compare`.
+    spec = run.get("spec") or {}
+    batch = {name: spec[name] for name in BATCH if spec.get(name)}
     try:
-        plan = check.plan(model, variant.preset, world_size, **{**job, **variant.planned})
+        plan = check.plan(model, variant.preset, world_size, **{**job, **variant.planned, **batch})
     except ToolkitError as error:
         plan, note = None, f"no plan: {error.message}"
     ranks = (read_json(RunFolder(folder).attestation_json) or {}).get("ranks") or [{}]
@@ -314,7 +318,7 @@ def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: V
     return [row_of(case, name, *pair, **more) for name, pair in pairs.items() if pair[1]]
 
 
-def peers(check: Check, *, minutes: float) -> Step:
+def peers(check: Check) -> Step:
     """Return the same job in a bare Trainer, TRL and the toolkit, by `peers.py`, with a model made here."""
     work, shared = check.output / "peers", {"ranks": 1, "steps": check.steps}
     on_gpu: Row = {"size": "1b", "batch_size": 4, "max_length": 1024, "device": "cuda", "precision": "bf16"}
@@ -328,8 +332,7 @@ def peers(check: Check, *, minutes: float) -> Step:
         (work / "rows" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in made))
         (work / "setting.json").write_text(json.dumps(asdict(setting)))
     command = ["benchmarks/peers.py", "--work", str(work), "--peers", "bare", "toolkit", "trl", "--repeats", "1"]
-    command += ["--jobs", "single-full", "single-lora", "--at-most-seconds", str(60 * minutes)]
-    command += ["--name", str(work / "record")]
+    command += ["--jobs", "single-full", "single-lora", "--name", str(work / "record")]
     command += words({name.replace("_", "-"): value for name, value in asdict(setting).items()})
 
     def read() -> list[Row]:
@@ -452,7 +455,7 @@ PARTS = {
     "peers": Part(
         minutes=5,
         teaches="the same job in a bare Trainer, the toolkit and TRL",
-        steps=lambda check, left: [peers(check, minutes=left - 0.5)],
+        steps=lambda check, _: [peers(check)],
     ),
     "presets": Part(minutes=8, gpus=2, teaches="every preset on all GPUs", steps=lambda check, _: list(presets(check))),
     "bandwidth": Part(

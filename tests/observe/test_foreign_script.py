@@ -23,11 +23,13 @@ from toolkit.record.measurements import read_rows
 SCRIPT = SCRIPTS / "somebodys.py"
 
 
-def observed(folder: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def observed(
+    folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
     """One process, without a launcher."""
     own = ["--output-dir", str(folder / "run"), *options]
     command = [sys.executable, "-m", "toolkit.observe", *own, str(SCRIPT), words[0], str(folder / "out"), *words[1:]]
-    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | variables, cwd=folder)
 
 
 def run_of(folder: Path) -> dict[str, Any]:
@@ -87,6 +89,13 @@ def test_each_training_of_a_script_has_a_record_and_can_be_stopped_early(tmp_pat
     again = observed(tmp_path, "two")
     assert again.returncode == 2
     assert f"error: {tmp_path / 'run'} already holds a finished run" in again.stderr
+
+
+@pytest.mark.launch
+def test_a_rank_of_a_script_that_trains_alone_does_not_have_the_world_size_that_was_started(tmp_path: Path) -> None:
+    ended = observed(tmp_path, "workers", options=("--require", "engine=none"), TOOLKIT_WORLD_SIZE="2")
+    assert ended.returncode == 1
+    assert "world_size on rank 0 is 1, expected 2" in ended.stderr
 
 
 @pytest.mark.launch

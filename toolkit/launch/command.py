@@ -24,13 +24,12 @@ from toolkit.cache import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
 from toolkit.launch.options import TrainOptions
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE
+from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, WORLD_SIZE_VARIABLE
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 # In the environment of every process of a run, so that all of them are found and ended.
 RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
 PRESET_VARIABLE = "TOOLKIT_PRESET"
-WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
 # The disk that ranks offload to, for presets that use NVMe.
 NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
 # A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
