@@ -55,8 +55,7 @@ def test_a_script_has_the_words_the_path_and_the_folder_that_python_gives_it(tmp
 @pytest.mark.parametrize(
     ("words", "code", "status", "said"),
     [
-        (["workers"], 0, "completed", "done: 4 steps, loss "),
-        (["exit", "0"], 0, "completed", "done: 4 steps, loss "),
+        (["workers"], 0, "completed", "done: 4 steps, loss "),  # it ends by sys.exit(0)
         (["exit", "3"], 3, "failed", "error: the script called sys.exit(3)"),
         (["before"], 1, "failed", "LookupError: what the script could not find"),
         (["untrained"], 1, "failed", "error: a Trainer was made, and train() was not called; nothing was observed"),
@@ -193,12 +192,12 @@ NIGHTLY = [
     pytest.param(script, preset, marks=pytest.mark.nightly)
     for script in TRL_ROWS
     for preset in ("ddp", "zero2", "zero3", "fsdp2")
-    if (script, preset) not in (("dpo", "zero2"), ("dpo", "fsdp2"))
+    if (script, preset) != ("dpo", "fsdp2")
 ]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("script", "preset"), [("dpo", "zero2"), ("dpo", "fsdp2"), *NIGHTLY])
+@pytest.mark.parametrize(("script", "preset"), [("dpo", "fsdp2"), *NIGHTLY])
 def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny_model: Path, tmp_path: Path) -> None:
     words = [*trl_words(script, tiny_model, tmp_path), "--max_steps", "2", "--bf16", "false"]
     own = ["--output-dir", str(tmp_path / "run"), "--require", preset, "-m", f"trl.scripts.{script}"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit.cluster.options import MAX_NAME, JobOptions
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import with_accumulation

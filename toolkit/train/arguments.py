@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.job.accumulation import SHARDED, with_accumulate
 from toolkit.job.global_batch import WARMUP_SHARE, ScaledRate, global_batch_size, scaled_rate, with_accumulation
