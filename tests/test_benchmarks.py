@@ -74,6 +74,31 @@ def test_the_plan_next_to_the_measured_host_memory_is_current(record: Any, tmp_p
         assert row["planned"] == benchmark.planned(settings[row["setting"]], shape), row["setting"]
 
 
+def test_every_field_that_verification_compares_has_a_deviation_or_the_reason_why_it_has_none(record: Any) -> None:
+    benchmark = __import__("verification")
+    injected = {deviation.field for deviation in benchmark.DEVIATIONS}
+    assert not injected & benchmark.NOT_INJECTED.keys()
+    assert injected | benchmark.NOT_INJECTED.keys() == benchmark.compared_fields()
+    _, rows = record.read_result("verification")
+    assert {row["field"] for row in rows if row["field"]} <= injected
+    assert benchmark.places_that_report() == {name: len(fields) for name, fields in benchmark.CHECKS.items()}
+
+
+@pytest.mark.usefixtures("record")
+def test_a_deviation_counts_as_found_only_if_its_field_is_named_with_both_values(tmp_path: Path) -> None:
+    benchmark = __import__("verification")
+    run = benchmark.Run("toolkit train", "zero2", "", field="sharding", fault="stage_1")
+    names = ("engine", "sharding (equal on all ranks)")
+    differences = [{"fact": name, "rank": 1, "expected": "a", "found": "b"} for name in names]
+    attestation = {"verdict": "attestation_failed", "differences": differences}
+    (tmp_path / "attestation.json").write_text(json.dumps(attestation))
+    message = "the run does not match its preset and arguments: engine on rank 1 is b, expected a"
+    assert benchmark.found(run, tmp_path, message) == "sharding (equal on all ranks) on rank 1 is b, expected a"
+    assert benchmark.found(run._replace(field="seed"), tmp_path, message) is None
+    assert benchmark.found(run, tmp_path, "another error") is None
+    assert benchmark.found(run, tmp_path / "none", message) is None
+
+
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_can_be_imported(path: Path) -> None:

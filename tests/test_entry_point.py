@@ -34,7 +34,7 @@ COMMANDS = {
 def run(redirect: str, *command: str, cwd: Path = ROOT) -> Any:
     line = ["bash", "-c", f'exec "$@" {redirect}', "bash", sys.executable, *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def work_that_raises(error: BaseException) -> Any:

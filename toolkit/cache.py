@@ -1,7 +1,4 @@
-"""The cache folder: compiled ops, the default model, counted activations.
-
-`TOOLKIT_CACHE` moves the cache; by default it follows the XDG base directory specification.
-"""
+"""DeepSpeed's compiled ops in the cache folder: one copy for each environment and CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ import hashlib
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Collection
 from importlib.metadata import distribution
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import cache_folder
 from toolkit.versions import installed_version
 
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
@@ -26,19 +22,6 @@ ASYNC_IO_OPS = ("pin_memory", "async_io")
 COMPILED_FOR = ("avx", "amx", "fma", "sse", "f16c", "bmi", "asimd", "sve", "bf16")
 INSTALL_LIBAIO = "apt-get install libaio-dev"
 COMPILE_ASYNC_IO = "python -m toolkit.doctor.ops --async-io"
-
-
-def cache_folder() -> Path:
-    """Return the root of the cache, which may not exist yet."""
-    if named := os.environ.get("TOOLKIT_CACHE"):
-        return user_path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "finetune-toolkit"
-
-
-def home_folder() -> Path:
-    """Return the user's home folder; for a user without one, as in some containers, that for temporary files."""
-    home = user_path("~")
-    return home if home.is_absolute() else Path(tempfile.gettempdir())
 
 
 def torch_extensions_folder() -> Path:

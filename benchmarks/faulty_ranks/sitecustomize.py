@@ -25,6 +25,7 @@ IN_FORK_SERVER = any("multiprocessing.forkserver" in word for word in sys.orig_a
 SLOW_SECONDS, FIRST_STEP_SECONDS = 0.3, 1.0
 ADAM = "torch.optim:AdamW.step"
 TRAINER = "transformers:Trainer"
+FAULT_VARIABLE = "TOOLKIT_FAULT"
 Replacement = Callable[..., Any]
 
 
@@ -210,8 +211,10 @@ FAULTS: dict[str, Callable[[int], None]] = {
 
 
 def row_of_this_rank() -> str | None:
-    """`bf16_adam` in a rank of trials/bf16_adam-n2-r0; None where this is no rank of a trial."""
-    folder = argument("--output_dir") if "RANK" in os.environ else None
+    """`bf16_adam` in a rank of trials/bf16_adam-n2-r0, or what the environment names; None in any other process."""
+    if "RANK" not in os.environ or FAULT_VARIABLE in os.environ:
+        return os.environ.get(FAULT_VARIABLE) if "RANK" in os.environ else None
+    folder = argument("--output_dir")
     return None if folder is None else Path(folder).name.rpartition("-n")[0]
 
 
@@ -223,10 +226,12 @@ def argument(name: str) -> str | None:
 
 def install_or_exit() -> None:
     try:
-        if fault := FAULTS.get(row_of_this_rank() or ""):
+        name = row_of_this_rank() or ""
+        if name in FAULTS or (name and FAULT_VARIABLE in os.environ):
             from toolkit.observe.rank_process import prepare_environment
 
             prepare_environment()
+            fault = FAULTS.get(name) or importlib.import_module("deviations").DEVIATIONS[name]
             fault(int(os.environ["RANK"]))
     except BaseException:  # Python would continue after an error here, and run the trial without its fault
         traceback.print_exc()

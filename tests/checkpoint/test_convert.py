@@ -94,7 +94,7 @@ def test_a_converted_checkpoint_holds_the_same_weights_and_moments(
     assert manifest["converted_from"]["preset"] == source.partition("-")[0]
 
 
-@pytest.mark.parametrize(("source", "preset", "groups"), [("zero2-lora", "fsdp2", 2), ("fsdp2-lora", "zero2", 1)])
+@pytest.mark.parametrize(("source", "preset", "groups"), [("zero3-lora", "fsdp2", 2), ("fsdp2-lora", "zero2", 1)])
 def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have_groups(
     saved_runs: Runs, source: str, preset: str, groups: int, tmp_path: Path
 ) -> None:

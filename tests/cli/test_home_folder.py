@@ -9,8 +9,8 @@ import pytest
 from launching import ROOT
 
 from toolkit.__main__ import main
-from toolkit.cache import cache_folder
 from toolkit.cli.options import expand_words
+from toolkit.files.paths import cache_folder
 from toolkit.job.argument_reading import PATHS, argument_types, read_arguments
 
 DDP = ROOT / "accelerate_configs" / "ddp.yaml"

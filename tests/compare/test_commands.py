@@ -56,13 +56,13 @@ def run_until(command: list[str], number: signal.Signals, when: Callable[[], boo
     words = [sys.executable, "-m", "toolkit", *command]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     started = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not when():
         assert time.monotonic() < deadline, "waited too long"
         assert started.poll() is None, started.communicate()[0]
         time.sleep(0.05)
     started.send_signal(number)
-    return started.communicate(timeout=60)[0]
+    return started.communicate(timeout=300)[0]
 
 
 def log_of(folder: Path, trial: str) -> str:

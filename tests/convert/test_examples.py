@@ -24,11 +24,11 @@ import pytest
 import yaml
 from conversions import outcome, refused_by_our_checks, unaccounted
 
-from toolkit.cache import cache_folder
 from toolkit.convert.conversion import TOOLS, convert_file
 from toolkit.convert.draft import Conversion
 from toolkit.convert.trl import ACCELERATE_CONFIGS
 from toolkit.errors import ToolkitError
+from toolkit.files.paths import cache_folder
 
 SHA256 = {
     "axolotl==0.19.0": "136d623f04c909c5149d7f5dbd4a0e215014ab4c3617cce9d64010b5b8ca609d",

@@ -1,6 +1,6 @@
 """Figures in the pages of docs/ are those that the planner gives today, or those of a recorded run.
 
-A page has a block `<!-- planned: NAME -->` or `<!-- counted: NAME -->` up to `<!-- /NAME -->`. To write them again:
+A page has a block `<!-- planned: NAME -->` up to `<!-- /NAME -->`. To write them again:
 
     python tests/docs/test_planned_figures.py
 """
@@ -156,8 +156,6 @@ def recommendations() -> str:
 # -- docs/concepts/ddp-zero-fsdp2.md
 
 EXPLAINED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
-COUNTED = ROOT / "benchmarks" / "results" / "communication.jsonl"
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def explained(options: str) -> dict[str, dict[str, Any]]:
@@ -183,26 +181,6 @@ def traffic() -> str:
     return f"{table(head, rows, right=2)}\n\nGiB that one GPU sends per optimizer step, planned with `{command}`."
 
 
-def counted_collectives() -> str:
-    facts, *recorded = map(json.loads, COUNTED.read_text().splitlines())
-    model_bytes = 4 * facts["num_params"]  # fp32, as every run on a CPU
-    found = {row["setting"]: row for row in recorded}
-    rows = []
-    for name in EXPLAINED:
-        whole = f"{name} n2 a2 whole"  # FSDP2 with `--accumulate whole`
-        row, options = (found[whole], ", `--accumulate whole`") if whole in found else (found[f"{name} n2 a2"], "")
-        sent = row["sent_bytes"] / (1 / 2)  # without the ring's factor (N-1)/N
-        parts = [*(row["counted"].get(kind, 0) for kind in KINDS), sent]
-        rows.append([f"`{name}`{options}", *(f"{part / model_bytes:.2f}" for part in parts)])
-    head = ["preset", "all-reduce", "all-gather", "reduce-scatter", "sent"]
-    note = (
-        f"In multiples of the model's bytes, counted in runs of a Llama of {facts['num_params']:,} parameters on two"
-        " CPU ranks with two accumulation steps. `sent` is what a ring sends, without its factor (N-1)/N. Repeat"
-        " it with `python benchmarks/communication.py`; `benchmarks/results/communication.jsonl` has every row."
-    )
-    return f"{table(head, rows, right=4)}\n\n{note}"
-
-
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
     "one gpu": ("tutorials/first-fine-tune-1-gpu.md", one_gpu),
@@ -210,7 +188,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "recommendations": ("how-to/choose-a-preset.md", recommendations),
     "model states": ("concepts/ddp-zero-fsdp2.md", states),
     "communication": ("concepts/ddp-zero-fsdp2.md", traffic),
-    "collectives": ("concepts/ddp-zero-fsdp2.md", counted_collectives),
 }
 
 
@@ -230,32 +207,12 @@ def test_a_pages_figures_are_those_of_today(name: str) -> None:
 
 def test_every_block_of_figures_is_checked() -> None:
     text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
-    assert sorted(re.findall(r"<!-- (?:planned|counted): (.+) -->", text)) == sorted(BLOCKS)
+    assert sorted(re.findall(r"<!-- planned: (.+) -->", text)) == sorted(BLOCKS)
 
 
 def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_the_one_before() -> None:
     peaks = [on_gpu(options)["planned_peak_bytes"] for options in list(CHEAPEST_FIRST.values())[:6]]
     assert peaks == sorted(set(peaks), reverse=True)
-
-
-def test_the_measured_bytes_of_the_concept_page_are_those_of_the_demo() -> None:
-    page = (DOCS / "concepts" / "ddp-zero-fsdp2.md").read_text()
-    shown = re.search(r"<!-- measured: demo -->\n(.*?)<!-- /demo -->", page, re.DOTALL)
-    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
-    tables = [re.search(r"<!-- demo-table -->\n(.*?)<!--", path.read_text(), re.DOTALL) for path in pages]
-    (demo,) = [found[1] for found in tables if found]
-    assert shown
-    columns = [cell.strip() for cell in demo.splitlines()[0].strip("| ").split("|")][1:]
-    kept = [columns.index(f"{part}. MiB") for part in ("param", "grad", "optim")]
-    assert body(shown[1]) == {
-        name: [cells[index] for index in kept] for name, cells in body(demo).items() if name in EXPLAINED
-    }
-
-
-def body(text: str) -> dict[str, list[str]]:
-    """Return a Markdown table's rows: the first cell, without backquotes, and the others."""
-    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return {cells[0].strip("`"): cells[1:] for cells in lines[2:]}
 
 
 if __name__ == "__main__":

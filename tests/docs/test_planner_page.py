@@ -265,7 +265,8 @@ def test_the_page_fits_a_phone_and_has_contrast_and_names_in_both_color_schemes(
         for window in (PHONE, DESKTOP):
             page.set_viewport_size(window)
             page.locator(".bar").first.evaluate("bar => { bar.open = true }")
-            page.wait_for_timeout(500)  # an answer that was replaced fades in
+            # An answer that was replaced fades in.
+            page.wait_for_function("document.getAnimations().every(each => each.playState === 'finished')")
             assert overflow(page) == []
             assert page.evaluate(LOW_CONTRAST) == []
             assert page.evaluate(NAMELESS) == []

@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
     command += ["--config-file", "docs/site/mkdocs.yml", "--site-dir", str(folder)]
     environment = os.environ | NO_NOTICES
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
     return folder
 

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files import write_text
+from toolkit.files.documents import read_bytes, read_text
 from toolkit.files.model_weights import check_weights, read_header, read_weights
-from toolkit.files.reading import read_bytes, read_text, user_path
+from toolkit.files.paths import user_path
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
     yield start
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
 
 
@@ -92,7 +92,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 def test_a_forked_program_ends_as_python_ends(start: Any, program: str, code: int) -> None:
     process = start(program)
     printed = process.stdout.read().splitlines()
-    assert process.wait(10) == code
+    assert process.wait(60) == code
     cold = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (cold.returncode, (cold.stdout + cold.stderr).splitlines()[-1:]) == (code, printed[-1:])
 
@@ -142,7 +142,7 @@ def test_a_server_and_what_it_forked_end_with_their_owner_that_is_killed(tmp_pat
         pids = list(map(int, owner.stdout.readline().split()))
         assert len(pids) == 2, owner.stderr and owner.stderr.read()
         owner.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

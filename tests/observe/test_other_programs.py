@@ -19,7 +19,7 @@ from peer_jobs import environments  # noqa: E402
 from peer_jobs.commands import PROGRAMS, environment_of  # noqa: E402
 from peer_jobs.job import Job, Setting, prepare  # noqa: E402
 
-from toolkit.cache import cache_folder  # noqa: E402
+from toolkit.files.paths import cache_folder  # noqa: E402
 from toolkit.record.folder import RunFolder  # noqa: E402
 from toolkit.record.measurements import read_rows  # noqa: E402
 

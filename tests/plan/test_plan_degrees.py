@@ -17,7 +17,7 @@ from toolkit.plan.candidates import NOT_NEEDED, RecommendRequest
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.plan.recommend import recommend
-from toolkit.plan.recommendation import compare_command, train_command
+from toolkit.plan.recommended_commands import compare_command, train_command
 from toolkit.presets import list_presets, load_preset
 
 H100, MODEL = find_gpu("h100-sxm"), str(LLAMA_8B_CONFIG)

@@ -23,7 +23,8 @@ from toolkit.plan.candidates import RecommendRequest, best_candidates
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.recommend import Recommendation, recommend, recommend_request
-from toolkit.plan.recommendation import compare_command, failure_loss, recommendation_json, scaling_curve, train_command
+from toolkit.plan.recommendation import failure_loss, recommendation_json, scaling_curve
+from toolkit.plan.recommended_commands import compare_command, train_command
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 

@@ -22,7 +22,8 @@ from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.methods import Method
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
-from toolkit.plan.step_time import CALIBRATION, PAIR_SPREAD, Calibration, MeasuredStep, StepTime, step_time
+from toolkit.plan.step_parts import CALIBRATION, Calibration
+from toolkit.plan.step_time import PAIR_SPREAD, MeasuredStep, StepTime, step_time
 from toolkit.presets import load_preset
 from toolkit.record.measurements import percentile
 

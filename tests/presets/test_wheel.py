@@ -41,7 +41,7 @@ def test_the_installed_wheel_lists_the_same_presets_from_another_directory(wheel
     subprocess.run(install, check=True, capture_output=True, timeout=300)
     command = [sys.executable, "-m", "toolkit", "presets", "--json"]
     environment = os.environ | {"PYTHONPATH": str(site)}
-    listed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=60)
+    listed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=300)
     installed = {row["name"]: row for row in json.loads(listed.stdout)}
     for row in installed.values():
         assert Path(row["accelerate_config"]).is_relative_to(site)

@@ -47,7 +47,7 @@ def test_a_process_writes_its_stacks_when_it_is_signalled_and_a_stopped_one_cann
             started = psutil.Process(process.pid).create_time()
             facts = {"host": os.uname().nodename, "pid": process.pid, "process_started_unix": started}
             rank = pulse(0).model_copy(update=facts)
-            assert "<module>" in main_thread(collect_stacks(tmp_path, [rank])["0"])[-1]
+            assert "<module>" in main_thread(collect_stacks(tmp_path, [rank], seconds=60.0)["0"])[-1]
             os.kill(process.pid, signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
             assert unresponsive_reason(rank, now=rank.written_unix) == f"its process {process.pid} is stopped"

@@ -84,7 +84,7 @@ def main(mode, output_dir, *more):
     if mode == "prepares":  # its data, for a minute
         signal_last_rank()
         time.sleep(60)
-    trainer = make_trainer(output_dir, dataloader_num_workers=2 if mode == "workers" else 0, **saves)
+    trainer = make_trainer(output_dir, dataloader_num_workers=1 if mode == "workers" else 0, **saves)
     if mode == "lost":  # a rank, once
         trainer.add_callback(Kill(signal.SIGKILL, 3, Path(more[0])))
     if mode == "ended":  # by somebody's SIGTERM
@@ -100,8 +100,8 @@ def main(mode, output_dir, *more):
         make_trainer(output_dir, max_steps=2).train()
     if mode == "compared":
         trainer.save_model(output_dir)
-    if mode == "exit":
-        sys.exit(int(more[0]))
+    if mode in ("exit", "workers"):
+        sys.exit(int(more[0]) if more else 0)
 
 
 if __name__ == "__main__":

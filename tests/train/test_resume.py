@@ -72,7 +72,7 @@ def test_fewer_ranks_resume_with_equal_losses(preset: str, resume: Callable[...,
     assert losses(out, ranks=1) == pytest.approx(losses(saved_runs[preset])[SAVED[preset] :], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", some("ddp", "zero2-lora", "fsdp2"))
+@pytest.mark.parametrize("case", some("ddp", "zero3-lora", "fsdp2"))
 def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, saved_runs: Runs) -> None:
     found = list_checkpoints(saved_runs[case])
     steps = {*range(SAVED[case], SAVED_STEPS, SAVED[case]), SAVED_STEPS}

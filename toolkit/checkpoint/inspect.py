@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import read_folder_name
+from toolkit.files.documents import read_folder_name
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.checkpoints import (
     AT_LOAD_OPTIMIZER,

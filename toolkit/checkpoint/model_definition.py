@@ -18,7 +18,7 @@ import torch
 from toolkit.data.data_files import is_hub_id
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import CONFIGURATION, read_json_object
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.models.config_fields import read_config
 from toolkit.record.checkpoints import FINGERPRINT, Fingerprint, Manifest, read_checkpoint, read_fingerprint
 

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.flags import JsonOutput, PresetName
 from toolkit.units import gib
 

@@ -72,7 +72,7 @@ def lint(
 
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
     from toolkit.files import write_bytes, write_text
-    from toolkit.files.reading import read_text
+    from toolkit.files.documents import read_text
     from toolkit.lint.check import fixed_text, lint_paths
 
     files = [Path(name) for name in lint_paths(paths).files] if any(path.is_dir() for path in paths) else list(paths)

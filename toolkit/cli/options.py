@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from toolkit.files.reading import expand_home
+from toolkit.files.paths import expand_home
 
 
 def expand_words(words: Sequence[str]) -> list[str]:

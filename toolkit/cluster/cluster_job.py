@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit.cluster.options import MAX_NAME, JobOptions
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import with_accumulation
@@ -27,7 +27,7 @@ from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import LATEST_WORDS
-from toolkit.record.folder import RunFolder
+from toolkit.record.folder import WORLD_SIZE_VARIABLE, RunFolder
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 # Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
@@ -89,7 +89,7 @@ class ClusterJob:
             found["OMP_NUM_THREADS"] = "1"
         if not self.options.elastic:
             # The ranks refuse a smaller allocation before they load a model.
-            found[command.WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
+            found[WORLD_SIZE_VARIABLE] = str(self.options.world_sizes[-1])
         else:
             # Otherwise the head's store holds the old attempt's keys when a node joins.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -21,7 +21,7 @@ from toolkit.cluster.cluster_job import ClusterJob, check_job_arguments, check_s
 from toolkit.cluster.job_files import Place, doctor_command, group_arguments, node_script, python_of, render
 from toolkit.cluster.options import JobOptions, Words, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job

@@ -30,7 +30,7 @@ from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_libraries, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
-from toolkit.observe.words import check_script_preset
+from toolkit.observe.script_file import check_script_preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals

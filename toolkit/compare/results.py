@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from toolkit.compare.rows import Row, RunRecord, Shareable
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.files.secrets import hide_words
 from toolkit.installation import documentation_address
 from toolkit.record.columns import Bytes, Column, Count, Model, NonNegativeReal, PositiveCount, Share

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from toolkit.files.reading import shareable
+from toolkit.files.paths import shareable
 from toolkit.files.secrets import hide_secrets
 from toolkit.record import status
 from toolkit.record.columns import (

@@ -210,7 +210,7 @@ class Runner:
         options = self.spec.train_options(row, output_dir, extra_arguments)
         options = replace(options, timeout_minutes=self.options.trial_timeout_minutes)
         nvme = self.nvme.get(row.preset)
-        command = self.spec.command(options, nvme=nvme)
+        command = self.spec.command(options, nvme_path=None if nvme is None else nvme.path)
         if self.allocation is not None:
             command = self.allocation.spread(command)
         warm = self.options.starts_warm

@@ -35,11 +35,9 @@ from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.job.argument_reading import read_arguments, without_degrees
 from toolkit.job.global_batch import BATCH_ARGUMENT, strong_scaling_batches, with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.command import LaunchCommand
-from toolkit.launch.launch import command_of
-from toolkit.launch.nvme import NvmeDisk
+from toolkit.launch.command import LaunchCommand, command_of
 from toolkit.launch.options import TrainOptions
-from toolkit.observe.words import check_script
+from toolkit.observe.script_file import check_script
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets.preset import QUANTIZED_KEYS, load_preset
 from toolkit.presets.spec import PresetSpec
@@ -211,7 +209,7 @@ class ComparisonSpec(BaseModel):
             stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
         )
 
-    def command(self, options: TrainOptions, *, nvme: NvmeDisk | None = None) -> LaunchCommand:
+    def command(self, options: TrainOptions, *, nvme_path: Path | None = None) -> LaunchCommand:
         """Return the command of one run; somebody's own script gets what the comparison adds from the observer."""
         added = {
             "untimed-steps": self.untimed_steps,
@@ -220,7 +218,8 @@ class ComparisonSpec(BaseModel):
             "stop-after-minutes": self.trial_minutes,
         }
         words = [word for name, value in added.items() if value is not None for word in (f"--{name}", str(value))]
-        return command_of(options, load_preset(options.preset), nvme=nvme, observer_words=["--trial", *words])
+        preset = load_preset(options.preset)
+        return command_of(options, preset, nvme_path=nvme_path, observer_words=["--trial", *words])
 
     def expected_facts(self, row: RowKey) -> dict[str, Any]:
         """Return the engine, the sharding and the layout that a row's trials must report.

@@ -13,8 +13,7 @@ import yaml
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.draft import PRESET, Conversion, load_dialect
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
-from toolkit.files.documents import read_configuration
-from toolkit.files.reading import read_text
+from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.units import KIB
 

@@ -15,7 +15,7 @@ from toolkit.convert.draft import PRESET, Draft, block_of, load_dialect
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
-from toolkit.files.reading import is_file, user_path
+from toolkit.files.paths import is_file, user_path
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job
 from toolkit.presets.known_keys import OFFLOAD_DEVICES

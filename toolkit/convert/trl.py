@@ -12,7 +12,7 @@ from toolkit.convert import sources
 from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
-from toolkit.files.reading import is_file, user_path
+from toolkit.files.paths import is_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
 SCRIPTS = ("sft.py", "trl.scripts.sft")

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from toolkit.data.formats import Sample, check_row, detect_format, field_names, to_sample
 from toolkit.data.text_files import MAX_ROW_BYTES, JsonList, Lines, ReadValue, describe_json_error, error_at, over_limit
 from toolkit.errors import OverLimit, ToolkitError, nearest, shown
-from toolkit.files.documents import Limits, parse_yaml
-from toolkit.files.reading import open_file, read_text, user_path
+from toolkit.files.documents import Limits, open_file, parse_yaml, read_text
+from toolkit.files.paths import user_path
 from toolkit.units import GIB, MIB
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")

@@ -18,8 +18,8 @@ from typing import Any
 
 from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import TOKENIZER, read_json_object
-from toolkit.files.reading import read_text, user_path
+from toolkit.files.documents import TOKENIZER, read_json_object, read_text
+from toolkit.files.paths import user_path
 from toolkit.units import GIB, MIB
 
 # Rendering a conversation takes milliseconds; the kernel counts whole seconds.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import OverLimit, ToolkitError
-from toolkit.files.reading import open_file
+from toolkit.files.documents import open_file
 from toolkit.units import MIB
 
 # A row is a document at most: a long book has 5 MiB.

@@ -26,11 +26,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import cache_folder
 from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.documents import read_json_object
-from toolkit.files.reading import user_path
+from toolkit.files.paths import cache_folder, user_path
 from toolkit.installation import install_line, installer, require
 from toolkit.versions import is_importable
 

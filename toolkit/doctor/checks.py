@@ -20,7 +20,7 @@ from typing import Any
 from toolkit.doctor.environment_report import RdmaPort, rdma_ports
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.hardware.gpus import CPU_PROCESSES, Nvml, count_gpus, gpu_names, installed_gpus, list_gpus
 from toolkit.hardware.system_text import entries_of, text_of
 from toolkit.models.read_model import read_model

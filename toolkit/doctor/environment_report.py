@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit._version import __version__
-from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
+from toolkit.cache import ASYNC_IO_OPS, are_compiled
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS, has_libaio_header
+from toolkit.files.paths import cache_folder, home_folder
 from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.disks import disk_facts, existing_folder
 from toolkit.hardware.gpus import count_gpus, gpu_topology

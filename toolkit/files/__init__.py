@@ -1,7 +1,7 @@
 """Files: each kind that others may have written has one reader, with limits; and a file is written completely or not.
 
-- `read_text`, `open_file` of `toolkit.files.reading`: regular files up to a size
-- `read_json`, `read_json_lines`, `read_configuration`: values, bounded in number and depth
+- `read_text`, `open_file` of `toolkit.files.documents`: regular files up to a size
+- `read_json`, `read_json_lines`, `read_configuration` beside them: values, bounded in number and depth
 - `read_header` of `toolkit.files.model_weights`: names, dtypes and shapes
 - `torch_load` of `toolkit.files.safe_loading`: tensors
 """

@@ -1,4 +1,4 @@
-"""JSON and YAML files, read with limits on size, number of values, depth and numbers; and words for a refused value.
+"""Files that anyone may have written: only regular ones, JSON and YAML within limits; and words for a refused value.
 
 Lines of JSON are appended by a process that may be killed at any byte: a last line without its line feed was cut off
 and is left out; any other line that is no object is an error, with its number.
@@ -10,20 +10,21 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import yaml
 
 from toolkit.errors import MAX_SHOWN, OverLimit, ToolkitError, shown
-from toolkit.files.reading import MAX_TEXT_BYTES, open_file, read_text
-from toolkit.units import MIB
+from toolkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
+MAX_TEXT_BYTES = 64 * MIB
 MAX_LINES_BYTES = 4096 * MIB
 MAX_YAML_BYTES = MIB
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -42,7 +43,57 @@ _EXPECTED = {
     "too_short": "expected more",
 }
 _BOUNDS = {"greater_than_equal": "at least", "greater_than": "more than", "less_than_equal": "at most"}
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
 _T = TypeVar("_T")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises ToolkitError, also for a pipe or a device, which might never end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait for a writer
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ToolkitError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, expected a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return a file's content. Raises ToolkitError as `open_file` does, and OverLimit above `max_bytes`."""
+    with open_file(path) as file:
+        try:
+            content = file.read(max_bytes + 1)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+    if len(content) > max_bytes:
+        most = f"{max_bytes // MIB} MiB" if max_bytes >= MIB else f"{max_bytes // KIB} KiB"
+        raise OverLimit(f"{path} has more than {most}, expected at most that for a file of its kind")
+    return content
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return a UTF-8 file's text. Raises ToolkitError as `read_bytes` does, and for bytes that are not UTF-8."""
+    try:
+        return read_bytes(path, max_bytes=max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ToolkitError(f"{path} is not UTF-8 text: byte {error.start}") from None
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> ToolkitError:
+    name = str(path)[:1024]
+    if isinstance(error, FileNotFoundError):
+        return ToolkitError(f"no such file: {name}")
+    return ToolkitError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def read_folder_name(path: Path) -> str:
+    """Return the name in DeepSpeed's `latest`. Raises ToolkitError for anything but the name of a folder beside it."""
+    name = read_text(path, max_bytes=256).strip()
+    if name in ("", ".", "..") or "/" in name or "\0" in name or not (path.parent / name).is_dir():
+        raise ToolkitError(f"{path} holds {name[:40]!r}, expected the name of a folder beside it")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import as_mapping, parse_json, read_json_object, unexpected
-from toolkit.files.reading import open_file
+from toolkit.files.documents import as_mapping, open_file, parse_json, read_json_object, unexpected
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import open_file, read_bytes, read_folder_name
+from toolkit.files.documents import open_file, read_bytes, read_folder_name
 
 DEEPSPEED_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

@@ -21,7 +21,7 @@ from toolkit.files.documents import (
     read_json_object,
     unexpected,
 )
-from toolkit.files.reading import expand_home, user_path
+from toolkit.files.paths import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.job.argument_aliases import ALIASES, HINTS, alias_value, canonical_values
 from toolkit.job.argument_fields import OWN_ARGUMENTS

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.documents import CONFIGURATION, parse_json, read_json_object
+from toolkit.files.paths import cache_folder
 from toolkit.versions import installed_version
 
 # What the Trainer itself passes to the function of a schedule.

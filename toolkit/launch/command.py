@@ -22,14 +22,14 @@ from pathlib import Path
 
 from toolkit.cache import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
+from toolkit.launch.options import TrainOptions
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE
+from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, WORLD_SIZE_VARIABLE
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 # In the environment of every process of a run, so that all of them are found and ended.
 RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
 PRESET_VARIABLE = "TOOLKIT_PRESET"
-WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
 # The disk that ranks offload to, for presets that use NVMe.
 NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
 # A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
@@ -85,6 +85,35 @@ class LaunchCommand(ProcessCommand):
             run_id=run_id,
             training_argv=[*self.training_argv, *words],
         )
+
+
+def command_of(
+    options: TrainOptions,
+    preset: PresetSpec,
+    *,
+    nvme_path: Path | None = None,
+    resume_from: Path | None = None,
+    observer_words: Sequence[str] = ("--complete-saves", "--stop-on-signal"),
+) -> LaunchCommand:
+    """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name.
+
+    Somebody's script runs observed in `output_dir`, with `observer_words`.
+    """
+    program = ["-m", "toolkit.train"]
+    if options.runs_script:
+        target = ["-m", str(options.module)] if options.script is None else [options.script]
+        own = ["--output-dir", str(options.output_dir), "--require", options.preset]
+        program = ["-m", "toolkit.observe", *own, *observer_words, *target]
+    resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
+    return launch_command(
+        preset,
+        num_processes=options.world_size(preset),
+        training_argv=[*options.training_arguments, *resume],
+        cpu=options.on_cpu,
+        nvme_path=nvme_path,
+        hang_timeout_minutes=options.hang_timeout_minutes,
+        program=program,
+    )
 
 
 def launch_command(

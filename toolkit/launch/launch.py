@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
-from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.launch.command import LaunchCommand, command_of
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
 from toolkit.launch.preflight import check_job, check_libraries, check_output, check_process_count, reuse_folder
@@ -36,7 +36,7 @@ from toolkit.launch.resume import (
 )
 from toolkit.launch.terminal import OutputFilter
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.observe.words import check_script, check_script_preset, script_name
+from toolkit.observe.script_file import check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -87,7 +87,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
             on_message(f"{checkpoint.path} would be converted for {preset.name} on {run.num_processes} processes first")
         elif is_converted:
             converted = convert_checkpoint(checkpoint, run, on_message=on_message)
-    command = command_of(options, preset, nvme=nvme, resume_from=converted)
+    command = command_of(options, preset, nvme_path=None if nvme is None else nvme.path, resume_from=converted)
     return PreparedRun(options=options, run=run, nvme=nvme, converted=converted, command=command)
 
 
@@ -104,35 +104,6 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
     command = command_of(replace(options, output_dir=folder.path), preset)
     run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
     return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
-
-
-def command_of(
-    options: TrainOptions,
-    preset: PresetSpec,
-    *,
-    nvme: NvmeDisk | None = None,
-    resume_from: Path | None = None,
-    observer_words: Sequence[str] = ("--complete-saves", "--stop-on-signal"),
-) -> LaunchCommand:
-    """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name.
-
-    Somebody's script runs observed in `output_dir`, with `observer_words`.
-    """
-    program = ["-m", "toolkit.train"]
-    if options.runs_script:
-        target = ["-m", str(options.module)] if options.script is None else [options.script]
-        own = ["--output-dir", str(options.output_dir), "--require", options.preset]
-        program = ["-m", "toolkit.observe", *own, *observer_words, *target]
-    resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
-    return launch_command(
-        preset,
-        num_processes=options.world_size(preset),
-        training_argv=[*options.training_arguments, *resume],
-        cpu=options.on_cpu,
-        nvme_path=None if nvme is None else nvme.path,
-        hang_timeout_minutes=options.hang_timeout_minutes,
-        program=program,
-    )
 
 
 def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Callable[[str], None]) -> RunResult:

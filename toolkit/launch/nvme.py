@@ -17,7 +17,7 @@ from typing import Any
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_header
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
 from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job

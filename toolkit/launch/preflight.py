@@ -16,7 +16,7 @@ from toolkit.data.data_files import check_file, first_sample, is_hub_id, resolve
 from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import check_weights
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.hardware.disks import check_free_space
 from toolkit.hardware.gpus import count_gpus
 from toolkit.installation import TRAIN, require

@@ -22,7 +22,14 @@ from toolkit.models.optimizers import OPTIMIZERS, same_states
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, INTERLEAVED
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, Manifest, latest_complete, read_complete_checkpoint
+from toolkit.record.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    Manifest,
+    latest_complete,
+    read_checkpoint,
+    read_complete_checkpoint,
+)
 
 RESUME_FOLDER = ".resume"
 # What a launcher gives its ranks: a conversion is a process of its own.
@@ -182,17 +189,18 @@ def remove_converted(output_dir: Path) -> None:
     shutil.rmtree(output_dir / RESUME_FOLDER, ignore_errors=True)
 
 
-def checkpoint_to_resume(job: Job) -> Checkpoint | None:
+def checkpoint_to_resume(job: Job, *, read_before: bool = False) -> Checkpoint | None:
     """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder.
 
-    Raises ToolkitError for a folder that is no complete checkpoint.
+    `read_before` says that another process has read all bytes of a folder. Raises ToolkitError for a folder that is no
+    complete checkpoint.
     """
     if not job.resumes:
         return None
     named = str(job.resume_from_checkpoint)
-    if named.lower() not in LATEST_WORDS:
-        return read_complete_checkpoint(Path(named))
-    return latest_complete(Path(str(job.output_dir)))
+    if named.lower() in LATEST_WORDS:
+        return latest_complete(Path(str(job.output_dir)))
+    return (read_checkpoint if read_before else read_complete_checkpoint)(Path(named))
 
 
 def converts(checkpoint: Checkpoint, run: TrainingRun) -> bool:

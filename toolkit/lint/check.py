@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import OverLimit, ToolkitError
-from toolkit.files.reading import is_file
+from toolkit.files.paths import is_file
 from toolkit.installation import documentation_address
 from toolkit.lint.document import (
     LINTED_SUFFIXES,

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files import reading
+from toolkit.files import documents
 from toolkit.files.documents import (
     CONFIGURATION,
     LOADER,
@@ -29,7 +29,7 @@ from toolkit.files.documents import (
     not_yaml,
     parse_json,
 )
-from toolkit.files.reading import is_file
+from toolkit.files.paths import is_file
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
@@ -120,7 +120,7 @@ def with_deepspeed_json(document: Document) -> Document:
 
 
 def _read_file(path: Path) -> Document:
-    return read_text(reading.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
+    return read_text(documents.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
 
 
 def read_text(text: str, path: str) -> Document:

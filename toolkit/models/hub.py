@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from toolkit.cache import cache_folder, home_folder
 from toolkit.errors import ToolkitError, shown
 from toolkit.files import write_text
-from toolkit.files.documents import MAX_SHOWN_PATH
-from toolkit.files.reading import MAX_TEXT_BYTES, user_path
+from toolkit.files.documents import MAX_SHOWN_PATH, MAX_TEXT_BYTES
+from toolkit.files.paths import cache_folder, home_folder, user_path
 from toolkit.hardware.system_text import text_of
 
 CONFIG = "config.json"

@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
 from toolkit.files.documents import parse_json, read_json
-from toolkit.files.reading import user_path
+from toolkit.files.paths import cache_folder, user_path
 from toolkit.installation import require
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas

@@ -38,7 +38,13 @@ from toolkit.presets.preset import presets_root
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
-from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, RunFolder, start_facts
+from toolkit.record.folder import (
+    PREPARED_VARIABLE,
+    RESUME_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+    RunFolder,
+    start_facts,
+)
 
 DEEPSPEED_JSON_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
@@ -199,6 +205,7 @@ class ScriptRun:
         return (self.folder.path if first else self.folder.path / f"training-{self.trainings}"), first
 
     def _expected(self, world_size: int) -> ExpectedRun:
+        world_size = int(os.environ.get(WORLD_SIZE_VARIABLE, world_size))  # that `toolkit train` started
         expected = ExpectedRun.of_preset(self.words.require_preset, world_size)
         return replace(expected, world_size=world_size, settings=self.words.require_settings)
 

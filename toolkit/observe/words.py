@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from typing import Any, NoReturn, Self
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import hide_words, restore_secrets
+from toolkit.observe.script_file import USAGE, check_script, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.versions import version_numbers
 
-USAGE = "python -m toolkit.observe [options] script.py [its arguments], or -m module [its arguments]"
 # What `--require NAME=VALUE` may name: readings of every rank.
 REQUIRABLE = (
     *("engine", "sharding", "offload_optimizer", "offload_param", "compute_dtype", "master_dtype"),
@@ -56,7 +55,7 @@ class Words:
     def read(cls, argv: Sequence[str]) -> Self:
         """Read a command line. Raises ToolkitError for an option, a script or a module that does not exist."""
         own, rest = _split(argv)
-        given = _parser().parse_args(own)
+        given = vars(_parser().parse_args(own))
         launched = [word for word in own if word.startswith(LAUNCHER_WORDS)]
         if not rest or rest == ["-m"]:
             raise ToolkitError("no script is named", hint=f"`{USAGE}`")
@@ -64,22 +63,16 @@ class Words:
         target, arguments = (rest[1], rest[2:]) if is_module else (rest[0], rest[1:])
         script, module = (None, target) if is_module else (target, None)
         check_script(script, module)
-        preset, settings = _required(given.require)
+        preset, settings = _required(given.pop("require"))
+        output_dir = given.pop("output_dir") or Path("runs") / script_name(script, module)
         return cls(
             target=target,
             is_module=is_module,
             arguments=(*launched, *restore_secrets(arguments)),
-            output_dir=Path(given.output_dir or Path("runs") / script_name(script, module)),
-            overwrite=given.overwrite,
+            output_dir=Path(output_dir),
             require_preset=preset,
             require_settings=settings,
-            stop_after_steps=given.stop_after_steps,
-            stop_after_minutes=given.stop_after_minutes,
-            stop_when_steps_within=given.stop_when_steps_within,
-            untimed_steps=given.untimed_steps,
-            trial=given.trial,
-            complete_saves=given.complete_saves,
-            stop_on_signal=given.stop_on_signal,
+            **{name: value for name, value in given.items() if name in cls.__dataclass_fields__},
         )
 
     def shown(self) -> list[str]:
@@ -182,57 +175,3 @@ def check_transformers(installed: str | None) -> None:
             f"a Trainer of transformers {OLDEST_TRANSFORMERS} or newer is observed, {installed or 'none'} is installed",
             hint=f"`{sys.executable} -m pip install 'transformers>={OLDEST_TRANSFORMERS}'`",
         )
-
-
-def script_name(script: str | None, module: str | None) -> str:
-    """Return the name of a run folder below `runs/` for a script or a module.
-
-    >>> script_name("examples/dpo.py", None), script_name(None, "trl.scripts.sft")
-    ('dpo', 'sft')
-    """
-    return Path(script).stem if script is not None else str(module).rpartition(".")[2]
-
-
-def check_script(script: str | None, module: str | None) -> Path | None:
-    """Return the file that is run, None for a module without one.
-
-    Raises ToolkitError unless the script is a file of Python, or the module can be found.
-    """
-    if script is None:
-        return _module_file(str(module))
-    path = Path(script)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ToolkitError(f"script {path} {what}", hint=f"`{USAGE}`")
-    try:
-        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, UnicodeDecodeError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ToolkitError(f"script {path} is not Python{line}: {error}", hint=f"`{USAGE}`") from None
-    return path
-
-
-def check_script_preset(preset: PresetSpec) -> None:
-    """Raise ToolkitError for a preset that another script than ours cannot run."""
-    divides = preset.degrees or preset.engine == "pipeline"
-    if divides or preset.uses_nvme:
-        raise ToolkitError(
-            f"preset {preset.name!r} {'divides the model' if divides else 'prepares its disk'} inside our training"
-            " script, which --script does not run",
-            hint="`--preset zero3` or `--preset fsdp2`" if divides else "`--preset zero3_cpu_offload`",
-        )
-
-
-def _module_file(name: str) -> Path | None:
-    try:
-        sys.path.insert(0, "")
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:  # a package
-            found = importlib.util.find_spec(f"{name}.__main__")
-    except (ImportError, ValueError, AttributeError):
-        found = None
-    finally:
-        sys.path.pop(0)
-    if found is None:
-        raise ToolkitError(f"there is no module {name[:80]!r}", hint="a script is named by its path, without `-m`")
-    return Path(found.origin) if found.has_location and found.origin is not None else None

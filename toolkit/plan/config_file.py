@@ -11,7 +11,7 @@ from toolkit.convert.conversion import TOOLS, convert_settings, read_settings
 from toolkit.convert.draft import PRESET, Conversion, load_dialect
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
-from toolkit.files.reading import is_file
+from toolkit.files.paths import is_file
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.job.argument_values import check_type, is_true
 from toolkit.job.job import Job

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.data.data_files import check_file, iter_rows
 from toolkit.data.formats import detect_format, to_sample
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import is_file
+from toolkit.files.paths import is_file
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import config_path
 from toolkit.plan.interconnect import Range

@@ -1,8 +1,8 @@
 """Planned seconds of an optimizer step, tokens per second and MFU: a best estimate, and a 90 % interval around it.
 
-No GPU of this project measured anything here. The constants of `Calibration` are fitted to published rows, all others
-are published measurements, each with its source. `tests/plan/test_step_time.py` compares estimate and interval with
-every row that states enough, also with constants that were fitted without its source (docs/concepts/communication.md).
+No GPU of this project measured anything here; `toolkit.plan.step_parts` has the sources. Estimate and interval are
+compared with every row that states enough, also with constants that were fitted without its source, in
+`tests/plan/test_step_time.py` (docs/concepts/communication.md).
 """
 
 from __future__ import annotations
@@ -10,60 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.job.job import BATCH_ARGUMENTS
-from toolkit.models.activations import Activations
-from toolkit.models.flops import TokenFlops, flops_of
-from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
-from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Collective, Estimate, Interconnect, Range
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
+from toolkit.plan.planned_job import TrainingSetup
+from toolkit.plan.step_parts import (
+    CALIBRATION,
+    Calibration,
+    bubble_factor,
+    compute_seconds,
+    host_seconds,
+    offload_seconds,
+    operations_of,
+    optimizer_seconds,
+    weight_passes_seconds,
+)
 
-# Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
-# compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry. The
-# shapes of a model's layers reach nine tenths of it.
-BEST_MATMUL_SHARE = {
-    **{"a100-40gb": 0.869, "a100-80gb": 0.869, "a100-40gb-pcie": 0.811, "a100-80gb-pcie": 0.811, "h100-sxm": 0.803},
-    **{"h200": 0.803, "b200": 0.776, "gh200-96gb": 0.836, "mi250x": 0.767, "mi300x": 0.601},
-}
-UNLISTED_MATMUL_SHARE, LAYER_MATMUL_SHARE = 0.869, 0.9
-# Share of the dense peak in attention's kernels, forward and backward, causal: FlashAttention 2 on A100 and on H100
-# (https://arxiv.org/abs/2307.08691, figures 4 and 7), FlashAttention 3 on H100 (https://arxiv.org/abs/2407.08608,
-# figures 5 and 6). SDPA has the second one.
-FLASH_2, FLASH_2_ON_HOPPER, FLASH_3 = 0.5, 0.33, 0.57
-# torch's kernels that are no matrix multiplications, per pass through a layer: an A100's cores read and write at 85 %
-# of the data sheet's bandwidth. Of what they move, tensor parallelism divides 24 of 34 bytes (Korthikanti et al.,
-# section 4.2.1, https://arxiv.org/abs/2205.05198).
-KERNEL_BANDWIDTH_SHARE = 0.85
-WHOLE_BYTES, SPLIT_BYTES = 10, 24
 ALIKE_DIGITS = 9  # of an exponential: C libraries differ in the last bit, and a plan is the same everywhere
-LOGITS_BYTES_MOVED = 30  # logits, their fp32 copy, log-probabilities and the gradients of each, written and read
-DEQUANTIZED_BYTES = 2.5  # per 4-bit weight and pass: half a byte read, its bf16 copy written
-PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
-
-# Operations that the host launches per layer, counted in torch's dispatcher (a Llama in transformers 5.23, SDPA, views
-# left out): forward and backward, under autocast, and for each adapter in addition.
-HOST_OPERATIONS, AUTOCAST_OPERATIONS, ADAPTER_OPERATIONS = (38, 78), (54, 100), (6.6, 8.7)
-
 # Communication that nothing hides: kernels of collectives take cores and bandwidth from the computation, and the first
 # gather and the last reduction have nothing to overlap with. DeepSpeed's `overlap_comm` is off below stage 3.
 EXPOSED_SHARE = 0.3
 SHARDINGS_WITHOUT_OVERLAP = ("shard_optimizer", "shard_grad_op", "replicate")
-
-# An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
-UPDATE_BYTES, STATE_ACCESSES = 12, 2
-# AdamW on the host, seconds per 1e9 parameters on all cores of a node: ZeRO-Offload paper, table 4 (DeepSpeed's CPU
-# Adam 0.22 to 0.26, torch's 1.4 to 1.5, two sockets, https://arxiv.org/abs/2101.06840).
-HOST_ADAM_SECONDS: dict[str, Estimate] = {"deepspeed": (0.22, 0.24, 0.52), "fsdp2": (0.22, 0.57, 1.5)}
-PCIE_SHARE: Estimate = (0.87, 0.6, 0.4)  # 55 of 63 GB/s measured with pinned memory; two GPUs may share a switch
-# Of a node with one disk, or several; `--nvme-gb-per-second`.
-DISK_BYTES_PER_SECOND: Estimate = (25 * GIGA, 5 * GIGA, 1 * GIGA)
 
 # Half of the 90 % interval, as a logarithm, for one node of GPUs with published rows; and what widens it. The range of
 # rates of offload and networks is added.
@@ -83,22 +55,6 @@ MEASURED_GPUS = ("a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
 
 
 NO_GENERATION = "generation, which is not planned: times are of scoring and training alone, the least that it takes"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Calibration:
-    """Constants that are fitted to published speeds."""
-
-    kernel_bytes: float
-    """Bytes that a pass moves in kernels without matrix multiplication, per byte that its layer saves."""
-    liger_share: float  # share of those with Liger's kernels for norms, rotary embeddings and the MLP
-    adapter_bytes: float  # moved per pass and column of A or row of B of an adapter
-    host_seconds: float  # in which the host launches an operation
-
-
-# Least squares of the logarithms, each source with the square root of its rows as its weight; `host_seconds` is known
-# from one source only, of 2023 (QwenLM, 12 rows).
-CALIBRATION = Calibration(kernel_bytes=5.5, liger_share=0.43, adapter_bytes=8.5, host_seconds=15e-6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,21 +199,21 @@ def step_time(
     tokens, own_tokens = job.tokens_per_forward * steps // ranks_per_batch, setup.local_tokens * steps
     if preset.engine == "pipeline":  # each has all tokens, and some of the layers
         own_tokens //= ranks_per_batch
-    flops = _flops(setup, causal=False)
-    causal, tp = _flops(setup, causal=True), setup.engine.tp
+    flops = operations_of(setup, causal=False)
+    causal, tp = operations_of(setup, causal=True), setup.engine.tp
     fixed = partial(compute_seconds, interconnect.gpu, setup.shape, job, calibration, peak=peak, tp=tp)
     on_gpu_seconds = partial(fixed, tokens=tokens, own_tokens=own_tokens)
     scored = replace(causal, dense_backward=0, attention_backward=0, recomputed=0)
     scoring = on_gpu_seconds(flops=scored)
     on_gpu = on_gpu_seconds(flops=causal) + job.method.scoring_forwards * scoring
-    on_gpu += _weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)
-    on_host = _host_seconds(setup, calibration)
-    compute = max(on_gpu, on_host) * _bubble_factor(setup)
+    on_gpu += weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)
+    on_host = host_seconds(setup, calibration)
+    compute = max(on_gpu, on_host) * bubble_factor(setup)
     collectives = step_collectives(setup)
     communication = _sum(map(interconnect.estimate, collectives))
     blocking = _sum(interconnect.estimate(collective) for collective in collectives if collective.blocks)
-    optimizer = _optimizer_seconds(setup, interconnect)
-    offload = _offload_seconds(setup, interconnect, nvme_bytes_per_second)
+    optimizer = optimizer_seconds(setup, interconnect)
+    offload = offload_seconds(setup, interconnect, nvme_bytes_per_second)
     serial = preset.engine == "deepspeed" and preset.sharding in SHARDINGS_WITHOUT_OVERLAP
 
     def seconds(place: int) -> float:
@@ -319,23 +275,6 @@ def speed_row(speed: StepTime | None) -> dict[str, Any]:
     }
 
 
-def _flops(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
-    adapters = setup.weights.num_trained if setup.weights.adapters else 0
-    length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
-    # In a ring, the rank with the end of a sequence attends to all of it, and the others wait: torchtitan's rings of 4
-    # and 8 (the table of its performance page) are as slow as that.
-    ring = setup.layout is not None and setup.layout.cp > 1
-    # MFU counts every parameter; the GPU multiplies with none that is only looked up.
-    return flops_of(
-        setup.shape,
-        seq_length=length,
-        num_adapter_params=adapters,
-        causal=causal and not ring,
-        recompute=recompute,
-        count_embeddings=not causal,
-    )
-
-
 def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[str]:
     """What widens an interval, as `WIDER` has it."""
     preset, gpu = setup.preset, interconnect.gpu
@@ -367,134 +306,6 @@ def _highest_share(setup: TrainingSetup) -> float:
     if setup.weights.adapters:
         return HIGHEST_SHARE["qlora" if setup.job.load_in_4bit else "lora"]
     return HIGHEST_SHARE["recomputed" if setup.job.activation_checkpointing else "full"]
-
-
-def _bubble_factor(setup: TrainingSetup) -> float:
-    """Time of a step over that of the average stage, which waits for the others, the slowest of them included.
-
-    A rank of a pipeline computes its layers only, and the last one the head besides.
-    """
-    settings = setup.job.pipeline
-    if setup.preset.engine != "pipeline" or settings is None:
-        return 1.0
-    job, parts = setup.job, [stage_shape(setup.shape, settings, rank) for rank in range(settings.ranks)]
-    length, recompute = job.tokens_per_row, job.activation_checkpointing
-    flops = [flops_of(part, seq_length=length, recompute=recompute, count_embeddings=False) for part in parts]
-    work = [each.hardware_flops for each in flops]
-    return settings.bubble_factor(setup.accumulation_steps, slowest=max(work) / (sum(work) / len(work)))
-
-
-def compute_seconds(
-    gpu: Gpu,
-    shape: ModelShape,
-    job: PlannedJob,
-    calibration: Calibration = CALIBRATION,
-    *,
-    peak: float,
-    tokens: float,
-    flops: TokenFlops,
-    own_tokens: int | None = None,
-    tp: int = 1,
-) -> float:
-    """Return the seconds in which one GPU computes `tokens` tokens of these layers, with causal attention in `flops`.
-
-    `peak` is that of the compute dtype. With `tp` above 1 each layer is split over as many GPUs, which each have
-    `own_tokens`, all tokens of a batch.
-    """
-    own_tokens = round(tokens) if own_tokens is None else own_tokens
-    share = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE) * LAYER_MATMUL_SHARE
-    attention = flops.attention_forward * (2 if flops.recomputed else 1) + flops.attention_backward
-    operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
-    if gpu.memory_bytes_per_second is None:
-        return tokens * operations / peak
-    passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
-    moved = calibration.kernel_bytes * _saved_bytes(shape).token_bytes(job.tokens_per_row) * passes
-    moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
-    moved *= calibration.liger_share if job.loss == "fused" else 1.0
-    moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
-    return tokens * operations / peak + own_tokens * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
-
-
-@lru_cache(maxsize=256)
-def _saved_bytes(shape: ModelShape) -> SavedBytes:
-    """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
-    return Activations(shape=shape).saved("none").layers
-
-
-def _attention_share(gpu: Gpu, job: PlannedJob) -> float:
-    name = job.attn_implementation or ""
-    if "flash_attention_3" in name or "flash_attention_4" in name:
-        return FLASH_3
-    return FLASH_2_ON_HOPPER if gpu.name.startswith(("h100", "h200", "gh200", "b200")) else FLASH_2
-
-
-def _weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calibration: Calibration) -> float:
-    """What adapters move per token, and 4-bit weights that are decoded in each pass."""
-    if not setup.weights.adapters or gpu.memory_bytes_per_second is None:
-        return 0.0
-    passes = RECOMPUTED_PASSES if setup.job.activation_checkpointing else PASSES
-    tensors = [tensor for unit in setup.weights.adapter_units for tensor in unit]
-    widths = sum(each.shape[-1] if ".lora_A." in each.name else each.shape[0] for each in tensors)
-    decoded = sum(tensor.num_elements * count for tensor, count in setup.weights.in_4bit) * DEQUANTIZED_BYTES
-    moved = own_tokens * calibration.adapter_bytes * widths + setup.accumulation_steps * decoded
-    return passes * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
-
-
-def _host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
-    """Launches of a step, without which a GPU that computes faster waits: short rows in small micro-batches."""
-    forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
-    forwards = setup.forwards + setup.accumulation_steps * setup.job.method.scoring_forwards
-    operations = 1.0 * setup.part.num_layers * (forward * forwards + backward * setup.accumulation_steps)
-    adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
-    passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
-    operations += adapters * sum(launched * times for launched, times in passes)
-    return operations * calibration.host_seconds
-
-
-def _optimizer_share(setup: TrainingSetup) -> float:
-    if "optimizer" not in setup.preset.sharded_parts:
-        return setup.weights.num_trained
-    sharing = setup.engine.ranks_sharing
-    return sum(count * tensor.num_elements / sharing(tensor) for tensor, count in setup.weights.trained)
-
-
-def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float:
-    """Memory traffic of the optimizer on the GPU; an offloaded one is part of the offload."""
-    bandwidth = interconnect.gpu.memory_bytes_per_second
-    if setup.preset.offload_optimizer or bandwidth is None:
-        return 0.0
-    tensors = (UpdatedTensor(shape=tensor.shape, count=count) for tensor, count in setup.weights.trained)
-    states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.weights.num_trained, 1)
-    moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
-    return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
-
-
-def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Estimate:
-    """Between GPU and host, host and disk, and AdamW on the host's cores, which all GPUs of a node share."""
-    preset, steps = setup.preset, setup.accumulation_steps
-    if preset.offload_optimizer is None and preset.offload_param is None:
-        return 0.0, 0.0, 0.0
-    trained, shard = _optimizer_share(setup), (setup.weights.num_trained + setup.weights.num_frozen) / setup.world_size
-    element_bytes = setup.engine.element_bytes
-    stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
-    on_host = on_disk = 0.0  # bytes of one GPU per step
-    if preset.offload_param is not None:  # shards for gathers
-        on_host += 2 * steps * stored_bytes * shard
-    if preset.offload_optimizer is not None:  # gradients, and updated parameters
-        on_host += (1 if setup.job.keeps_whole_gradients else steps) * stored_bytes * trained
-        on_host += 0 if preset.offload_param is not None else element_bytes * trained
-    if preset.offload_optimizer == "nvme":  # optimizer states, read and written
-        on_disk += 2 * 12 * trained
-    if preset.offload_param == "nvme":  # read for gathers, and written
-        on_disk += element_bytes * (2 * steps * shard + trained)
-    pcie, gpus = interconnect.gpu.pcie_bytes_per_second, min(interconnect.world_size, interconnect.gpus_per_node)
-    on_disk *= gpus
-    disk = DISK_BYTES_PER_SECOND if nvme is None else (float(nvme), 0.75 * nvme, 0.5 * nvme)
-    updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
-    adam = [each * updated for each in HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]]
-    best = max(on_host / (pcie * PCIE_SHARE[0]), on_disk / disk[0], adam[0])
-    estimate, worst = (on_host / (pcie * PCIE_SHARE[end]) + on_disk / disk[end] + adam[end] for end in (1, 2))
-    return best, estimate, worst
 
 
 def _sum(estimates: Iterable[Estimate]) -> Estimate:

@@ -19,8 +19,7 @@ import yaml
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.documents import parse_yaml
-from toolkit.files.reading import read_text
+from toolkit.files.documents import parse_yaml, read_text
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import unsupported
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError, nearest, shown
-from toolkit.files.documents import read_configuration, unexpected
-from toolkit.files.reading import is_file, read_text, user_path
+from toolkit.files.documents import read_configuration, read_text, unexpected
+from toolkit.files.paths import is_file, user_path
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, PARALLEL_KEY, check_keys_and_values
 from toolkit.presets.spec import PresetSpec

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.files.documents import read_configuration
-from toolkit.files.reading import read_text
+from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
 

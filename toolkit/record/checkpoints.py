@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import Limits, read_json_object, validate
-from toolkit.files.reading import open_file
+from toolkit.files.documents import Limits, open_file, read_json_object, validate
 from toolkit.hardware.disks import free_bytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount

@@ -26,6 +26,8 @@ from toolkit.files.secrets import hide_secrets
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 # The launcher restarts a script of the user's own: its Trainer resumes from the newest complete checkpoint.
 RESUME_VARIABLE = "TOOLKIT_RESUME"
+# The ranks that the job asked for, in all.
+WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
 SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1

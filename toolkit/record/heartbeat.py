@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.reading import read_bytes
+from toolkit.files.documents import read_bytes
 from toolkit.record import status
 
 HANG_TIMEOUT_VARIABLE = "TOOLKIT_HANG_TIMEOUT_MINUTES"

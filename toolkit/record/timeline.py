@@ -21,8 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, computed_field
 
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import complete_bytes
-from toolkit.files.reading import read_bytes
+from toolkit.files.documents import complete_bytes, read_bytes
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import StepRow, read_steps

@@ -6,36 +6,38 @@ none is given, random weights where there are none, and a summary of what this r
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from transformers import set_seed
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoConfig, Trainer, set_seed
+from transformers.initialization import no_init_weights
 
+from toolkit.models.fake_tensors import LiveMemory, on_fake_tensors
 from toolkit.observe.attest.tensors import compute_dtype
-from toolkit.observe.observed_run import ObservedRun
-from toolkit.observe.observer import Observer
+from toolkit.observe.parts import ExpectedRun
 from toolkit.observe.progress import Progress
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.measurements import read_rows
 from toolkit.rehearse.rehearsal import RehearsedRank, has_local_weights
-from toolkit.rehearse.stand_ins import REHEARSAL_PARTS, join_fake_world, rehearsal_data, rehearsal_model
-from toolkit.rehearse.trace import trace
+from toolkit.rehearse.stand_ins import (
+    REHEARSAL_PARTS,
+    join_fake_world,
+    measured_facts,
+    model_from_config,
+    rehearsal_data,
+    rehearsal_model,
+)
+from toolkit.rehearse.trace import Facts, prepare, trace_step
 from toolkit.train.active_run import ActiveRun, open_run
-from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
+from toolkit.train.arguments import Arguments, LaunchContext, parse_args, set_up_libraries
+from toolkit.train.model.chunked_loss import apply_loss
+from toolkit.train.model.loading import from_pretrained
 from toolkit.train.trainer import build_trainer
 
-# A rehearsal measures neither of these: recorded in run.json and shown with every result.
-NOT_MEASURED = (
-    "losses, gradient norms and accuracies (what other ranks would have sent is not there)",
-    "the speed of collectives, and of a step that waits for them",
-    "whether all ranks hold the same weights and different batches",
-)
 WITH_EXPERTS = "how many tokens other ranks send to the experts of this one: here as many as it sends itself"
 WITH_PACKING = "whether the rows of a pack are isolated from each other (that takes the weights of all ranks)"
-MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 
 
 def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], progress: Progress) -> None:
@@ -50,7 +52,7 @@ def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], prog
         run.start_health_checks()
         set_seed(args.training.seed)
         if rehearsed.fake_tensors:
-            run.write_completion(rehearsal=facts | trace(args, launch) | {"random_weights": True})
+            run.write_completion(rehearsal=facts | trace_job(args, launch) | {"random_weights": True})
             return
         progress.enter("data")
         tokenizer, data = rehearsal_data(args)
@@ -70,19 +72,23 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
     return facts | {"random_weights": not has_local_weights(str(job.model_name_or_path))}
 
 
-def measured_facts(
-    run: ObservedRun, rehearsed: RehearsedRank, observer: Observer, *, untimed_steps: int
-) -> dict[str, Any]:
-    """Return what was read back from this rank's live objects after its first step, and its peaks."""
-    own, rows = dict(observer.attestation.reading or {}), read_rows(run.folder.rank_rows(rehearsed.rank))
-    timed = [row.seconds for row in rows[untimed_steps:]]
-    return {
-        **asdict(rehearsed),
-        "steps": len(rows),
-        **{name: own[name] for name in (*MODEL_STATES, "num_params", "num_trainable_params")},
-        **{name: max((size for row in rows if (size := getattr(row, name))), default=None) for name in PEAKS},
-        # On a CPU, fp32 arithmetic says nothing about a GPU's step.
-        "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
-        "not_measured": list(NOT_MEASURED),
-        "phase_peaks": observer.timer.read_peaks(),
-    }
+def trace_job(args: Arguments, launch: LaunchContext) -> Facts:
+    """Trace an optimizer step of our own training script, on rows without padding."""
+    assert launch.preset is not None
+    vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
+    memory = LiveMemory(vocab_size=vocabulary)
+    with on_fake_tensors(memory, engine=launch.preset.engine):
+        with no_init_weights():
+            model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
+        model.tie_weights()
+        with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
+            trainer = Trainer(model=model, args=args.training)
+            apply_loss(trainer, args.job)
+        expected = ExpectedRun(preset=launch.preset, world_size=launch.world_size, dp_shard_size=launch.dp_shard_size)
+        prepare(trainer, memory)
+        rows, length = args.training.per_device_train_batch_size, args.job.tokens_per_row
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        batch = {"input_ids": tokens, "labels": tokens}
+        # Without positions a model reads the values of the mask.
+        batch["position_ids"] = torch.arange(length).expand(rows, length)
+        return trace_step(trainer, memory, [batch] * args.training.gradient_accumulation_steps, expected)

@@ -29,7 +29,7 @@ from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_requi
 from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
-from toolkit.observe.words import check_script, check_script_preset
+from toolkit.observe.script_file import check_script, check_script_preset
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec

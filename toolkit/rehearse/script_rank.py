@@ -39,7 +39,6 @@ from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.trial import StepsAlone
 from toolkit.observe.words import Words
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
-from toolkit.rehearse.rank_script import measured_facts
 from toolkit.rehearse.rehearsal import RehearsedRank
 from toolkit.rehearse.stand_ins import (
     FakeOtherRanks,
@@ -47,6 +46,7 @@ from toolkit.rehearse.stand_ins import (
     RehearsedTimer,
     fill_shards,
     join_fake_world,
+    measured_facts,
 )
 from toolkit.rehearse.trace import Facts, prepare, trace_step
 

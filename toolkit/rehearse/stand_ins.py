@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.attest.differences import Difference, Values, byte_limit_differences, differences
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.observer import Observer
 from toolkit.observe.timer import StepTimer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.spec import PresetSpec
+from toolkit.record.measurements import read_rows
 from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
@@ -33,7 +38,14 @@ from toolkit.train.trainer import TrainerParts
 
 SHARD_VALUE = 0.01
 MEANINGLESS_COLUMNS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
+MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+# A rehearsal measures neither of these: recorded in run.json and shown with every result.
+NOT_MEASURED = (
+    "losses, gradient norms and accuracies (what other ranks would have sent is not there)",
+    "the speed of collectives, and of a step that waits for them",
+    "whether all ranks hold the same weights and different batches",
+)
 
 
 # -- the world
@@ -260,3 +272,24 @@ class RehearsedTimer(StepTimer):
 REHEARSAL_PARTS = TrainerParts(
     timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=lambda trainer: [FakeOtherRanks(trainer)]
 )
+
+
+def measured_facts(
+    run: ObservedRun, rehearsed: RehearsedRank, observer: Observer, *, untimed_steps: int
+) -> dict[str, Any]:
+    """Return what was read back from this rank's live objects after its first step, and its peaks."""
+    own, rows = dict(observer.attestation.reading or {}), read_rows(run.folder.rank_rows(rehearsed.rank))
+    timed = [row.seconds for row in rows[untimed_steps:]]
+    return {
+        **asdict(rehearsed),
+        "steps": len(rows),
+        **{name: own[name] for name in (*MODEL_STATES, "num_params", "num_trainable_params")},
+        **{
+            name: max((size for row in rows if (size := getattr(row, name))), default=None)
+            for name in (*PEAKS, "peak_host_bytes")
+        },
+        # On a CPU, fp32 arithmetic says nothing about a GPU's step.
+        "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
+        "not_measured": list(NOT_MEASURED),
+        "phase_peaks": observer.timer.read_peaks(),
+    }

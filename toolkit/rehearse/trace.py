@@ -16,22 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoConfig, Trainer
-from transformers.initialization import no_init_weights
+from transformers import Trainer
 
 from toolkit.errors import AttestationFailed
-from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
+from toolkit.models.fake_tensors import LiveMemory, MemoryPeak
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
-from toolkit.observe.attest.tensors import compute_dtype, full_size, local, optimizer_state_tensors
+from toolkit.observe.attest.tensors import full_size, local, optimizer_state_tensors
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
-from toolkit.rehearse.stand_ins import model_from_config
-from toolkit.train.arguments import Arguments, LaunchContext
-from toolkit.train.model.chunked_loss import apply_loss, read_loss
-from toolkit.train.model.loading import from_pretrained
+from toolkit.train.model.chunked_loss import read_loss
 
 Facts = dict[str, Any]
 
@@ -43,28 +38,6 @@ NOT_TRACED = (
     "time, losses and gradient norms",
 )
 PHASES = ("forward", "backward", "step")
-
-
-def trace(args: Arguments, launch: LaunchContext) -> Facts:
-    """Trace an optimizer step of our own training script, on rows without padding."""
-    assert launch.preset is not None
-    vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
-    memory = LiveMemory(vocab_size=vocabulary)
-    with on_fake_tensors(memory, engine=launch.preset.engine):
-        with no_init_weights():
-            model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
-        model.tie_weights()
-        with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
-            trainer = Trainer(model=model, args=args.training)
-            apply_loss(trainer, args.job)
-        expected = ExpectedRun(preset=launch.preset, world_size=launch.world_size, dp_shard_size=launch.dp_shard_size)
-        prepare(trainer, memory)
-        rows, length = args.training.per_device_train_batch_size, args.job.tokens_per_row
-        tokens = torch.zeros(rows, length, dtype=torch.int64)
-        batch = {"input_ids": tokens, "labels": tokens}
-        # Without positions a model reads the values of the mask.
-        batch["position_ids"] = torch.arange(length).expand(rows, length)
-        return trace_step(trainer, memory, [batch] * args.training.gradient_accumulation_steps, expected)
 
 
 class TracedTrainer(Trainer):  # type: ignore[misc]

@@ -51,8 +51,9 @@ from toolkit.plan.planned_job import (
     check_size,
     model_part,
 )
-from toolkit.plan.recommendation import broken, train_command
-from toolkit.plan.step_time import SPREAD, compute_seconds
+from toolkit.plan.recommended_commands import broken, train_command
+from toolkit.plan.step_parts import compute_seconds
+from toolkit.plan.step_time import SPREAD
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions

@@ -156,21 +156,17 @@ def _prepared_checkpoint(
     arguments: Arguments, launch: LaunchContext, target: resume.TrainingRun | None
 ) -> Checkpoint | None:
     """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
-    given, output_dir = str(arguments.training.resume_from_checkpoint), Path(arguments.training.output_dir)
-    if given.lower() not in checkpoints.LATEST_WORDS:
-        read_anew = not launch.folder_prepared  # otherwise the launcher has read it
-        checkpoint = (checkpoints.read_complete_checkpoint if read_anew else checkpoints.read_checkpoint)(Path(given))
-    else:
+    job, output_dir = arguments.job, Path(arguments.training.output_dir)
+    if str(job.resume_from_checkpoint).lower() in checkpoints.LATEST_WORDS:
         checkpoints.remove_unfinished(output_dir)
-        latest = checkpoints.latest_complete(output_dir)
-        if latest is None:
-            print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
-            return None
-        checkpoint = latest
+    checkpoint = resume.checkpoint_to_resume(job, read_before=launch.folder_prepared)
+    if checkpoint is None:
+        print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
+        return None
     if target is not None and resume.converts(checkpoint, target):
         converted = resume.convert_checkpoint(checkpoint, target, on_message=partial(print, flush=True))
         checkpoint = checkpoints.read_checkpoint(converted)
-    if not arguments.job.trust_pickle:
+    if not job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint
 

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
 from toolkit.errors import ToolkitError
-from toolkit.files.reading import user_path
+from toolkit.files.paths import user_path
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.job.accumulation import SHARDED, with_accumulate
 from toolkit.job.global_batch import WARMUP_SHARE, ScaledRate, global_batch_size, scaled_rate, with_accumulation
@@ -39,7 +39,7 @@ from toolkit.presets import training_arguments
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec, default_accumulate, uses_fsdp
-from toolkit.record.folder import PREPARED_VARIABLE
+from toolkit.record.folder import PREPARED_VARIABLE, WORLD_SIZE_VARIABLE
 from toolkit.train.model.loading import choose_attention
 
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
@@ -68,13 +68,13 @@ class LaunchContext:
         nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
         if command.PRESET_VARIABLE in os.environ:
             preset, started = load_preset(os.environ[command.PRESET_VARIABLE]), os.environ.get("WORLD_SIZE")
-            requested = os.environ.get(command.WORLD_SIZE_VARIABLE)
+            requested = os.environ.get(WORLD_SIZE_VARIABLE)
             if requested and started and requested != started:
                 raise ToolkitError(
-                    f"the job asked for {requested} ranks ({command.WORLD_SIZE_VARIABLE}), and {started} were started:"
+                    f"the job asked for {requested} ranks ({WORLD_SIZE_VARIABLE}), and {started} were started:"
                     f" {os.environ.get('LOCAL_WORLD_SIZE', '1')} on each of {nodes} node{'s' * (nodes != '1')}",
                     hint=f"ask for {requested} GPUs, and start torchrun on every node;"
-                    f" or change `{command.WORLD_SIZE_VARIABLE}`",
+                    f" or change `{WORLD_SIZE_VARIABLE}`",
                 )
             if started_by_torchrun and started is None and preset.engine != "none":
                 raise ToolkitError(

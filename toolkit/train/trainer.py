@@ -19,7 +19,7 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import compute_dtype, dtype_name
+from toolkit.observe.attest.tensors import compute_dtype, dtype_name, num_trainable_params
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.observer import observe
@@ -220,7 +220,9 @@ def build_trainer(
 
 def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
     """Return what the script knows of the run: the readings that its arguments determine, and its own readers."""
-    args, launch = run.arguments, run.launch
+    args, launch, model = run.arguments, run.launch, trainer.model
+    all_stages = getattr(model, "num_params_of_all_stages", None)  # a pipeline trains all of its parameters
+    trained_at_load = num_trainable_params(model) if all_stages is None else all_stages()
     return ObserverParts(
         expected=ExpectedRun(
             preset=launch.preset,
@@ -228,7 +230,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             dp_shard_size=launch.dp_shard_size,
             layout=args.layout,
             layout_at_load=run.layout_at_load,
-            settings=expected_readings(args),
+            settings=expected_readings(args) | {"num_trainable_params": trained_at_load},
         ),
         read=(lambda _, plain: trainer.read_methods(plain),),
         read_before_training=verify_packing,

@@ -20,8 +20,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
+from toolkit.files.paths import cache_folder
 from toolkit.models.decoders import types_with_formulas
 from toolkit.versions import attention_names, model_class_flags, model_plans, model_types
 

@@ -21,9 +21,9 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: E402
 from page_runtime import write_runtime  # noqa: E402
 
-from toolkit.cache import cache_folder  # noqa: E402
 from toolkit.entry_point import exit_code_of  # noqa: E402
 from toolkit.errors import ToolkitError  # noqa: E402
+from toolkit.files.paths import cache_folder  # noqa: E402
 from toolkit.hardware.gpu_table import GPUS, find_gpu  # noqa: E402
 from toolkit.models.optimizers import OPTIMIZERS  # noqa: E402
 from toolkit.models.read_model import known_models, read_model  # noqa: E402

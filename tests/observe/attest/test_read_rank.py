@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.observe.attest.read_rank import RecomputeDetector, uses_activation_checkpointing
+from toolkit.observe.attest.read_rank import ForwardDetector, uses_activation_checkpointing
 
 
 class Block(torch.nn.Module):
@@ -24,12 +24,12 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize("flagged", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_forward_in_backward_is_detected_whatever_the_flag(checkpointed: bool, flagged: bool) -> None:
-    block, detector = Block(checkpointed=checkpointed, flagged=flagged), RecomputeDetector()
+    block, detector = Block(checkpointed=checkpointed, flagged=flagged), ForwardDetector()
     detector.start()
     block(torch.ones(1, 2, requires_grad=True)).sum().backward()
     detector.stop()
-    assert detector.detected is checkpointed
-    assert uses_activation_checkpointing(block, detector.detected) is checkpointed
+    assert detector.recomputes is checkpointed
+    assert uses_activation_checkpointing(block, detector.recomputes) is checkpointed
 
 
 def test_flags_decide_without_a_detector_or_without_trained_weights() -> None:
@@ -38,3 +38,17 @@ def test_flags_decide_without_a_detector_or_without_trained_weights() -> None:
     assert not uses_activation_checkpointing(block, False)
     block.requires_grad_(False)
     assert uses_activation_checkpointing(block, False)
+
+
+@pytest.mark.parametrize(("autocast", "read"), [(True, "bfloat16"), (False, "float32")])
+def test_the_compute_dtype_is_that_of_linear_layers_whatever_is_configured(autocast: bool, read: str) -> None:
+    layer, detector = torch.nn.Linear(2, 2), ForwardDetector()
+    detector.start()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        layer(torch.ones(1, 2))
+    detector.stop()
+    assert detector.compute_dtype("bfloat16") == read
+
+
+def test_the_compute_dtype_is_the_configured_one_where_no_linear_layer_ran() -> None:
+    assert ForwardDetector().compute_dtype("bfloat16") == "bfloat16"

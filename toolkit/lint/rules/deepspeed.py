@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.files.reading import is_file
+from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files
 from toolkit.lint.findings import ERROR, WARNING, Match, rule

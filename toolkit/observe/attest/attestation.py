@@ -25,7 +25,7 @@ from toolkit.observe.attest.differences import (
 )
 from toolkit.observe.attest.expected import expected_bytes, expected_values
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
-from toolkit.observe.attest.read_rank import RecomputeDetector, read_accumulated, read_gradients, read_rank
+from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, weights_sha256
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
@@ -61,7 +61,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.gradients: Values | None = None
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
-        self.norms, self.recompute = NormReader(), RecomputeDetector()
+        self.norms, self.forwards = NormReader(), ForwardDetector()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
@@ -74,7 +74,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
-            self.recompute.start()
+            self.forwards.start()
         self.progress.enter("train")
         self.timer.restart_clock()
 
@@ -93,9 +93,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             return
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
-        self.recompute.stop()
-        recomputes, readers = self.recompute.detected, self.parts.read
-        reading = read_rank(self.trainer, self.gradients or {}, readers=readers, recompute_detected=recomputes)
+        self.forwards.stop()
+        reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
         self.reading = reading | {
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
@@ -113,9 +112,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def verify(self, reading: Values) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
-        gathered = gather_from_ranks((reading, self.norms.reading), single_process=self.run.single_process)
-        ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
-        expected, preset, path = self.expected_values(), self.parts.expected.preset, self.run.folder.attestation_json
+        own = (reading, self.norms.reading, self.expected_values())
+        gathered = gather_from_ranks(own, single_process=self.run.single_process)
+        ranks, norms = [each[0] for each in gathered], [each[1] for each in gathered]
+        expected = gathered[0][2]  # another rank's arguments may differ, and then that rank is the one that deviates
+        preset, path = self.parts.expected.preset, self.run.folder.attestation_json
         found = self.differences(expected, ranks, norms)
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.job.accumulation import SHARDED, WHOLE
@@ -29,7 +29,7 @@ def read_rank(
     gradients: Values,
     *,
     readers: Sequence[Callable[[Any, Any], Values]] = (),
-    recompute_detected: bool | None,
+    forwards: ForwardDetector,
 ) -> Values:
     """Read one rank after its first optimizer step; the script's own `readers` override what is read here."""
     wrapped = tensors.uncompiled(trainer.model_wrapped)
@@ -47,14 +47,15 @@ def read_rank(
         "wrapper": type(wrapped).__name__,
         **engine,
         **gradients,
+        "compute_dtype": forwards.compute_dtype(engine["compute_dtype"]),
         "quantized_bytes": tensors.local_bytes(held_in_4bit) if in_4bit else None,
         "quantization_constant_bytes": tensors.constant_bytes(plain) if in_4bit else None,
         "quantized_storage_dtype": tensors.dtype_names(in_4bit),
         "load_in_4bit": bool(in_4bit),
         "parameter_bytes": engine["parameter_bytes"] + tensors.constant_bytes(plain),
         "num_params": tensors.num_params(plain),
-        "num_trainable_params": sum(tensors.full_size(p) for p in parameters if p.requires_grad),
-        "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),
+        "num_trainable_params": tensors.num_trainable_params(plain),
+        "activation_checkpointing": uses_activation_checkpointing(plain, forwards.recomputes),
         "activation_checkpointing_offload": _offloads_activations(plain),
         "seed": torch.initial_seed(),
         # given to the compiler, and the compiler made a graph of it
@@ -172,25 +173,39 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
 # -- what only the first step shows
 
 
-class RecomputeDetector:
-    """Detects a module's forward that runs while autograd is in backward, in any module between `start` and `stop`.
+class ForwardDetector:
+    """Detects recomputation and the dtype of linear layers, in the forwards of any module between `start` and `stop`.
 
-    A flag on a module only shows that checkpointing was requested. `detected` is None if it was never started.
+    A flag on a module, or an accelerator's precision, only shows what was requested. `recomputes` is None if it was
+    never started.
     """
 
-    detected: bool | None = None
+    recomputes: bool | None = None
+
+    def __init__(self) -> None:
+        self.linear_dtypes: set[str] = set()
 
     def start(self) -> None:
-        self.detected = False
-        self.hook = register_module_forward_pre_hook(self._on_forward)
+        self.recomputes = False
+        before, after = self._before_forward, self._after_forward
+        self.hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
 
     def stop(self) -> None:
-        if self.detected is not None:
-            self.hook.remove()
+        for hook in self.hooks if self.recomputes is not None else ():
+            hook.remove()
 
-    def _on_forward(self, module: Any, *_: Any) -> None:
+    def compute_dtype(self, configured: str | None) -> str | None:
+        """Return the configured dtype, or those that linear layers computed in if it was none of them."""
+        is_used = not self.linear_dtypes or self.linear_dtypes & set((configured or "").split("+"))
+        return configured if is_used else "+".join(sorted(self.linear_dtypes))
+
+    def _before_forward(self, module: Any, *_: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
-        self.detected = self.detected or (in_backward and not getattr(module, "only_decodes", False))
+        self.recomputes = self.recomputes or (in_backward and not getattr(module, "only_decodes", False))
+
+    def _after_forward(self, module: Any, _: Any, output: Any) -> None:
+        if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
+            self.linear_dtypes.add(tensors.dtype_name(output.dtype))
 
 
 def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:

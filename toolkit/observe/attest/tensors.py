@@ -120,6 +120,11 @@ def num_params(model: Any) -> int:
     return sum(map(full_size, model.parameters())) + hidden
 
 
+def num_trainable_params(model: Any) -> int:
+    """Return the trained parameters of the unsharded model."""
+    return sum(full_size(p) for p in model.parameters() if p.requires_grad)
+
+
 def constant_bytes(model: Any) -> int:
     """Return the bytes of the constants that decode the 4-bit weights: whole on every rank."""
     return local_bytes(tensor for module in quantized_modules(model) for tensor in constants(module.quant_state))

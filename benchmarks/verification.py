@@ -1,0 +1,426 @@
+"""How often verification is right: every deviation that it claims to find, and honest runs that it must not flag.
+
+    python benchmarks/verification.py --work DIR
+
+Each run is the small Llama on CPU ranks, one optimizer step. `benchmarks/faulty_ranks` changes what trains, from
+outside. A deviation counts as found only if the run ended with the verification's error, and the field is among its
+differences, with the expected value and the one that was read. Finished runs are in DIR/runs.jsonl: the same command
+resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from live_faults import FAULTY_RANKS
+from record import ROOT, append_line, print_table, read_lines, write_result
+from small_job import small_model, words
+
+sys.path.append(str(ROOT / "tests"))
+
+from trl_jobs import GENERATES, TRL_ROWS
+
+from toolkit.launch.command import inherited_environment
+from toolkit.launch.launch import prepare_run, run_training
+from toolkit.launch.options import TrainOptions
+from toolkit.launch.warm_start import fork_server
+from toolkit.observe.attest.differences import Difference
+from toolkit.record.folder import read_json
+
+OURS, SFT, DPO, GRPO = "toolkit train", "sft", "dpo", "grpo"
+FAULT_VARIABLE = "TOOLKIT_FAULT"
+HEADER = ("Field", "Deviation", "Found: toolkit train", "Found: TRL", "As reported")
+ATTEST = ROOT / "toolkit" / "observe" / "attest"
+# Keys of other dicts in the functions that say what is expected: entries of a checkpoint's manifest.
+NOT_COMPARED = {
+    "pipeline_chunks",
+    "data_parallel_size",
+    "global_batch_size",
+    "streaming_buffer_size",
+    "dataset_weights",
+}
+OTHER_TRAINERS = ROOT / "tests" / "scripts" / "other_trainers.py"
+TIMEOUT_MINUTES = 10.0
+
+
+class Deviation(NamedTuple):
+    """A change of what trains that one field of the attestation must show."""
+
+    field: str
+    does: str
+    faults: dict[str, str]
+    """Fault of `faulty_ranks` by preset."""
+    ours: str | None = ""
+    """More arguments of `toolkit train`; None where our script is not run."""
+    trl: str | None = ""
+    """More arguments of TRL's scripts; None where its trainers have no such setting, or nothing is expected of it."""
+    trainers: tuple[str, ...] = (SFT,)
+    ranks: int = 2
+
+
+def under(fault: str, *presets: str) -> dict[str, str]:
+    return dict.fromkeys(presets, fault)
+
+
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+LORA = "--lora_r 4"
+TRL_LORA = "--use_peft true --lora_r 4 --lora_target_modules all-linear"
+CLIPPING = {**under("no_clipping", "ddp", "fsdp2"), "zero2": "no_clipping_zero2", "zero3": "no_clipping_zero3"}
+NORM, LARGE = "gradient norm at the optimizer", "norm of a large gradient, clipped"
+ACCUMULATES = "--gradient_accumulation_steps 2 --accumulate sharded"
+PIPELINE = "--pp 2 --gradient_accumulation_steps 2"
+DEVIATIONS = (
+    Deviation("world_size", "each rank trains alone", under("each_alone", "ddp")),
+    Deviation("world_size", "each rank trains alone", under("each_alone", "zero2"), trl=None),
+    Deviation("engine", "nothing wraps the model", under("unwrapped", "ddp"), trainers=(SFT, DPO, GRPO)),
+    Deviation("engine", "DDP runs", {"zero2": "without_deepspeed", "zero3": "without_deepspeed"}),
+    Deviation("engine", "DDP runs", under("ddp_for_fsdp2", "fsdp2"), trainers=(SFT, DPO, GRPO)),
+    Deviation("sharding", "stage 1 runs", under("stage_1", "zero2"), trainers=(SFT, DPO, GRPO)),
+    Deviation("sharding", "stage 2 runs", under("stage_2", "zero3")),
+    Deviation("sharding", "weights stay gathered", under("fsdp2_without_resharding", "fsdp2")),
+    Deviation("offload_optimizer", "offloaded", under("offloaded", "zero2", "zero3")),
+    Deviation("offload_optimizer", "not offloaded", under("not_offloaded", "zero2_cpu_offload", "zero3_cpu_offload")),
+    Deviation("offload_optimizer", "not offloaded", under("fsdp2_not_offloaded", "fsdp2_cpu_offload")),
+    Deviation("offload_param", "not offloaded", under("parameters_not_offloaded", "zero3_cpu_offload")),
+    Deviation("offload_param", "not offloaded", under("fsdp2_not_offloaded", "fsdp2_cpu_offload")),
+    Deviation("offload_param", "offloaded", under("parameters_offloaded", "zero3")),
+    Deviation("compute_dtype", "bf16 for fp32", under("bf16_autocast", "ddp", "fsdp2"), trl=None),
+    Deviation("compute_dtype", "fp32 for bf16", under("no_autocast", "ddp"), "--bf16 true"),
+    Deviation("master_dtype", "bf16 weights", under("bf16_model", "ddp")),
+    Deviation("master_dtype", "bf16 weights", under("bf16_model_fsdp2", "fsdp2")),
+    Deviation("master_dtype", "bf16 masters", under("bf16_masters", "zero2_cpu_offload"), "--bf16 true"),
+    Deviation("optimizer_dtype", "Adam's moments in bf16", under("bf16_adam", *ENGINES)),
+    Deviation("optimizer_dtype", "the same", under("bf16_adam_offload", "zero2_cpu_offload")),
+    Deviation("optimizer_class", "Adam for AdamW", under("adam", *ENGINES)),
+    Deviation(
+        "optimizer_class", "torch's for the offloaded one", under("torch_optimizer_under_offload", "zero2_cpu_offload")
+    ),
+    Deviation("optimizer_paged", "marked as bitsandbytes marks it", under("paged", "ddp", "zero2")),
+    Deviation("adam_w_mode", "decay is not decoupled", under("without_decoupled_decay", "zero2_cpu_offload")),
+    Deviation("dp_shard_size", "4 for 2 ranks", under("not_replicated", "fsdp2_hybrid"), trl=None, ranks=4),
+    Deviation("layout", "layers are not split", under("sharded_for_split", "tp"), "--tp 2", None),
+    Deviation("batch_group", "layers are not split", under("sharded_for_split", "tp"), "--tp 2", None),
+    Deviation("first_rows_sha256", "other rows on rank 1", under("order_on_rank_1", "tp"), "--tp 2", None),
+    Deviation("gradient_clipping", "7 in DeepSpeed", under("other_clipping", "zero2", "zero3")),
+    Deviation("activation_checkpointing", "not asked for", under("checkpointing", *ENGINES), trl=None),
+    Deviation("activation_checkpointing", "not done", under("no_checkpointing", *ENGINES), None),
+    Deviation(
+        "activation_checkpointing_offload",
+        "done",
+        under("checkpoint_on_host", "ddp", "zero2"),
+        "--activation_checkpointing true",
+        None,
+    ),
+    Deviation("accumulate", "whole gradients", under("accumulates_whole", "fsdp2"), ACCUMULATES, None),
+    Deviation("seed", "another on rank 1", under("seed_on_rank_1", *ENGINES), trl=None),
+    Deviation("ddp_comm_hook", "not registered", under("no_hook", "ddp"), "--ddp_comm_hook bf16", None),
+    Deviation("torch_compile", "not compiled", under("not_compiled", "ddp", "fsdp2"), "--torch_compile true", None),
+    Deviation("neftune_noise_alpha", "no noise", under("no_noise", *ENGINES), "--neftune_noise_alpha 5", None),
+    Deviation("load_in_4bit", "not quantized", under("not_quantized", "ddp"), f"--load_in_4bit true {LORA}", None),
+    Deviation("quantized_storage_dtype", "uint8", under("other_storage", "ddp"), f"--load_in_4bit true {LORA}", None),
+    Deviation("frozen_dtype", "the other one", under("frozen_cast", *ENGINES), LORA, None),
+    Deviation("num_trainable_params", "a matrix is frozen", under("one_frozen", *ENGINES), "", None),
+    Deviation("loss", "from full logits", under("full_loss", "ddp"), "--loss chunked", None),
+    Deviation("loss_chunk_tokens", "8", under("other_chunk", "ddp"), "--loss chunked", None),
+    Deviation(
+        "attn_implementation", "eager", under("eager", "ddp", "zero2", "fsdp2"), "--attn_implementation sdpa", None
+    ),
+    Deviation(
+        "packing_mask_bytes", "a mask", under("sdpa", "ddp"), "--packing true --attn_implementation sdpa_varlen", None
+    ),
+    Deviation("packing", "no positions", under("without_positions", "ddp"), "--packing true", None),
+    Deviation("pipeline_schedule", "gpipe", under("other_schedule", "pipeline_1f1b"), PIPELINE, None),
+    Deviation("initial_weights_sha256", "a matrix differs", under("perturbed_on_rank_1", "ddp", "zero2")),
+    Deviation(NORM, "nothing is clipped", CLIPPING),
+    Deviation(
+        LARGE,
+        "the same, below the threshold",
+        {name: fault for name, fault in CLIPPING.items() if name != "zero3"},
+        "--max_grad_norm 100",
+        "--max_grad_norm 100",
+    ),
+    Deviation("parameter_bytes", "all stay gathered", under("parameters_persist", "zero3")),
+    Deviation("parameter_bytes", "matrices stay whole", under("one_unsharded", "fsdp2")),
+    Deviation("gradient_bytes", "some have no gradient", under("detached", "ddp", "fsdp2"), trl=None),
+    Deviation("optimizer_bytes", "a matrix is not updated", under("one_left_out", *ENGINES)),
+)
+
+NOT_INJECTED = {
+    "layers of all stages": "the toolkit's own loop divides the layers: no library's setting does",
+    "parameter_bytes of all stages": "the same",
+    "pipeline_stages": "the same",
+    "micro_batches": "the same",
+    "activation_dtype": "the same",
+}
+"""Field -> why no deviation is injected from outside."""
+
+EXPECTED, BYTES = "every expected value", "bytes of each part"
+CHECKS = {
+    "differences": (EXPECTED,),
+    "rank_differences": ("initial_weights_sha256",),
+    "byte_differences": (BYTES,),
+    "byte_limit_differences": (BYTES,),
+    "pipeline_differences": ("layers of all stages", "parameter_bytes of all stages"),
+    "layout_differences": ("batch_group", "first_rows_sha256", "first_rows_sha256"),
+    "unclipped": (NORM,),
+}
+"""Function of `toolkit/observe/attest` -> the fields of the differences that it makes, one per place."""
+
+
+def compared_fields() -> set[str]:
+    """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
+    expecting = {"expected.py": ("expected_values", "_expected_optimizer"), "attestation.py": ("expected_values",)}
+    sources = [(ATTEST / name, functions) for name, functions in expecting.items()]
+    sources.append((ROOT / "toolkit" / "train" / "trainer.py", ("expected_readings", "observer_parts")))
+    keys: set[str] = set()
+    for path, functions in sources:
+        for node in functions_of(path):
+            if node.name in functions:
+                keys |= {key for inner in ast.walk(node) for key in string_keys(inner)}
+    mixed = {field for fields in CHECKS.values() for field in fields} - {EXPECTED, BYTES}
+    parts = {f"{part}_bytes" for part in ("parameter", "gradient", "optimizer")}
+    return (keys - NOT_COMPARED) | mixed | parts | {LARGE, "packing"}
+
+
+def string_keys(node: ast.AST) -> list[str]:
+    """Return the keys of a dict display, or that of `values["key"] = ...`."""
+    keys = node.keys if isinstance(node, ast.Dict) else []
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        keys = [node.slice]
+    return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+
+def places_that_report() -> dict[str, int]:
+    """Return how many differences each function of the verification can make, by name."""
+    places: Counter[str] = Counter()
+    for path in sorted(ATTEST.glob("*.py")):
+        for node in functions_of(path):
+            if not any(isinstance(inner, ast.FunctionDef) for inner in ast.walk(node) if inner is not node):
+                calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+                places[node.name] += sum(ast.unparse(call.func) == "Difference" for call in calls)
+    return {name: count for name, count in places.items() if count}
+
+
+def functions_of(path: Path) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+class Run(NamedTuple):
+    """One run; `fault` is empty for an honest one."""
+
+    trainer: str
+    preset: str
+    arguments: str
+    field: str = ""
+    does: str = ""
+    fault: str = ""
+    ranks: int = 2
+
+    @property
+    def name(self) -> str:
+        what = re.sub(r"[^a-z0-9]+", "_", f"{self.field} {self.fault} {self.arguments}".lower()).strip("_") or "honest"
+        return f"{self.trainer.replace(' ', '_')}-{self.preset}-{what}"[:160]
+
+
+def deviating_runs() -> Iterator[Run]:
+    for each in DEVIATIONS:
+        for preset, fault in each.faults.items():
+            given = {OURS: each.ours, **dict.fromkeys(each.trainers, each.trl)}
+            for trainer, arguments in given.items():
+                if arguments is not None:
+                    yield Run(trainer, preset, arguments, each.field, each.does, fault, each.ranks)
+
+
+METHODS = ("", LORA, "--bf16 true --activation_checkpointing true --gradient_accumulation_steps 2")
+PRESETS = (*ENGINES, "zero1", "fsdp2_grad_op", "zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")
+MORE_METHODS = (
+    ("ddp", "--packing true"),
+    ("fsdp2", "--packing true"),
+    ("ddp", f"--load_in_4bit true {LORA}"),
+    ("ddp", "--freeze *embed_tokens*"),
+    ("zero3", "--freeze *embed_tokens*"),
+    ("fsdp2", "--freeze *embed_tokens*"),
+    ("ddp", "--ddp_comm_hook bf16"),
+    ("fsdp2", f"{ACCUMULATES} --loss chunked"),
+    ("ddp", "--neftune_noise_alpha 5 --attn_implementation eager"),
+    ("tp", "--tp 2"),
+    ("pipeline_1f1b", PIPELINE),
+)
+PLAIN = (("vision", ENGINES), ("own", ENGINES), ("tuple", ("ddp", "zero2")), ("images_and_text", ("ddp", "zero2")))
+
+
+def honest_runs() -> Iterator[Run]:
+    yield from (Run(OURS, preset, method) for method in METHODS for preset in PRESETS)
+    yield from (Run(OURS, preset, method) for preset, method in MORE_METHODS)
+    for trainer in (SFT, DPO, "kto", "reward", GRPO):
+        yield from (Run(trainer, preset, "") for preset in ENGINES)
+    yield from (Run(trainer, preset, TRL_LORA) for trainer in (SFT, DPO) for preset in ENGINES)
+    yield from (Run(f"Trainer ({mode})", preset, "") for mode, presets in PLAIN for preset in presets)
+
+
+def options_of(run: Run, folder: Path, model: Path) -> TrainOptions:
+    """Return the options of `toolkit train` for a run in `folder`."""
+    given = TrainOptions(preset=run.preset, num_processes=run.ranks, cpu=True, timeout_minutes=TIMEOUT_MINUTES)
+    more = run.arguments.split()
+    if run.trainer == OURS:
+        job = {"model_name_or_path": model, "save_model": "false", "max_steps": 1, "per_device_train_batch_size": 2}
+        return replace(given, training_arguments=(*words(**job, output_dir=folder / "run"), *more))
+    if run.trainer.startswith("Trainer"):
+        mode = run.trainer.partition("(")[2].rstrip(")")
+        words_of = (mode, str(folder / "out"))
+        return replace(given, script=str(OTHER_TRAINERS), output_dir=folder / "run", training_arguments=words_of)
+    rows = [TRL_ROWS[run.trainer] for _ in range(16)]
+    if run.trainer != GRPO:
+        rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
+    (folder / "rows").mkdir(parents=True)
+    (folder / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    job = {"model_name_or_path": model, "dataset_name": folder / "rows", "output_dir": folder / "out", "max_steps": 1}
+    job |= {"report_to": "none", "per_device_train_batch_size": 2, "save_strategy": "no", "use_cpu": "true"}
+    more = [word for name, value in job.items() for word in (f"--{name}", str(value))] + ["--bf16", "true", *more]
+    words_of = (*more, *(GENERATES if run.trainer == GRPO else ()))
+    module = f"trl.scripts.{run.trainer}"
+    return replace(given, module=module, output_dir=folder / "run", training_arguments=words_of)
+
+
+def measure(run: Run, work: Path, model: Path) -> dict[str, Any]:
+    """Run it, and return how it ended."""
+    folder = work / "runs" / run.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    os.environ.pop(FAULT_VARIABLE, None)
+    if run.fault:
+        os.environ[FAULT_VARIABLE] = run.fault
+    started = time.monotonic()
+    prepared = prepare_run(options_of(run, folder, model), on_message=lambda _: None)
+    command = prepared.command
+    environment = inherited_environment() | command.environment
+    result = run_training(
+        command,
+        options=prepared.options,
+        output_dir=prepared.run.output_dir,
+        on_line=lambda _: None,
+        fork_server=fork_server({name: text for name, text in environment.items() if name != FAULT_VARIABLE}),
+    )
+    failure, log = result.failure or {}, (folder / "run" / "train.log").read_text(errors="replace")
+    message = failure.get("message") or ""
+    told = log.partition("error: ")[2] if run.field == "world_size" else message  # each such rank is rank 0
+    acted = sorted(int(rank) for rank in re.findall(r"fault \w+ acts on rank (\d+)", log))
+    ended = {"status": str(result.status), "message": message[:400], "ranks_that_acted": acted}
+    return {
+        **run._asdict(),
+        **ended,
+        "found": found(run, folder / "run", told),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def found(run: Run, folder: Path, message: str) -> str | None:
+    """Return the reported difference of the run's field, with both values; None if there is none."""
+    if run.field == "packing":
+        isolated = re.search(r"packed rows are not isolated: a token's loss differs by .+? from the row alone", message)
+        return isolated[0] if isolated else None
+    if run.field == "world_size" and (started := re.search(r"asked for 2 ranks .*?, and 1 were started", message)):
+        return started[0]  # the check at a rank's start comes first
+    attestation = read_json(folder / "attestation.json") or {}
+    if attestation.get("verdict") != "attestation_failed" or not message.startswith(
+        "the run does not match its preset"
+    ):
+        return None
+    differences = [Difference(name=found.pop("fact"), **found) for found in attestation["differences"]]
+    of_field = [each for each in differences if each.name.partition(" (")[0].removesuffix(" of all ranks") == run.field]
+    return str(of_field[0]) if of_field else None
+
+
+def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[object]]:
+    """Return one row per field and deviation: presets in which it was found, of those in which it was injected."""
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["field"]:
+            grouped.setdefault((row["field"], row["does"]), []).append(row)
+    table = []
+    for (field, does), members in grouped.items():
+        ours = [row for row in members if row["trainer"] == OURS]
+        others = [row for row in members if row["trainer"] != OURS]
+        shown = next((row["found"] for row in members if row["found"]), None)
+        shown = re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", shown or "")
+        table.append([f"`{field}`", does, by_preset(ours), by_preset(others), f"`{shown}`" if shown else ""])
+    return table
+
+
+def by_preset(rows: Sequence[dict[str, Any]]) -> str:
+    """`zero2, zero3; not fsdp2`, with TRL's trainers other than SFT in brackets."""
+
+    def names(found: bool) -> str:
+        these = [row for row in rows if bool(row["found"]) is found]
+        more = {row["preset"]: "" for row in these}
+        for row in these:
+            more[row["preset"]] += f" {row['trainer']}" if row["trainer"] not in (OURS, SFT) else ""
+        return ", ".join(
+            preset + (f" ({trainers.strip().replace(' ', ', ')} too)" if trainers else "")
+            for preset, trainers in more.items()
+        )
+
+    missed = names(False)
+    return "; ".join(part for part in (names(True), f"**not {missed}**" if missed else "") if part) or "n/a"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Deviations that verification must find, and honest runs.")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the runs")
+    parser.add_argument(
+        "--only", default="", help="run those alone whose name matches this pattern; several may run at once"
+    )
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no run after so many minutes")
+    given = parser.parse_args()
+    os.environ |= {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    given.work.mkdir(parents=True, exist_ok=True)
+    model, ledger = small_model(given.work / "small-llama"), given.work / "runs.jsonl"
+    runs = [*deviating_runs(), *honest_runs()]
+    assert len({run.name for run in runs}) == len(runs)
+    deadline = time.monotonic() + given.minutes * 60
+    done = {Run(*(row[name] for name in Run._fields)): row for row in read_lines(ledger)}
+    for run in runs:
+        if run not in done and re.search(given.only, run.name) and time.monotonic() < deadline:
+            done[run] = measure(run, given.work, model)
+            append_line(ledger, done[run])
+            print(run.name, done[run]["status"], done[run]["found"] or done[run]["message"], flush=True)
+    rows = [done[run] for run in runs if run in done]
+    return publish(rows, planned=len(runs), writes=not given.only)
+
+
+def publish(rows: Sequence[dict[str, Any]], *, planned: int, writes: bool) -> int:
+    """Print what was missed and flagged, and write the results; return 1 if there is any, or a run is left."""
+    deviating, honest = [row for row in rows if row["field"]], [row for row in rows if not row["field"]]
+    missed = [
+        row["fault"] + " under " + row["preset"] + " in " + row["trainer"] for row in deviating if not row["found"]
+    ]
+    flagged = [f"{row['trainer']} {row['preset']} {row['arguments']}" for row in honest if row["status"] != "completed"]
+    print_table(HEADER, table_rows({}, rows))
+    print(f"found: {len(deviating) - len(missed)} of {len(deviating)}; missed: {', '.join(missed) or 'none'}")
+    print(f"flagged: {len(flagged)} of {len(honest)} honest runs: {', '.join(flagged) or 'none'}")
+    if writes:
+        trainers = dict(Counter(row["trainer"] for row in honest))
+        figures: dict[str, Any] = {
+            "planned_runs": planned,
+            "deviations": len(deviating),
+            "found": len(deviating) - len(missed),
+        }
+        figures |= {"honest": len(honest), "flagged": len(flagged), "honest_by_trainer": trainers}
+        print(write_result("verification", figures, rows))
+    return int(bool(missed or flagged) or len(rows) < planned)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Somebody's own script, or the module that is one: found, checked without running it, and named. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from toolkit.errors import ToolkitError
+from toolkit.presets.spec import PresetSpec
+
+USAGE = "python -m toolkit.observe [options] script.py [its arguments], or -m module [its arguments]"
+
+
+def script_name(script: str | None, module: str | None) -> str:
+    """Return the name of a run folder below `runs/` for a script or a module.
+
+    >>> script_name("examples/dpo.py", None), script_name(None, "trl.scripts.sft")
+    ('dpo', 'sft')
+    """
+    return Path(script).stem if script is not None else str(module).rpartition(".")[2]
+
+
+def check_script(script: str | None, module: str | None) -> Path | None:
+    """Return the file that is run, None for a module without one.
+
+    Raises ToolkitError unless the script is a file of Python, or the module can be found.
+    """
+    if script is None:
+        return _module_file(str(module))
+    path = Path(script)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ToolkitError(f"script {path} {what}", hint=f"`{USAGE}`")
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, UnicodeDecodeError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ToolkitError(f"script {path} is not Python{line}: {error}", hint=f"`{USAGE}`") from None
+    return path
+
+
+def check_script_preset(preset: PresetSpec) -> None:
+    """Raise ToolkitError for a preset that another script than ours cannot run."""
+    divides = preset.degrees or preset.engine == "pipeline"
+    if divides or preset.uses_nvme:
+        raise ToolkitError(
+            f"preset {preset.name!r} {'divides the model' if divides else 'prepares its disk'} inside our training"
+            " script, which --script does not run",
+            hint="`--preset zero3` or `--preset fsdp2`" if divides else "`--preset zero3_cpu_offload`",
+        )
+
+
+def _module_file(name: str) -> Path | None:
+    try:
+        sys.path.insert(0, "")
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:  # a package
+            found = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise ToolkitError(f"there is no module {name[:80]!r}", hint="a script is named by its path, without `-m`")
+    return Path(found.origin) if found.has_location and found.origin is not None else None

@@ -1,0 +1,214 @@
+"""Seconds of the parts of an optimizer step that are no communication: computation, launches, optimizer, offload.
+
+The constants of `Calibration` are fitted to published rows, all others are published measurements, each with its
+source; `toolkit.plan.step_time` adds the parts up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from toolkit.hardware.gpu_table import GIGA, Gpu
+from toolkit.models.activations import Activations
+from toolkit.models.flops import TokenFlops, flops_of
+from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
+from toolkit.models.shape import ModelShape, SavedBytes
+from toolkit.plan.interconnect import Estimate, Interconnect
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
+
+# Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
+# compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry. The
+# shapes of a model's layers reach nine tenths of it.
+BEST_MATMUL_SHARE = {
+    **{"a100-40gb": 0.869, "a100-80gb": 0.869, "a100-40gb-pcie": 0.811, "a100-80gb-pcie": 0.811, "h100-sxm": 0.803},
+    **{"h200": 0.803, "b200": 0.776, "gh200-96gb": 0.836, "mi250x": 0.767, "mi300x": 0.601},
+}
+UNLISTED_MATMUL_SHARE, LAYER_MATMUL_SHARE = 0.869, 0.9
+# Share of the dense peak in attention's kernels, forward and backward, causal: FlashAttention 2 on A100 and on H100
+# (https://arxiv.org/abs/2307.08691, figures 4 and 7), FlashAttention 3 on H100 (https://arxiv.org/abs/2407.08608,
+# figures 5 and 6). SDPA has the second one.
+FLASH_2, FLASH_2_ON_HOPPER, FLASH_3 = 0.5, 0.33, 0.57
+# torch's kernels that are no matrix multiplications, per pass through a layer: an A100's cores read and write at 85 %
+# of the data sheet's bandwidth. Of what they move, tensor parallelism divides 24 of 34 bytes (Korthikanti et al.,
+# section 4.2.1, https://arxiv.org/abs/2205.05198).
+KERNEL_BANDWIDTH_SHARE = 0.85
+WHOLE_BYTES, SPLIT_BYTES = 10, 24
+LOGITS_BYTES_MOVED = 30  # logits, their fp32 copy, log-probabilities and the gradients of each, written and read
+DEQUANTIZED_BYTES = 2.5  # per 4-bit weight and pass: half a byte read, its bf16 copy written
+PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
+
+# Operations that the host launches per layer, counted in torch's dispatcher (a Llama in transformers 5.23, SDPA, views
+# left out): forward and backward, under autocast, and for each adapter in addition.
+HOST_OPERATIONS, AUTOCAST_OPERATIONS, ADAPTER_OPERATIONS = (38, 78), (54, 100), (6.6, 8.7)
+
+# An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
+UPDATE_BYTES, STATE_ACCESSES = 12, 2
+# AdamW on the host, seconds per 1e9 parameters on all cores of a node: ZeRO-Offload paper, table 4 (DeepSpeed's CPU
+# Adam 0.22 to 0.26, torch's 1.4 to 1.5, two sockets, https://arxiv.org/abs/2101.06840).
+HOST_ADAM_SECONDS: dict[str, Estimate] = {"deepspeed": (0.22, 0.24, 0.52), "fsdp2": (0.22, 0.57, 1.5)}
+PCIE_SHARE: Estimate = (0.87, 0.6, 0.4)  # 55 of 63 GB/s measured with pinned memory; two GPUs may share a switch
+# Of a node with one disk, or several; `--nvme-gb-per-second`.
+DISK_BYTES_PER_SECOND: Estimate = (25 * GIGA, 5 * GIGA, 1 * GIGA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Constants that are fitted to published speeds."""
+
+    kernel_bytes: float
+    """Bytes that a pass moves in kernels without matrix multiplication, per byte that its layer saves."""
+    liger_share: float  # share of those with Liger's kernels for norms, rotary embeddings and the MLP
+    adapter_bytes: float  # moved per pass and column of A or row of B of an adapter
+    host_seconds: float  # in which the host launches an operation
+
+
+# Least squares of the logarithms, each source with the square root of its rows as its weight; `host_seconds` is known
+# from one source only, of 2023 (QwenLM, 12 rows).
+CALIBRATION = Calibration(kernel_bytes=5.5, liger_share=0.43, adapter_bytes=8.5, host_seconds=15e-6)
+
+
+def operations_of(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
+    """Return the operations per token of a setup: all that MFU counts, or with `causal` those that a GPU computes."""
+    adapters = setup.weights.num_trained if setup.weights.adapters else 0
+    length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
+    # In a ring, the rank with the end of a sequence attends to all of it, and the others wait: torchtitan's rings of 4
+    # and 8 (the table of its performance page) are as slow as that.
+    ring = setup.layout is not None and setup.layout.cp > 1
+    # MFU counts every parameter; the GPU multiplies with none that is only looked up.
+    return flops_of(
+        setup.shape,
+        seq_length=length,
+        num_adapter_params=adapters,
+        causal=causal and not ring,
+        recompute=recompute,
+        count_embeddings=not causal,
+    )
+
+
+def compute_seconds(
+    gpu: Gpu,
+    shape: ModelShape,
+    job: PlannedJob,
+    calibration: Calibration = CALIBRATION,
+    *,
+    peak: float,
+    tokens: float,
+    flops: TokenFlops,
+    own_tokens: int | None = None,
+    tp: int = 1,
+) -> float:
+    """Return the seconds in which one GPU computes `tokens` tokens of these layers, with causal attention in `flops`.
+
+    `peak` is that of the compute dtype. With `tp` above 1 each layer is split over as many GPUs, which each have
+    `own_tokens`, all tokens of a batch.
+    """
+    own_tokens = round(tokens) if own_tokens is None else own_tokens
+    share = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE) * LAYER_MATMUL_SHARE
+    attention = flops.attention_forward * (2 if flops.recomputed else 1) + flops.attention_backward
+    operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
+    if gpu.memory_bytes_per_second is None:
+        return tokens * operations / peak
+    passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
+    moved = calibration.kernel_bytes * _saved_bytes(shape).token_bytes(job.tokens_per_row) * passes
+    moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
+    moved *= calibration.liger_share if job.loss == "fused" else 1.0
+    moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
+    return tokens * operations / peak + own_tokens * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
+
+
+@lru_cache(maxsize=256)
+def _saved_bytes(shape: ModelShape) -> SavedBytes:
+    """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
+    return Activations(shape=shape).saved("none").layers
+
+
+def _attention_share(gpu: Gpu, job: PlannedJob) -> float:
+    name = job.attn_implementation or ""
+    if "flash_attention_3" in name or "flash_attention_4" in name:
+        return FLASH_3
+    return FLASH_2_ON_HOPPER if gpu.name.startswith(("h100", "h200", "gh200", "b200")) else FLASH_2
+
+
+def weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calibration: Calibration) -> float:
+    """Return the seconds of what adapters move per token, and of 4-bit weights, decoded in each pass."""
+    if not setup.weights.adapters or gpu.memory_bytes_per_second is None:
+        return 0.0
+    passes = RECOMPUTED_PASSES if setup.job.activation_checkpointing else PASSES
+    tensors = [tensor for unit in setup.weights.adapter_units for tensor in unit]
+    widths = sum(each.shape[-1] if ".lora_A." in each.name else each.shape[0] for each in tensors)
+    decoded = sum(tensor.num_elements * count for tensor, count in setup.weights.in_4bit) * DEQUANTIZED_BYTES
+    moved = own_tokens * calibration.adapter_bytes * widths + setup.accumulation_steps * decoded
+    return passes * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
+
+
+def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
+    """Return the seconds in which the host launches a step: a GPU that computes short rows faster waits for it."""
+    forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
+    forwards = setup.forwards + setup.accumulation_steps * setup.job.method.scoring_forwards
+    operations = 1.0 * setup.part.num_layers * (forward * forwards + backward * setup.accumulation_steps)
+    adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
+    passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
+    operations += adapters * sum(launched * times for launched, times in passes)
+    return operations * calibration.host_seconds
+
+
+def _optimizer_share(setup: TrainingSetup) -> float:
+    if "optimizer" not in setup.preset.sharded_parts:
+        return setup.weights.num_trained
+    sharing = setup.engine.ranks_sharing
+    return sum(count * tensor.num_elements / sharing(tensor) for tensor, count in setup.weights.trained)
+
+
+def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float:
+    """Return the seconds of the optimizer's memory traffic on the GPU; an offloaded one is part of the offload."""
+    bandwidth = interconnect.gpu.memory_bytes_per_second
+    if setup.preset.offload_optimizer or bandwidth is None:
+        return 0.0
+    tensors = (UpdatedTensor(shape=tensor.shape, count=count) for tensor, count in setup.weights.trained)
+    states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.weights.num_trained, 1)
+    moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
+    return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
+
+
+def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Estimate:
+    """Return the seconds between GPU and host, host and disk, and of AdamW on the host, which a node's GPUs share."""
+    preset, steps = setup.preset, setup.accumulation_steps
+    if preset.offload_optimizer is None and preset.offload_param is None:
+        return 0.0, 0.0, 0.0
+    trained, shard = _optimizer_share(setup), (setup.weights.num_trained + setup.weights.num_frozen) / setup.world_size
+    element_bytes = setup.engine.element_bytes
+    stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
+    on_host = on_disk = 0.0  # bytes of one GPU per step
+    if preset.offload_param is not None:  # shards for gathers
+        on_host += 2 * steps * stored_bytes * shard
+    if preset.offload_optimizer is not None:  # gradients, and updated parameters
+        on_host += (1 if setup.job.keeps_whole_gradients else steps) * stored_bytes * trained
+        on_host += 0 if preset.offload_param is not None else element_bytes * trained
+    if preset.offload_optimizer == "nvme":  # optimizer states, read and written
+        on_disk += 2 * 12 * trained
+    if preset.offload_param == "nvme":  # read for gathers, and written
+        on_disk += element_bytes * (2 * steps * shard + trained)
+    pcie, gpus = interconnect.gpu.pcie_bytes_per_second, min(interconnect.world_size, interconnect.gpus_per_node)
+    on_disk *= gpus
+    disk = DISK_BYTES_PER_SECOND if nvme is None else (float(nvme), 0.75 * nvme, 0.5 * nvme)
+    updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
+    adam = [each * updated for each in HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]]
+    best = max(on_host / (pcie * PCIE_SHARE[0]), on_disk / disk[0], adam[0])
+    estimate, worst = (on_host / (pcie * PCIE_SHARE[end]) + on_disk / disk[end] + adam[end] for end in (1, 2))
+    return best, estimate, worst
+
+
+def bubble_factor(setup: TrainingSetup) -> float:
+    """Return the time of a step over that of the average stage, which waits for the slowest.
+
+    A rank of a pipeline computes its layers only, and the last one the head besides.
+    """
+    settings = setup.job.pipeline
+    if setup.preset.engine != "pipeline" or settings is None:
+        return 1.0
+    job, parts = setup.job, [stage_shape(setup.shape, settings, rank) for rank in range(settings.ranks)]
+    length, recompute = job.tokens_per_row, job.activation_checkpointing
+    flops = [flops_of(part, seq_length=length, recompute=recompute, count_embeddings=False) for part in parts]
+    work = [each.hardware_flops for each in flops]
+    return settings.bubble_factor(setup.accumulation_steps, slowest=max(work) / (sum(work) / len(work)))
