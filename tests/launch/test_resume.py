@@ -100,4 +100,5 @@ def test_a_job_resumes_with_the_settings_of_its_checkpoint_alone(
     with pytest.raises(ToolkitError, match=message) as refused:
         check_resume_settings(checkpoint, Job.from_values(other), global_batch_size=1, data_parallel_size=1)
     assert str(refused.value.hint).startswith(hint)
+    assert ("checkpoint export" in str(refused.value.hint)) == ("max_steps" in other)
     check_resume_settings(checkpoint, Job.from_values(same), global_batch_size=1, data_parallel_size=1)

@@ -161,7 +161,8 @@ def check_resume_settings(checkpoint: Checkpoint, job: Job, *, global_batch_size
     if 0 < job.max_steps <= checkpoint.step:
         raise ToolkitError(
             f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {job.max_steps}",
-            hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, continues",
+            hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, continues; or write"
+            f" its model: `toolkit checkpoint export {checkpoint.path} FOLDER`",
         )
 
 
