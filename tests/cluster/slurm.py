@@ -128,10 +128,10 @@ class ClusterJobs:
         self.words += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-3"]
         self.submitted = list[str]()
 
-    def submit(self, options: Sequence[str], out: Path, *training: str) -> str:
+    def submit(self, options: Sequence[str], out: Path, *training: str, nodes: str = "2") -> str:
         path = self.folder / f"{out.name}.sbatch"
-        nodes = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10", "--output", str(path)]
-        words = [*options, *nodes, "--", *self.words, *training, "--output_dir", str(out)]
+        place = ["--nodes", nodes, "--gpus-per-node", "1", "--cpu", "--time-limit", "10", "--output", str(path)]
+        words = [*options, *place, "--", *self.words, *training, "--output_dir", str(out)]
         ended = toolkit("cluster", "slurm", *words)
         assert ended.returncode == 0, ended.stderr
         self.submitted.append(self.slurm.submit(path, log=self.folder / f"{out.name}.log"))
@@ -141,12 +141,12 @@ class ClusterJobs:
         found = sorted([*self.folder.glob("**/*.log"), *self.folder.glob("**/*.err")])
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found)
 
-    def until(self, job: str, condition: Callable[[], bool]) -> None:
+    def until(self, job: str, condition: Callable[[], bool], seconds: float = LAUNCH_SECONDS) -> None:
         def reached() -> bool:
             assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
             return condition()
 
-        wait_until(reached, f"job {job} makes progress", LAUNCH_SECONDS, lambda: self.slurm.state(job))
+        wait_until(reached, f"job {job} makes progress", seconds, lambda: self.slurm.state(job) + self.logs())
 
     def until_restart(self, job: str, number: int) -> None:
         def runs_again() -> bool:

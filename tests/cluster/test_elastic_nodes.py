@@ -1,4 +1,4 @@
-"""`torchrun --nnodes 1:2` on two nodes, of which one loses power.
+"""`torchrun --nnodes 1:2` on two nodes, of which one loses power: started by hand, and as a job of SLURM.
 
 How a run takes a node back is tested in tests/train/test_elastic.py.
 """
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from cluster.machines import Machines
+from cluster.slurm import LAUNCH_SECONDS, SAVE_SECONDS, ClusterJobs, hosts, steps
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
+from launching import read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.nightly]
 
@@ -36,4 +38,32 @@ def test_a_run_survives_a_lost_node(machines: Machines, tiny_model: Path, faq_al
     check_restarts(nodes, world_sizes=[2, 1])
     trained = losses_of_steps(nodes.out)
     expected = losses_without_interruption("zero2", job, tmp_path / "whole", steps=len(trained))
+    assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
+
+
+def test_a_submitted_elastic_job_continues_on_the_node_that_is_left(jobs: ClusterJobs, tmp_path: Path) -> None:
+    out, slurm = tmp_path / "run", jobs.slurm
+    options = ["--preset", "zero2", "--save-seconds", str(SAVE_SECONDS), "--env", "TOOLKIT_HANG_TIMEOUT_MINUTES=0.25"]
+    training = ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--bf16", "false"]
+    saves = ["--save_steps", "2", "--save_total_limit", "3", "--save_model", "false", "--max_steps", "2000"]
+    job = jobs.submit(options, out, *training, *saves, nodes="1:2")
+    jobs.until_step(job, out, 5)
+    head, lost = slurm.nodes_of(job)
+    assert hosts(out) == [head, lost]
+    slurm.machines.power_off(lost)
+    # the hang timeout, torchrun's rendezvous, new processes, and a checkpoint that is converted for one of them
+    jobs.until(job, lambda: read(out / "run.json")["world_size"] == 1, seconds=2 * LAUNCH_SECONDS)
+    resumed = read(out / "run.json")["resumed_from"]["step"]
+    jobs.until(job, lambda: steps(out)[0] >= resumed + 4)
+    assert resumed > 0
+    slurm.ctl("scancel", "--signal=TERM", job)  # the job's steps get it, as before a time limit
+    jobs.until_restart(job, 1)
+    stopped = read(out / "failure.json")["message"]
+    step = steps(out)[0]
+    assert stopped == f"SIGTERM ended the run after step {step}; checkpoint-{step} was saved"
+    slurm.ctl("scancel", job)
+    slurm.wait_for_end(job)
+    trained = losses_of_steps(out)[:step]
+    words = [*jobs.words, *training]
+    expected = losses_without_interruption("zero2", words, tmp_path / "whole", steps=step)
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)

@@ -83,7 +83,7 @@ CASES = {
         parts=("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", "--nnodes 1:2 ", "--max-restarts 3 ",
                "--global_batch_size 128",  # 8 rows x 2 accumulation steps x 8 GPUs
                "--no-kill --kill-on-bad-exit=0 "),
-        absent="--gradient_accumulation_steps|TOOLKIT_WORLD_SIZE"),
+        absent="--gradient_accumulation_steps|TOOLKIT_WORLD_SIZE|#SBATCH --ntasks"),
     "no less than 2 minutes: connecting the ranks is no progress": Case(
         ("--save-seconds", "2"), nodes="1:2",
         parts=("a node that loses power closes no connection", "export TOOLKIT_HANG_TIMEOUT_MINUTES=2\n")),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, read
+from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, torchrun_preset
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
@@ -112,6 +112,20 @@ def test_the_best_checkpoint_written_in_the_background_is_kept_and_loaded(saved_
     assert [checkpoint.step for checkpoint in list_checkpoints(out)] == [2]
     loaded = read(out / "fingerprint.json")["logits"]
     assert loaded == read(out / "checkpoint-2" / "manifest.json")["fingerprint"]["logits"]
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", None])
+def test_ranks_without_shards_of_their_own_refuse_it(preset: str | None, saved_job: list[str], tmp_path: Path) -> None:
+    words = [*saved_job, "--async_save", "true", "--output_dir", str(tmp_path / "out")]
+    if preset is None:
+        ended = torchrun_preset(None, *words)
+    else:
+        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words)
+    assert ended.returncode == 1  # the launcher's; a rank's is 2
+    assert "error: --async_save " in ended.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 accelerate launch --config_file ... tests/scripts/changed_training.py CHANGE training arguments ...
 """
 
+import functools
 import importlib
 import os
 import signal
 import sys
+import time
 
 import toolkit.train.__main__ as door
 
@@ -111,6 +113,29 @@ def signal_while_writing() -> None:
         checkpoint_saver.file_entries = signal_before_checksums
     else:
         checkpoints.write_json = write_and_signal
+
+
+def signal_at() -> None:
+    """Send SIGTERM to rank 1 when it calls a function for the Nth time; that call and later ones take long.
+
+    TOOLKIT_SIGNAL_AT is MODULE:NAME:CALL:SECONDS.
+    """
+    module, name, call, seconds = os.environ["TOOLKIT_SIGNAL_AT"].split(":")
+    *owners, function = name.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    original, calls = getattr(owner, function), 0
+
+    @functools.wraps(original)
+    def slow(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == int(call) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if calls >= int(call):
+            time.sleep(float(seconds))
+        return original(*args, **kwargs)
+
+    setattr(owner, function, slow)
 
 
 def main() -> int:

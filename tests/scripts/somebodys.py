@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -27,7 +28,25 @@ def make_trainer(output_dir, kind=Trainer, **more):
     rows = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(32)]
     given = {"max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"}
     args = TrainingArguments(output_dir=output_dir, use_cpu=True, disable_tqdm=True, **given | more)
-    return kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:2])
+    return kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:16])
+
+
+class EvaluatesSlowly(Trainer):
+    """The last rank gets SIGTERM in the second batch of its first evaluation."""
+
+    batches = 0
+
+    def prediction_step(self, *args, **kwargs):
+        self.batches += 1
+        if self.batches == 2:
+            signal_last_rank()
+        time.sleep(0.5)
+        return super().prediction_step(*args, **kwargs)
+
+
+def signal_last_rank():
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Kill(TrainerCallback):
@@ -59,6 +78,12 @@ def main(mode, output_dir, *more):
         saves |= {"bf16": True, "max_steps": 40}
         if "without-deepspeed" in more:
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    if mode == "evaluates":
+        saves = {"kind": EvaluatesSlowly, "save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 2}
+        saves |= {"per_device_eval_batch_size": 1}
+    if mode == "prepares":  # its data, for a minute
+        signal_last_rank()
+        time.sleep(60)
     trainer = make_trainer(output_dir, dataloader_num_workers=1 if mode == "workers" else 0, **saves)
     if mode == "lost":  # a rank, once
         trainer.add_callback(Kill(signal.SIGKILL, 3, Path(more[0])))

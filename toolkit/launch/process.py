@@ -302,7 +302,7 @@ def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResu
     printed = printed_errors(log) if refused and final_status == status.FAILED else []
     if printed:  # by a rank that refused its input before it had a run folder
         return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"invalid_input": True}
-    checkpoint = describe_latest_checkpoint(folder.path)
+    checkpoint = describe_latest_checkpoint(folder.checkpoints)
     causes: dict[str, str] = {
         status.INTERRUPTED: f"ended by a signal, without a checkpoint of its last step; {checkpoint}",
         status.TIMED_OUT: f"still running after {ended.seconds:.0f} s",

@@ -58,10 +58,15 @@ class ScriptRun:
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.trainers = self.trainings = 0
         self.writes = self.rank == 0
+        self.stops: StopOnSignal | None = None
+        if words.stop_on_signal:
+            self.stops = StopOnSignal(self.progress, self.folder, rank=self.rank, world_size=self.ranks)
 
     def run(self) -> int:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
         self._open_folder()
+        if self.stops is not None:
+            self.stops.listen()
         self._form_group()
         if self.words.trial:
             change_training_arguments(self.folder.path)
@@ -159,17 +164,15 @@ class ScriptRun:
         ObservedLoop.launched = self._join_loop
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        stops = self._observe(trainer)
+        self._observe(trainer)
         if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(trainer.args.output_dir)):
             kwargs["resume_from_checkpoint"] = latest
         output = trainer.train(*args, **kwargs)
-        if stops is not None:
-            stops.raise_if_stopped()
         if self.words.trial:  # what follows would save, evaluate, or train something else
             raise SystemExit(EXIT_DONE)
         return output
 
-    def _observe(self, trainer: Any) -> StopOnSignal | None:
+    def _observe(self, trainer: Any) -> None:
         path, first = self._next_folder()
         args, words = trainer.args, self.words
         observer = observe(
@@ -179,6 +182,7 @@ class ScriptRun:
             parts=ObserverParts(expected=self._expected(args.world_size)),
             untimed_steps=words.untimed_steps,
             complete_saves=words.complete_saves,
+            stop_on_signal=self.stops,
             prepared=first,
         )
         if words.stop_after_steps is not None:
@@ -190,12 +194,9 @@ class ScriptRun:
             trainer.add_callback(EarlyStopping(timer.run, timer, within=within, minutes=minutes, evaluates=False))
         if words.trial:
             trainer.add_callback(StepsAlone())
-        if not words.stop_on_signal:
-            return None
-        stops = StopOnSignal(observer.progress, rank=args.process_index, world_size=args.world_size)
-        stops.listen()
-        trainer.add_callback(stops)
-        return stops
+        if self.stops is not None:
+            self.stops.folder = RunFolder(path)
+            self.stops.follow(observer.progress)
 
     def _next_folder(self) -> tuple[Path, bool]:
         """The first training is in the run folder, each later one in a folder of its own below it."""

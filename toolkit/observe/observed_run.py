@@ -30,7 +30,7 @@ from toolkit.record.checkpoints import remove_unfinished
 from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
 from toolkit.record.measurements import drop_rows_after, measure, read_steps
-from toolkit.record.run_files import SaveRecord
+from toolkit.record.run_files import SaveRecord, describe_slowest_save
 from toolkit.record.timeline import Moment, measure_goodput, read_timeline
 from toolkit.record.training_progress import signs_of_divergence
 from toolkit.units import number
@@ -119,6 +119,8 @@ class ObservedRun:
         if not measured.timed_steps:
             speed = f"none timed: untimed_steps is {untimed_steps}"
         print(goodput.describe(), flush=True)
+        if (slowest := describe_slowest_save(saves)) is not None:
+            print(slowest, flush=True)
         done = "done"
         if signs:
             done = "done, but it may have diverged"

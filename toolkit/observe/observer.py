@@ -35,6 +35,7 @@ from toolkit.observe.observed_run import ObservedRun, claim_folder, gather_from_
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import DATA_WAIT_EVENT
 from toolkit.observe.progress import STEP_PHASES, Progress
+from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start
@@ -51,6 +52,7 @@ class Observer:
     timer: StepTimer
     attestation: Attestation
     saver: CheckpointSaver | None  # makes checkpoints complete or absent; None leaves the Trainer's saves as they are
+    stop_on_signal: StopOnSignal | None = None
     completes: Callable[[], None] | None = None
     """Completes the record when `train()` returns; None where the script does that itself."""
     times_waits: bool = False  # true once the timer is notified when forward waits for other ranks
@@ -123,6 +125,11 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         self.observer.attestation.norms.add_grad_norm(grad_norm)
         return grad_norm
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        act = functools.partial(super()._maybe_log_save_evaluate, *args, **kwargs)
+        stops = self.observer.stop_on_signal
+        act() if stops is None else stops.evaluate_and_save(self, act)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         progress = self.observer.progress
         before = progress.phase
@@ -155,6 +162,10 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
             self.observer.progress.enter("save")
             self.observer.saver.finish()
             self.observer.progress.enter("train")
+        if (stops := self.observer.stop_on_signal) is not None and stops.stopped:
+            # the Trainer would load its best checkpoint, and with `--save_total_limit 1` remove the one just saved
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            stops.raise_stopped()
         return super()._finalize_training(*args, **kwargs)
 
 
@@ -168,6 +179,7 @@ def observe(
     untimed_steps: int = UNTIMED_STEPS,
     complete_saves: bool = False,
     saves_in_background: bool = False,
+    stop_on_signal: StopOnSignal | None = None,
     timer: type[StepTimer] = StepTimer,
     attestation: type[Attestation] = Attestation,
     prepared: bool = False,
@@ -177,8 +189,8 @@ def observe(
     What is observed is written to `folder`; a script that opens its own `record` gives that instead, completes it and
     reports its failures. With `require`, a run that is not what the preset specifies ends with AttestationFailed; so
     does one with a `record`, which also ends where a loss or a gradient norm is not finite. `complete_saves` makes the
-    Trainer's checkpoints complete or absent. `parts` is what the script knows of its run. Raises ToolkitError for a
-    folder that holds a finished or a running run.
+    Trainer's checkpoints complete or absent; `stop_on_signal` saves one more when a signal ends the run. `parts` is
+    what the script knows of its run. Raises ToolkitError for a folder that holds a finished or a running run.
     """
     args, own = trainer.args, type(trainer)
     if parts is None:
@@ -196,7 +208,13 @@ def observe(
     strict = require is not None or record is not None or bool(parts.expected.settings)
     verification = attestation(run, parts, step_timer, trainer=trainer, strict=strict)
     saver = CheckpointSaver(trainer, parts, verification, in_background=saves_in_background) if complete_saves else None
-    observer = Observer(progress=run.progress, timer=step_timer, attestation=verification, saver=saver)
+    observer = Observer(
+        progress=run.progress,
+        timer=step_timer,
+        attestation=verification,
+        saver=saver,
+        stop_on_signal=stop_on_signal,
+    )
     if record is None:
         observer.completes = lambda: run.complete(untimed_steps=untimed_steps, saves=saver.saves if saver else ())
     trainer.observer = observer
@@ -205,7 +223,8 @@ def observe(
     if not isinstance(trainer.train_dataset, IterableDataset) or parts.collates_on_each_rank:
         count = parts.batch_facts or functools.partial(tensor_facts, label_shift=label_shift_of(trainer.model))
         trainer.data_collator = ObservedCollator(trainer.data_collator, count)
-    for callback in (step_timer, verification):
+    # the timer waits for the device where a signal decides to save
+    for callback in (*([] if stop_on_signal is None else [stop_on_signal]), step_timer, verification):
         trainer.add_callback(callback)
     return observer
 

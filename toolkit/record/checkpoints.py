@@ -310,9 +310,11 @@ def describe_latest_checkpoint(output_dir: Path) -> str:
     return "there is no complete checkpoint" if latest is None else f"the newest complete one is {latest.path.name}"
 
 
-def resume_hint(output_dir: Path) -> str:
-    """Return how a run that failed resumes, if it can."""
+def resume_hint(output_dir: Path, *, resumed_step: int = 0) -> str:
+    """Return how a run that failed resumes, if it can; `resumed_step` is that of another run's checkpoint."""
     if not any(found.problem() is None for found in list_checkpoints(output_dir)):
+        if resumed_step:
+            return f"the same command resumes from the checkpoint of step {resumed_step} that it names"
         return "there is no complete checkpoint: a restart begins at step 0"
     return f"`--resume_from_checkpoint latest` resumes: {describe_latest_checkpoint(output_dir)}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -77,6 +77,34 @@ class SaveRecord(BaseModel):
         now = time.monotonic()
         self.seconds, self.write_seconds = now - began, now - writing_began
         self.bytes = sum(path.stat().st_size for path in files)
+
+    @property
+    def seconds_after_step(self) -> float:
+        """Seconds from the end of a step, with the fingerprint, without the wait for an earlier save."""
+        return max(self.seconds or 0.0, self.stall_seconds - self.waited_seconds)
+
+
+# Between the notice and the end of a spot node, at most:
+# https://cloud.google.com/compute/docs/instances/spot and https://learn.microsoft.com/azure/virtual-machines/spot-vms
+# (30 s), https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html (2 minutes).
+SHORTEST_NOTICE_SECONDS, LONGEST_NOTICE_SECONDS = 30, 120
+
+
+def describe_slowest_save(saves: Sequence[SaveRecord]) -> str | None:
+    """Return the slowest checkpoint's seconds beside the notice of clouds, as a warning where it is longer.
+
+    None without a complete checkpoint.
+    """
+    complete = [save for save in saves if save.kind == "checkpoint" and save.seconds is not None]
+    if not complete:
+        return None
+    slowest = max(complete, key=lambda save: save.seconds_after_step)
+    seconds = slowest.seconds_after_step
+    saved = f"checkpoint-{slowest.step} took {seconds:.1f} s to save; clouds take spot nodes back"
+    notice = f"{SHORTEST_NOTICE_SECONDS} s (Google Cloud, Azure) to {LONGEST_NOTICE_SECONDS} s (AWS) after notice"
+    if seconds <= SHORTEST_NOTICE_SECONDS:
+        return f"{saved} {notice}"
+    return f"warning: {saved} {notice}: where that is too short, `--save_steps` more often bounds what is lost"
 
 
 _UNFINISHED = (status.PLANNED, status.RUNNING)

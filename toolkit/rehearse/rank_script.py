@@ -60,7 +60,6 @@ def main(rehearsed: RehearsedRank, preset: PresetSpec, argv: Sequence[str], prog
         model = rehearsal_model(args.job, compute_dtype=compute_dtype(args.training), layout_at_load=run.layout_at_load)
         trainer = build_trainer(run, model, tokenizer, data, REHEARSAL_PARTS)
         trainer.train()
-        run.stop_on_signal.raise_if_stopped()
         run.write_completion(rehearsal=rehearsal_facts(run, rehearsed, trainer))
 
 

@@ -57,9 +57,9 @@ class ActiveRun(ObservedRun):
         super().begin_training()
 
     def start_health_checks(self) -> None:
-        """Start this rank's heartbeat and hang detection, and handle signals; both last until the process ends."""
+        """Start this rank's heartbeat and hang detection, and stop with other ranks that get a signal."""
         Watchdog(self.progress, ranks=self.folder.rank_rows(self.rank).parent, rank=self.rank).start()
-        self.stop_on_signal.listen()
+        self.stop_on_signal.follow(self.progress)
 
 
 @contextmanager
@@ -73,7 +73,10 @@ def open_run(
     """
     training, job = arguments.training, arguments.job
     folder = RunFolder(Path(training.output_dir))
-    writes = single_process or training.process_index == 0
+    rank, world_size = training.process_index, training.world_size
+    writes = single_process or rank == 0
+    stop_on_signal = StopOnSignal(progress, folder, rank=rank, world_size=1 if single_process else world_size)
+    stop_on_signal.listen()
     if not launch.folder_prepared:
         restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
         if writes and not restarts:
@@ -87,7 +90,6 @@ def open_run(
     checkpoint = find_checkpoint(arguments, launch, progress)
     if checkpoint is not None:
         check_visible(checkpoint.path, gather=gather)
-    rank, world_size = training.process_index, training.world_size
     run = ActiveRun(
         arguments=arguments,
         launch=launch,
@@ -98,7 +100,7 @@ def open_run(
         checkpoint=checkpoint,
         resumed_step=0 if checkpoint is None else checkpoint.step,
         continues=checkpoint is not None,
-        stop_on_signal=StopOnSignal(progress, rank=rank, world_size=1 if single_process else world_size),
+        stop_on_signal=stop_on_signal,
         single_process=single_process,
     )
     reuse = reuse_of(continues=run.continues, resumes=job.resumes, overwrite=job.overwrite_output_dir)

@@ -201,6 +201,11 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         os.environ["ACCELERATE_USE_CPU"] = "false" if deepspeed else "true"
     on_cpu = job.use_cpu or not torch.cuda.is_available()
     warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
+    if job.async_save and launch.preset is None and not uses_fsdp():
+        raise ToolkitError(
+            "--async_save needs a preset whose ranks write their own shards, and this launch names no preset",
+            hint=f"leave it out, or `export {command.PRESET_VARIABLE}=fsdp2`",
+        )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
     groups, ranks_per_batch = (world_size, 1) if layout is None else (layout.data_parallel_size, layout.ranks_per_batch)

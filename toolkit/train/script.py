@@ -46,7 +46,6 @@ def main(argv: Sequence[str], progress: Progress) -> None:
             model = load_pipeline(args, compute_dtype=dtype, checkpoint=checkpoint)
         trainer = build_trainer(run, model, tokenizer, data, parts)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        run.stop_on_signal.raise_if_stopped()
         progress.enter("save")
         if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)

@@ -198,7 +198,6 @@ def build_trainer(
     )
     apply_loss(trainer, args.job)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
-    trainer.add_callback(run.stop_on_signal)  # before the timer, which waits for the device where this decides to save
     observer = observe(
         trainer,
         record=run,
@@ -206,6 +205,7 @@ def build_trainer(
         untimed_steps=args.job.untimed_steps,
         complete_saves=True,
         saves_in_background=args.job.async_save and str(training.save_strategy) != "SaveStrategy.NO",
+        stop_on_signal=run.stop_on_signal,
         timer=parts.timer,
         attestation=parts.attestation,
     )
