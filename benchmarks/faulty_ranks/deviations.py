@@ -200,19 +200,6 @@ def checkpoint_on_host(_: int) -> None:
     replace("transformers.modeling_utils:checkpoint", offloaded)
 
 
-def one_unsharded(original: Any, module: Any, **kwargs: Any) -> Any:
-    """A matrix stays whole on each rank."""
-    ignored = {p for name, p in module.named_parameters() if name.endswith("mlp.down_proj.weight")}
-    return original(module, **kwargs, ignored_params=ignored)
-
-
-def other_schedule(_: int) -> None:
-    from torch.distributed import pipelining
-
-    tell()
-    pipelining.Schedule1F1B = pipelining.ScheduleGPipe
-
-
 DEVIATIONS: dict[str, Deviation] = {
     "unwrapped": with_keywords(PREPARED, evaluation_mode=True),
     "without_deepspeed": functools.partial(in_environment, ACCELERATE_USE_DEEPSPEED="false"),
@@ -255,9 +242,7 @@ DEVIATIONS: dict[str, Deviation] = {
     "perturbed_on_rank_1": changed_model(perturb, rank=1, after=True),
     "detached": replaced(f"{LLAMA}:LlamaMLP.forward", detached),
     "one_left_out": replaced(f"{TRAINER}.create_optimizer", one_left_out),
-    "one_unsharded": replaced("torch.distributed.fsdp:fully_shard", one_unsharded),
     "no_clipping_offload": replaced("accelerate:Accelerator.clip_grad_norm_", no_clipping),
-    "other_schedule": other_schedule,
     "without_positions": replaced(
         f"{LLAMA}:LlamaForCausalLM.forward",
         lambda original, model, *args, **kwargs: original(
