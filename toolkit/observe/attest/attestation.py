@@ -121,12 +121,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
             write_json(path, attestation_json(preset, expected, [reading | clipped for reading in ranks], found))
-            if preset is None or not found:
-                print(verified_line(preset, ranks[0]), flush=True)
-            for name, other in ranks[0].get("other_models", {}).items():
-                print(other_model_line(name, other, None if preset is None else preset.sharding), flush=True)
-            if found and not self.strict:
-                print(f"warning: {found[0]}", flush=True)
+            lines = [verified_line(preset, ranks[0])] if preset is None or not found else []
+            sharding = None if preset is None else preset.sharding
+            lines += [other_model_line(*other, sharding) for other in ranks[0].get("other_models", {}).items()]
+            lines += [f"warning: {found[0]}"] if found and not self.strict else []
+            print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
             whole = ranks[0].get("fsdp2_groups") == 1 and any(difference.name == "sharding" for difference in found)
