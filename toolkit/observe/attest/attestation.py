@@ -123,7 +123,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             write_json(path, attestation_json(preset, expected, [reading | clipped for reading in ranks], found))
             lines = [verified_line(preset, ranks[0])] if preset is None or not found else []
             sharding = None if preset is None else preset.sharding
-            lines += [other_model_line(*other, sharding) for other in ranks[0].get("other_models", {}).items()]
+            others = ranks[0].get("other_models", {})
+            lines += [other_model_line(name, other, sharding) for name, other in others.items()]
             lines += [f"warning: {found[0]}"] if found and not self.strict else []
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
