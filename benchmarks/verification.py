@@ -104,6 +104,13 @@ DEVIATIONS = (
     Deviation("optimizer_dtype", "Adam's moments in bf16", under("bf16_adam", *ENGINES)),
     Deviation("optimizer_dtype", "the same", under("bf16_adam_offload", "zero2_cpu_offload")),
     Deviation("optimizer_class", "Adam for AdamW", under("adam", *ENGINES)),
+    Deviation("gradient_dtype", "bf16 weights", {"ddp": "bf16_model", "fsdp2": "bf16_model_fsdp2"}),
+    Deviation(
+        "reduce_dtype",
+        "fp32 for bf16",
+        {**under("fp32_reduction", "zero2", "zero3"), "fsdp2": "fp32_reduction_fsdp2"},
+        "--bf16 true",
+    ),
     Deviation(
         "optimizer_class", "torch's for the offloaded one", under("torch_optimizer_under_offload", "zero2_cpu_offload")
     ),
@@ -123,15 +130,18 @@ DEVIATIONS = (
         "--activation_checkpointing true",
         None,
     ),
+    Deviation("pipeline_schedule", "GPipe runs", under("other_schedule", "pipeline_1f1b"), PIPELINE, None),
     Deviation("accumulate", "whole gradients", under("accumulates_whole", "fsdp2"), ACCUMULATES, None),
     Deviation("seed", "another on rank 1", under("seed_on_rank_1", *ENGINES), trl=None),
     Deviation("ddp_comm_hook", "not registered", under("no_hook", "ddp"), "--ddp_comm_hook bf16", None),
+    Deviation("ddp_comm_hook", "torch's fp16 hook", under("torch_hook", "ddp"), "", None),
     Deviation("torch_compile", "not compiled", under("not_compiled", "ddp", "fsdp2"), "--torch_compile true", None),
     Deviation("neftune_noise_alpha", "no noise", under("no_noise", *ENGINES), "--neftune_noise_alpha 5", None),
     Deviation("load_in_4bit", "not quantized", under("not_quantized", "ddp"), f"--load_in_4bit true {LORA}", None),
     Deviation("quantized_storage_dtype", "uint8", under("other_storage", "ddp"), f"--load_in_4bit true {LORA}", None),
     Deviation("frozen_dtype", "the other one", under("frozen_cast", *ENGINES), LORA, None),
     Deviation("num_trainable_params", "a matrix is frozen", under("one_frozen", *ENGINES), "", None),
+    Deviation("num_trainable_params", "two layers share a matrix", under("tied", "ddp"), "", None),
     Deviation("loss", "from full logits", under("full_loss", "ddp"), "--loss chunked", None),
     Deviation("loss_chunk_tokens", "8", under("other_chunk", "ddp"), "--loss chunked", None),
     Deviation(
@@ -150,6 +160,7 @@ DEVIATIONS = (
         "--max_grad_norm 100",
         "--max_grad_norm 100",
     ),
+    Deviation("parameter_bytes", "two matrices share their memory", under("one_storage", "ddp", "zero2"), trl=None),
     Deviation("parameter_bytes", "all stay gathered", under("parameters_persist", "zero3")),
     Deviation("gradient_bytes", "some have no gradient", under("detached", "ddp", "fsdp2"), trl=None),
     Deviation("optimizer_bytes", "a matrix is not updated", under("one_left_out", *ENGINES)),
@@ -158,7 +169,6 @@ DEVIATIONS = (
 NOT_INJECTED = {
     "layers of all stages": "the toolkit's own loop divides the layers: no library's setting does",
     "parameter_bytes of all stages": "the same",
-    "pipeline_schedule": "the same",
     "pipeline_stages": "the same",
     "micro_batches": "the same",
     "activation_dtype": "the same",
@@ -180,7 +190,10 @@ CHECKS = {
 
 def compared_fields() -> set[str]:
     """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
-    expecting = {"expected.py": ("expected_values", "_expected_optimizer"), "attestation.py": ("expected_values",)}
+    expecting = {
+        "expected.py": ("expected_values", "_expected_optimizer", "_expected_gradients"),
+        "attestation.py": ("expected_values",),
+    }
     sources = [(ATTEST / name, functions) for name, functions in expecting.items()]
     sources.append((ROOT / "toolkit" / "train" / "trainer.py", ("expected_readings", "observer_parts")))
     keys: set[str] = set()

@@ -131,6 +131,40 @@ def freeze_one(model: Any) -> None:
     first_weight(model).requires_grad_(False)
 
 
+def tie(model: Any) -> None:
+    first, second = model.model.layers[:2]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def share_storage(wrapped: Any) -> None:
+    """After the wrapper: accelerate's move to `cpu:0` and ZeRO's flat buffers give each parameter memory of its own."""
+    first, second = getattr(wrapped, "module", wrapped).model.layers[:2]
+    second.mlp.up_proj.weight.data = first.mlp.up_proj.weight.data
+
+
+def fp32_reduction_fsdp2(_: int) -> None:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with_keywords("torch.distributed.fsdp:fully_shard", mp_policy=policy)(0)
+
+
+def add_torch_hook(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model.register_comm_hook(None, fp16_compress_hook)
+
+
+def other_schedule(_: int) -> None:
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    from toolkit.train.engine.pipeline_trainer import SCHEDULES
+
+    tell()
+    SCHEDULES["1f1b"] = ScheduleGPipe
+
+
 def perturb(model: Any) -> None:
     first_weight(model).data.add_(1.0)
 
@@ -235,6 +269,12 @@ DEVIATIONS: dict[str, Deviation] = {
     "other_storage": with_keywords("transformers:BitsAndBytesConfig.__init__", bnb_4bit_quant_storage="uint8"),
     "frozen_cast": changed_model(cast_frozen),
     "one_frozen": changed_model(freeze_one),
+    "tied": changed_model(tie),
+    "one_storage": changed_model(share_storage, after=True),
+    "fp32_reduction": deepspeed_json(lambda config: config.update(communication_data_type="fp32")),
+    "fp32_reduction_fsdp2": fp32_reduction_fsdp2,
+    "torch_hook": changed_model(add_torch_hook, after=True),
+    "other_schedule": other_schedule,
     "full_loss": replaced("toolkit.train.trainer:apply_loss", lambda *_: None),
     "other_chunk": with_keywords("toolkit.train.model.chunked_loss:ChunkedLoss.__init__", chunk_tokens=8),
     "eager": before_training(lambda model: model.set_attn_implementation("eager")),

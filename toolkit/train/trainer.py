@@ -34,7 +34,7 @@ from toolkit.train.data import streaming
 from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs, verify_packing
-from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, registered_hook
+from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, hook_name
 from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
@@ -141,8 +141,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def read_methods(self, plain: Any) -> Values:
         """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
-        hook = registered_hook(self.model_wrapped)
-        return {"ddp_comm_hook": None if hook is None else hook.name, **read_loss(plain)}
+        return {"ddp_comm_hook": hook_name(self.model_wrapped), **read_loss(plain)}
 
     def save_states(self, checkpoint: Path) -> None:
         """Write where this rank's stream is."""

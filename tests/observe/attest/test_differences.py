@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,7 @@ def expected(
     name: str | None, world_size: int | None = 2, *, dtype: str = "no", on_cpu: bool = False, **facts: Any
 ) -> dict[str, Any]:
     preset = None if name is None else load_preset(name)
-    run = ExpectedRun(preset=preset, world_size=world_size, settings=SETTINGS, **facts)
+    run = ExpectedRun(**{"preset": preset, "world_size": world_size, "settings": SETTINGS} | facts)
     names = {"mixed_precision": dtype, "optim": "unknown", "optim_args": None}
     args = SimpleNamespace(**names, device=torch.device("cpu" if on_cpu else "cuda"))
     return expected_values(run, SimpleNamespace(args=args, model=torch.nn.Linear(1, 1)))
@@ -32,7 +34,7 @@ def expected(
 def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> None:
     required = {"world_size": 4, "engine": "deepspeed", "sharding": "full_shard", "compute_dtype": "bfloat16"}
     required |= {"offload_optimizer": "cpu", "offload_param": "cpu"}
-    required |= {"master_dtype": "float32", "optimizer_dtype": "float32"}
+    required |= {"master_dtype": "float32", "reduce_dtype": "bfloat16", "optimizer_dtype": "float32"}
     assert expected("zero3_cpu_offload", 4, dtype="bf16") == SETTINGS | required
     hybrid = expected("fsdp2_hybrid", 8, dp_shard_size=4)
     assert (hybrid["sharding"], hybrid["dp_shard_size"]) == ("hybrid_shard", 4)
@@ -42,6 +44,29 @@ def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> 
     # DDP wraps a single process on a CPU only.
     assert [expected("ddp", 1)["engine"], expected("ddp", 1, on_cpu=True)["engine"]] == ["none", "ddp"]
     assert [expected(preset, 1)["engine"] for preset in ("zero1", "fsdp2")] == ["deepspeed", "fsdp2"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "gradients", "reduction", "facts"),
+    [
+        ("ddp", "float32", "float32", {}),
+        ("ddp", "float32", None, {"settings": SETTINGS | {"ddp_comm_hook": "bf16"}}),  # the hook sends what it sends
+        ("fsdp2", "float32", "bfloat16", {}),
+        ("fsdp2_tp", "float32", "float32", {"layout_at_load": LAYOUT}),
+        ("zero2", None, "bfloat16", {}),
+    ],
+)
+def test_gradients_and_their_reduction_have_the_dtypes_of_the_numerics_page(
+    preset: str, gradients: str | None, reduction: str | None, facts: dict[str, Any]
+) -> None:
+    values = expected(preset, dtype="bf16", **facts)
+    assert (values.get("gradient_dtype"), values.get("reduce_dtype")) == (gradients, reduction)
+
+
+def test_a_deepspeed_file_may_name_the_dtype_of_its_reduction(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"communication_data_type": "fp32"}')
+    preset = replace(load_preset("zero2"), deepspeed_config_path=tmp_path / "ds.json")
+    assert expected("zero2", dtype="bf16", preset=preset)["reduce_dtype"] == "float32"
 
 
 def test_every_rank_that_differs_is_reported_with_both_values_and_a_missing_value_is_a_difference() -> None:

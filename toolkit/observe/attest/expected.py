@@ -18,12 +18,15 @@ from toolkit.observe.attest.tensors import (
     frozen_weights,
     innermost_optimizer,
     local,
+    local_bytes,
     quantized_modules,
     uncompiled,
 )
 from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
+
+DEEPSPEED_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def expected_values(run: ExpectedRun, trainer: Any) -> Values:
@@ -49,9 +52,20 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         "offload_param": preset.offload_param,
         "compute_dtype": dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
+        **_expected_gradients(run, preset, dtype),
         **_expected_optimizer(known_optimizer(run, trainer), preset),
         **made,
     }
+
+
+def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> Values:
+    """The dtypes of gradients and of their reduction (docs/concepts/numerics.md), as far as they are known."""
+    if preset.engine == "deepspeed":  # stage and offload decide which buffer holds a gradient
+        given = (preset.deepspeed_config() or {}).get("communication_data_type")
+        return {"reduce_dtype": DEEPSPEED_DTYPES.get(given, compute)}
+    reduced = compute if preset.engine == "fsdp2" and run.layout_at_load is None else "float32"
+    sent_by_hook = run.settings.get("ddp_comm_hook") is not None
+    return {"gradient_dtype": "float32"} | ({} if sent_by_hook else {"reduce_dtype": reduced})
 
 
 def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
@@ -65,7 +79,7 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
     # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
     deepspeed = reading["engine"] == "deepspeed"
     used = trained
-    if run.may_leave_unused and not deepspeed:
+    if run.may_leave_unused and not deepspeed and reading["gradient_bytes"] < local_bytes(trained):
         states = innermost_optimizer(trainer.optimizer).state
         used = [p for p in trained if p in states or not states]
     parts = {

@@ -44,9 +44,9 @@ def read(model: Any, parameters: list[Any]) -> Values:
 
 
 def reduce_dtype(model: Any) -> str:
-    """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
-    policy, parameter = parameter_groups(model)[0].mp_policy, next(model.parameters())
-    return dtype_name(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
+    """Return the dtypes of the reduce-scatter, from the mixed-precision policies of the parameter groups."""
+    policies, dtype = [group.mp_policy for group in parameter_groups(model)], next(model.parameters()).dtype
+    return "+".join(sorted({dtype_name(each.reduce_dtype or each.param_dtype or dtype) for each in policies}))
 
 
 def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:

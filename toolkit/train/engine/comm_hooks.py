@@ -125,6 +125,13 @@ def registered_hook(wrapped: Any) -> CountedHook | None:
     return hooks[0] if hooks and hooks[0].calls else None
 
 
+def hook_name(wrapped: Any) -> str | None:
+    """Return the name of the hook that the live DDP model has called, or of one that a library registered."""
+    hook = registered_hook(wrapped)
+    others = [each for each, _ in getattr(wrapped, "_comm_hooks", ()) if not isinstance(each, CountedHook)]
+    return hook.name if hook else others[0].__qualname__ if others else None
+
+
 def hook_dtype(wrapped: Any) -> str | None:
     """Return the dtypes that DDP's communication hook has sent; None without a hook."""
     hook = registered_hook(wrapped)

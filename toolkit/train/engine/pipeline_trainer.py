@@ -35,6 +35,16 @@ Batch = dict[str, Any]
 SCHEDULES = {GPIPE: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B, INTERLEAVED: ScheduleInterleaved1F1B}
 
 
+def schedule_name(schedule: Any) -> str:
+    """Return the name of a live schedule, by its class's own name and not by the table that it was made from.
+
+    >>> schedule_name(object.__new__(ScheduleInterleaved1F1B))
+    'interleaved_1f1b'
+    """
+    name = type(schedule).__name__.removeprefix("Schedule").lower()
+    return INTERLEAVED if name == "interleaved1f1b" else name
+
+
 def in_one_shape(batches: Sequence[Batch], *, count: int) -> list[Batch]:
     """Return `count` micro-batches of the same number of rows and tokens."""
     rows, tokens = (max(batch["input_ids"].shape[dimension] for batch in batches) for dimension in (0, 1))
@@ -213,13 +223,12 @@ class PipelineTrainer(SupervisedTrainer):
         infos = [info for stage in stages for info in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())]
         received = [each.buffer for info in infos for each in info if each.buffer is not None]
         degrees = dict(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True))
-        names = {kind: name for name, kind in SCHEDULES.items()}
         return super().read_methods(plain) | {
             "engine": "pipeline",
             "num_trainable_params": plain.num_params_of_all_stages(),  # all of them are trained
             "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
             "batch_group": [int(rank) for rank in dist.get_process_group_ranks(plain.ranks.pipeline)],
-            "pipeline_schedule": names.get(type(schedule), type(schedule).__name__),
+            "pipeline_schedule": schedule_name(schedule),
             "pipeline_stages": schedule._num_stages,
             "micro_batches": schedule._n_microbatches,
             "activation_dtype": dtype_names(received),
