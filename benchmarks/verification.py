@@ -160,7 +160,7 @@ DEVIATIONS = (
         "--max_grad_norm 100",
         "--max_grad_norm 100",
     ),
-    Deviation("parameter_bytes", "two matrices share their memory", under("one_storage", "ddp", "zero2"), trl=None),
+    Deviation("parameter_bytes", "two matrices share their memory", under("one_storage", "ddp"), trl=None),
     Deviation("parameter_bytes", "all stay gathered", under("parameters_persist", "zero3")),
     Deviation("gradient_bytes", "some have no gradient", under("detached", "ddp", "fsdp2"), trl=None),
     Deviation("optimizer_bytes", "a matrix is not updated", under("one_left_out", *ENGINES)),

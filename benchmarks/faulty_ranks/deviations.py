@@ -137,7 +137,7 @@ def tie(model: Any) -> None:
 
 
 def share_storage(wrapped: Any) -> None:
-    """After the wrapper: accelerate's move to `cpu:0` and ZeRO's flat buffers give each parameter memory of its own."""
+    """After the wrapper: parameters that share memory before it are separate when DDP is built."""
     first, second = getattr(wrapped, "module", wrapped).model.layers[:2]
     second.mlp.up_proj.weight.data = first.mlp.up_proj.weight.data
 

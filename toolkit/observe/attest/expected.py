@@ -62,7 +62,7 @@ def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> V
     """The dtypes of gradients and of their reduction (docs/concepts/numerics.md), as far as they are known."""
     if preset.engine == "deepspeed":  # stage and offload decide which buffer holds a gradient
         given = (preset.deepspeed_config() or {}).get("communication_data_type")
-        return {"reduce_dtype": DEEPSPEED_DTYPES.get(given, compute)}
+        return {"reduce_dtype": DEEPSPEED_DTYPES.get(str(given).lower(), compute)}
     reduced = compute if preset.engine == "fsdp2" and run.layout_at_load is None else "float32"
     sent_by_hook = run.settings.get("ddp_comm_hook") is not None
     return {"gradient_dtype": "float32"} | ({} if sent_by_hook else {"reduce_dtype": reduced})
