@@ -1,4 +1,4 @@
-"""What the process of a rank imports and starts."""
+"""What the process of a rank imports, starts, and leaves behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launching import ROOT, accelerate_launch, preset_job, read
 pytestmark = pytest.mark.launch
 
 
-def test_a_lora_rank_imports_no_bitsandbytes_and_asks_numactl_for_nothing(
+def test_a_rank_imports_no_bitsandbytes_asks_no_numactl_and_leaves_no_shared_memory(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
     """DeepSpeed would start it each time that it counts devices, and peft imports bitsandbytes."""
@@ -21,3 +21,6 @@ def test_a_lora_rank_imports_no_bitsandbytes_and_asks_numactl_for_nothing(
     assert {"peft", "deepspeed"} <= set(rank["packages"])
     assert "bitsandbytes" not in rank["packages"]
     assert "numactl" not in rank["started"]
+    buffers = [line for line in rank["mapped"] if "deepspeed_allreduce_buffer" in line]
+    assert len(buffers) == 2, "one of each rank"
+    assert all(line.endswith("(deleted)") for line in buffers), "DeepSpeed leaves 64 MiB per rank in /dev/shm"

@@ -1,4 +1,4 @@
-"""The training script; at its end rank 0 writes which packages it has imported, and which programs it has started.
+"""The training script; at its end rank 0 writes what it has imported, started, and mapped of shared memory.
 
 accelerate launch --config_file ... tests/scripts/rank_costs.py training arguments ... --output_dir OUT
 """
@@ -18,5 +18,6 @@ code = main()
 if os.environ.get("RANK", "0") == "0":
     packages = sorted({name for name in sys.modules if "." not in name})
     written = Path(sys.argv[sys.argv.index("--output_dir") + 1]).with_suffix(".json")
-    written.write_text(json.dumps({"packages": packages, "started": STARTED}))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    written.write_text(json.dumps({"packages": packages, "started": STARTED, "mapped": mapped}))
 leave(code)

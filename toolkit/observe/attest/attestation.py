@@ -24,7 +24,7 @@ from toolkit.observe.attest.differences import (
     rank_differences,
 )
 from toolkit.observe.attest.expected import expected_bytes, expected_values
-from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
+from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_shared_buffer
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, weights_sha256
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
@@ -114,6 +114,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
         own = (reading, self.norms.reading, self.expected_values())
         gathered = gather_from_ranks(own, single_process=self.run.single_process)
+        remove_shared_buffer(self.run.rank)
         ranks, norms = [each[0] for each in gathered], [each[1] for each in gathered]
         expected = gathered[0][2]  # another rank's arguments may differ, and then that rank is the one that deviates
         preset, path = self.parts.expected.preset, self.run.folder.attestation_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,16 @@ from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.tensors import device_types, dtype_names, local_bytes, optimizer_state_tensors
 
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
+
+
+def remove_shared_buffer(rank: int) -> None:
+    """Remove the file of this rank's all-reduce on a CPU; every rank must have come to its first step.
+
+    deepspeed 0.19.8 leaves 64 MiB per rank of each run in /dev/shm. All ranks have it mapped by then.
+    """
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"  # csrc/cpu/comm/shm.cpp
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def read(engine: Any, parameters: list[Any]) -> Values:
