@@ -6,8 +6,9 @@
 
 Both sides train the default model in fp32 on CPU ranks of one thread each, on the same batches: their losses are
 compared step by step. The two sides of a pair run at the same time, each on its half of the node's cores, and the next
-pair swaps the halves: what slows the node down slows both. A ratio above 1 means that the toolkit trains more tokens
-with the same processor time. With `--observe` both sides are the same script, on the small model and the rows of
+pair swaps the halves: what slows the node down slows both. With fewer cores than that takes they run in turns, since
+ranks that share a core wait in a loop. A ratio above 1 means that the toolkit trains more tokens with the same
+processor time. With `--observe` both sides are the same script, on the small model and the rows of
 `benchmarks/peers.py`.
 """
 
@@ -70,19 +71,16 @@ def prepare(scratch: Path, model: Path | None) -> tuple[Path, Path, Path]:
 
 
 def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int) -> dict[str, Any]:
-    """Run both sides at once: each a program, its job, and whether it is observed. Every second pair swaps the cores.
+    """Run both sides: each a program, its job, and whether it is observed; every second pair begins with the second.
 
     Raises SystemExit where one fails, or where its ranks do not train together.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    halves = [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
-    if not all(halves):
-        raise SystemExit(f"{len(cores)} core: a pair needs two, one for each side")
-    with ThreadPoolExecutor(2) as pool:
-        running = {
-            side: pool.submit(measure_side, *sides[side], halves[(number + place) % 2])
-            for place, side in enumerate(SIDES)
-        }
+    order = SIDES if number % 2 == 0 else tuple(reversed(SIDES))
+    cores, ranks = sorted(os.sched_getaffinity(0)), sides[OURS][1].ranks
+    at_once = len(cores) >= 2 * ranks
+    halves = (cores[: len(cores) // 2], cores[len(cores) // 2 :]) if at_once else (cores, cores)
+    with ThreadPoolExecutor(2 if at_once else 1) as pool:
+        running = {side: pool.submit(measure_side, *sides[side], own) for side, own in zip(order, halves, strict=True)}
         runs = {side: run.result() for side, run in running.items()}
     figures = {}
     for side, run in runs.items():
@@ -107,7 +105,8 @@ def measure_side(program: str, job: Job, observed: bool, cores: Sequence[int]) -
     """Run a program once, on these cores alone."""
     with tempfile.TemporaryDirectory() as folder:
         where = {"environments_folder": Path(folder), "timeout": TIMEOUT_SECONDS, "cores": cores}
-        return run_program(program, job, Path(folder) / "run", **where, observed=observed)
+        # reading the memory of all processes takes a fifth of a core, and is not used here
+        return run_program(program, job, Path(folder) / "run", **where, observed=observed, sample_seconds=10)
 
 
 def cases_of(pairs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -65,6 +65,7 @@ def run_program(
     timeout: float,
     observed: bool = False,
     cores: Sequence[int] = (),
+    sample_seconds: float = measurement.SAMPLE_SECONDS,
 ) -> measurement.Run:
     """Run a program once in an empty folder, if wanted observed, or on these cores alone.
 
@@ -80,6 +81,7 @@ def run_program(
     extensions = environments.extensions_of(program, environments_folder)
     variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
     where = {"environment": variables, "folder": folder, "cwd": launch.cwd or folder}
+    where["sample_seconds"] = sample_seconds
     pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
     run = measurement.run([*pinned, *launch.argv], timeout_seconds=timeout, **where)
     if run.error is None and any(len(rank) != job.setting.steps for rank in run.ranks):

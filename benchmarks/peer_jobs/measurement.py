@@ -34,7 +34,15 @@ class Run:
     error: str | None = None
 
 
-def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, timeout_seconds: float, cwd: Path) -> Run:
+def run(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    timeout_seconds: float,
+    cwd: Path,
+    sample_seconds: float = SAMPLE_SECONDS,
+) -> Run:
     """Run a command to its end, with its output in the folder's `log`, and read what the hook wrote."""
     steps, log = folder / "steps", folder / "log"
     steps.mkdir(parents=True, exist_ok=True)
@@ -47,7 +55,7 @@ def run(argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, ti
             while exit_code is None:
                 peak_pss_bytes = max(peak_pss_bytes, sample(process.pid, cpu_seconds))
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    exit_code = process.wait(SAMPLE_SECONDS)
+                    exit_code = process.wait(sample_seconds)
                 if exit_code is None and time.perf_counter() - clock > timeout_seconds:
                     exit_code = 124
         finally:
