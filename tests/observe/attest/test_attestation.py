@@ -33,7 +33,7 @@ def test_a_rank_whose_own_seed_is_another_is_the_one_that_differs(
         return [(as_expected | first, norms, expected | {"seed": 42}), own]
 
     monkeypatch.setattr(attestation, "gather_from_ranks", of_both_ranks)
-    run: Any = SimpleNamespace(progress=None, single_process=False, writes=False)
+    run: Any = SimpleNamespace(progress=None, single_process=False, writes=False, rank=1)
     run.folder = SimpleNamespace(attestation_json=tmp_path / "attestation.json")
     parts = ObserverParts(expected=ExpectedRun(settings={"seed": 43}))
     timer: Any = None
