@@ -15,7 +15,9 @@ import pytest
 import torch
 from command_line import exit_code
 from launching import read
+from transformers import PretrainedConfig
 
+from toolkit.checkpoint.model_definition import model_class
 from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
@@ -230,3 +232,8 @@ def test_sound_checkpoints_are_verified_exported_and_converted(plain: Path, shar
         assert exit_code("checkpoint", "verify", source) == 0
         assert exit_code("checkpoint", "export", source, tmp_path / f"model-{number}") == 0
         assert exit_code("checkpoint", "verify", tmp_path / f"model-{number}") == 0
+
+
+def test_a_class_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ToolkitError, match="is of a 3, which transformers does not have"):
+        model_class(PretrainedConfig(architectures=[3]))

@@ -8,6 +8,7 @@ so that any mesh reads it (transformers 5.23, `save_optimizer_distributed`).
 from __future__ import annotations
 
 import contextlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
 from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
+from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import DCP_METADATA, read_dcp_metadata, read_dcp_value
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
@@ -111,8 +113,12 @@ class DcpFolder:
         state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         reader = dcp.FileSystemReader(self.path)
         reader.read_metadata = lambda *_, **__: self.metadata  # it would be read again for every tensor
-        with _in_one_process():
-            dcp.load(state, storage_reader=reader, no_dist=True)
+        try:
+            with _in_one_process():
+                dcp.load(state, storage_reader=reader, no_dist=True)
+        except pickle.UnpicklingError:
+            hint = "copy the checkpoint again, or take an earlier one"
+            raise ToolkitError(f"{self.path} is damaged: a shard does not hold {key}", hint=hint) from None
         return state[key]
 
 

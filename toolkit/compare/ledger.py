@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from toolkit.compare.rows import MODEL_STATES, RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError, shown
@@ -45,6 +45,14 @@ class _Record(RunRecord):
     def of(cls, run: RunRecord, **changes: Any) -> Self:
         """Return what a run measured as a record of this kind, with other values of some fields."""
         return cls.model_validate({key: getattr(run, key) for key in RunRecord.model_fields} | changes)
+
+    @model_validator(mode="after")
+    def _timed_steps_are_counted(self) -> Self:
+        last = max(self.timed_step_numbers, default=0)
+        counts = (self.step_seconds, self.step_tokens, self.step_non_padding_tokens, self.step_supervised_tokens)
+        if any(0 < len(each) < last for each in counts):
+            raise ValueError(f"step_seconds and the counts of tokens must reach the last timed step, {last}")
+        return self
 
 
 class TrialRecord(_Record):

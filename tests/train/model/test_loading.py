@@ -16,7 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.job.job import Job
 from toolkit.train.checkpointing import in_fp32
-from toolkit.train.model.loading import choose_attention, freeze, loaded_dtype, prepare_model
+from toolkit.train.model.loading import choose_attention, freeze, load_tokenizer, loaded_dtype, prepare_model
 
 SAVES_HEAD: dict[str, Any] = {"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}}
 
@@ -100,3 +100,13 @@ def test_a_model_that_runs_no_such_attention_keeps_its_default_and_refuses_anoth
     with pytest.raises(ToolkitError, match="does not support SDPA for gpt_oss") as refused:
         choose_attention(replace(job, attn_implementation="sdpa_varlen"), compute_dtype=torch.float32, on_cpu=True)
     assert refused.value.hint == "`--attn_implementation eager`"
+
+
+def test_a_tokenizers_length_that_is_no_number_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": {"a": 1}}))
+    with pytest.raises(ToolkitError, match="model_max_length is"):
+        load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path)), chat_template=None)

@@ -40,6 +40,11 @@ BASE_WEIGHT_FIELDS = ("modules_to_save", "trainable_token_indices")
 def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
     """Return the model's tokenizer, with the chat template of the file `chat_template` if given."""
     tokenizer = from_pretrained(AutoTokenizer, arguments)
+    if not isinstance(limit := tokenizer.model_max_length, (int, float)):
+        raise ToolkitError(
+            f"model_max_length is {str(limit)[:80]!r} in tokenizer_config.json of {arguments.model_name_or_path!r}",
+            hint="expected a number of tokens: correct it, or leave it out",
+        )
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     return tokenizer
