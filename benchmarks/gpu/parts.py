@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grid import CALIBRATION
+from peer_jobs.commands import words
 from peer_jobs.comparison import figures
 from peer_jobs.job import LORA_R, Setting, make_model, make_rows
 from peers import job_of
@@ -283,10 +284,6 @@ def comparison(
         ]
 
     return name, command, read
-
-
-def words(arguments: Row) -> list[str]:
-    return [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
 
 
 def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: Variant, **job: Any) -> list[Row]:

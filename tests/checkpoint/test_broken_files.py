@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from command_line import exit_code
 from launching import read
 from transformers import PretrainedConfig
 
+from toolkit.checkpoint.dcp_checkpoint import DcpFolder
 from toolkit.checkpoint.model_definition import model_class
 from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
@@ -237,3 +239,13 @@ def test_sound_checkpoints_are_verified_exported_and_converted(plain: Path, shar
 def test_a_class_that_is_no_name_is_refused() -> None:
     with pytest.raises(ToolkitError, match="is of a 3, which transformers does not have"):
         model_class(PretrainedConfig(architectures=[3]))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_shard_of_a_tensor_is_named(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    folder, (shard,) = DcpFolder(tmp_path, trust_pickle=False), tmp_path.glob("*.distcp")
+    assert folder.read("weight").tolist() == [1.0] * 4
+    shard.write_bytes(shard.read_bytes().replace(b"ctorch", b"\x50torch"))  # an opcode that no tensor has
+    with pytest.raises(ToolkitError, match=f"{tmp_path} is damaged"):
+        folder.read("weight")

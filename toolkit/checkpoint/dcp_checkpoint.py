@@ -8,7 +8,6 @@ so that any mesh reads it (transformers 5.23, `save_optimizer_distributed`).
 from __future__ import annotations
 
 import contextlib
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -24,8 +23,7 @@ from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
 from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.errors import ToolkitError
-from toolkit.files.safe_loading import DCP_METADATA, read_dcp_metadata, read_dcp_value
+from toolkit.files.safe_loading import DCP_METADATA, damage_reported, read_dcp_metadata, read_dcp_value
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
@@ -113,12 +111,8 @@ class DcpFolder:
         state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         reader = dcp.FileSystemReader(self.path)
         reader.read_metadata = lambda *_, **__: self.metadata  # it would be read again for every tensor
-        try:
-            with _in_one_process():
-                dcp.load(state, storage_reader=reader, no_dist=True)
-        except pickle.UnpicklingError:
-            hint = "copy the checkpoint again, or take an earlier one"
-            raise ToolkitError(f"{self.path} is damaged: a shard does not hold {key}", hint=hint) from None
+        with damage_reported(self.path), _in_one_process():
+            dcp.load(state, storage_reader=reader, no_dist=True)
         return state[key]
 
 

@@ -253,11 +253,11 @@ def model_class(config: Any, task_type: str | None = None) -> Any:
 
     if task_type in HEADED:
         return getattr(transformers, HEADED[task_type])
-    name = next(iter(config.architectures or ()), "AutoModelForCausalLM")
-    found = getattr(transformers, str(name), None)
+    name = str(next(iter(config.architectures or ()), "AutoModelForCausalLM"))
+    found = getattr(transformers, name, None)
     known = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if name != "AutoModelForCausalLM" and not known:
-        raise ToolkitError(f"config.json is of a {str(name)[:80]}, which transformers does not have", hint=WEIGHTS_ONLY)
+        raise ToolkitError(f"config.json is of a {name[:80]}, which transformers does not have", hint=WEIGHTS_ONLY)
     return found
 
 

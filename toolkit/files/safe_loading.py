@@ -92,13 +92,13 @@ def torch_load(path: Path, *, trust_pickle: bool = False) -> Any:
     """
     open_file(path).close()  # torch would wait for a named pipe
     classes = [] if trust_pickle else [_imported(name) for name in _engine_classes_in(path)]
-    with _damage_reported(path), torch.serialization.safe_globals(classes):
+    with damage_reported(path), torch.serialization.safe_globals(classes):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
 
 
 def _engine_classes_in(path: Path) -> list[str]:
     """Return the names beyond torch's own list, read from the opcodes."""
-    with _damage_reported(path), open_file(path) as file:
+    with damage_reported(path), open_file(path) as file:
         names: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     for name in names:
         _check_known(path, name, ENGINE_CLASSES)
@@ -114,7 +114,7 @@ def _check_known(path: Path, name: str, classes: tuple[str, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _damage_reported(path: Path) -> Iterator[None]:
+def damage_reported(path: Path) -> Iterator[None]:
     """Report any other exception as ToolkitError: a damaged pickle raises whatever the opcode at its end leads to."""
     try:
         yield
@@ -139,7 +139,7 @@ def read_dcp_metadata(path: Path, *, trust_pickle: bool = False) -> Any:
     content = io.BytesIO(read_bytes(path, max_bytes=MAX_METADATA_BYTES))
     if trust_pickle:
         return pickle.load(content)
-    with _damage_reported(path):
+    with damage_reported(path):
         unpickler = _MetadataUnpickler(content)
         unpickler.path = path
         found = unpickler.load()
@@ -170,6 +170,6 @@ def read_dcp_value(folder: Path, content: Any, key: str, *, trust_pickle: bool =
     """Return a value of a distributed checkpoint, by its metadata, that is not a tensor, such as a hyperparameter."""
     entry = content.storage_data[metadata.MetadataIndex(key)]
     path = folder / entry.relative_path
-    with open_file(path) as file, _damage_reported(path):
+    with open_file(path) as file, damage_reported(path):
         file.seek(entry.offset)
         return torch.load(io.BytesIO(file.read(entry.length)), weights_only=not trust_pickle)

@@ -23,7 +23,7 @@ from toolkit.models.fake_tensors import LiveMemory, MemoryPeak
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
-from toolkit.observe.attest.tensors import full_size, local, optimizer_state_tensors
+from toolkit.observe.attest.tensors import full_size, local, num_trainable_params, optimizer_state_tensors
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.train.model.chunked_loss import read_loss
@@ -170,7 +170,7 @@ def verified_facts(trainer: Any, expected: ExpectedRun) -> Facts:
         raise AttestationFailed(f"the rehearsal does not match its preset: {found[0]}")
     return {
         "num_params": sum(map(full_size, parameters)),
-        "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
+        "num_trainable_params": num_trainable_params(wrapped),
         "activation_checkpointing": uses_activation_checkpointing(wrapped, None),
         **read_loss(trainer.accelerator.unwrap_model(wrapped)),
     }
