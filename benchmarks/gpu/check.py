@@ -144,11 +144,8 @@ def anonymous(text: str) -> str:
     """
     text = re.sub(r"(?<![\w/])~?(?:/[\w.@+=-]+){2,}/?", "PATH", hide_secrets(text))
     host = socket.gethostname()
-    for name in {host, host.partition(".")[0], os.environ.get("USER", ""), Path.home().name} - {
-        "",
-        "root",
-        "localhost",
-    }:
+    names = {host, host.partition(".")[0], os.environ.get("USER", ""), Path.home().name}
+    for name in names - {"", "root", "localhost"}:
         text = re.sub(rf"(?<![\w.]){re.escape(name)}(?![\w])", "NAME", text)
     return text
 
