@@ -75,8 +75,8 @@ class Slurm:
         self.machines.run(CONTROLLER, "munged", *files, f"--socket={munge / 'socket'}")
         self.ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
         for name in self.nodes:
-            self._start_node(name)
-        self.machines.at_boot.append(self._start_node)
+            self.start_daemon(name)
+        self.machines.at_boot.append(self.start_daemon)
         wait_until(lambda: set(self.node_states().values()) == {"idle"}, "every node is idle", 60)
 
     def submit(self, script: Path, *, log: Path) -> str:
@@ -112,7 +112,11 @@ class Slurm:
         lines = self.ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
         return dict(line.split()[:2] for line in lines)  # type: ignore[misc]
 
-    def _start_node(self, name: str) -> None:
+    def stop_daemon(self, name: str) -> None:
+        """Kill a node's daemon; for `SlurmdTimeout`, SLURM still believes that the node is there."""
+        self.machines.run(name, "kill", "-KILL", (self.folder / name / "slurmd.pid").read_text().strip())
+
+    def start_daemon(self, name: str) -> None:
         self.machines.run(name, "slurmd", "-N", name, "-L", f"{self.folder}/{name}/slurmd.log", env=self.environment)
 
     def ctl(self, *words: str) -> str:

@@ -56,7 +56,10 @@ def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: Cl
 
 def test_a_run_folder_that_only_the_head_has_ends_the_job_with_the_other_nodes_name(jobs: ClusterJobs) -> None:
     own_folder_of_each_node = Path("/mnt/run")
+    jobs.slurm.stop_daemon("node2")
     job = jobs.submit(["--preset", "ddp"], own_folder_of_each_node, *JOB)
-    jobs.slurm.wait_for_end(job, 60)
+    jobs.until(job, lambda: "start 1 of 3: SLURM did not start a task on every node" in jobs.logs())
+    jobs.slurm.start_daemon("node2")
+    jobs.slurm.wait_for_end(job, 120)
     assert (jobs.slurm.job(job)["JobState"], jobs.slurm.job(job)["ExitCode"]) == ("FAILED", "2:0")
     assert "error: node node2 does not see /mnt/run/logs, which the head has" in jobs.logs()
