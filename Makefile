@@ -40,7 +40,7 @@ setup: $(STAMP)  ## create .venv with pinned versions for this node, and compile
 	@extras="$$($(BIN)/python -m toolkit.doctor.node_packages --extras)"; [ -z "$$extras" ] || { \
 		echo "set-up: packages for this node's GPUs" >&2; \
 		$(INSTALL) --no-build-isolation -e ".[$$extras]"; }
-	@$(BIN)/python -m toolkit.doctor.ops --async-io
+	@$(BIN)/python -m toolkit.doctor.ops
 	@$(BIN)/python -m toolkit.doctor.node_packages
 
 # torch is installed first, because DeepSpeed's own set-up imports it. DS_BUILD_OPS=0: the two ops that are needed are
@@ -83,6 +83,7 @@ page: setup  ## build the planner page into build/page; needs node 20 and npm
 	@$(BIN)/python docs/site/page/planner_page.py build/page
 
 test: assets  ## run the tests
+	@$(BIN)/python -m toolkit.doctor.ops --async-io
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 test-nightly: export TOOLKIT_NIGHTLY := 1

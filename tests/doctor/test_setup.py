@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from launching import ROOT, cpu_environment, run_warm
 
 from toolkit.cache import are_compiled, path_with_ninja
-from toolkit.doctor import node_packages, ops
+from toolkit.doctor import node_packages, ops, precompiled
 from toolkit.doctor.node_packages import GPU_PACKAGES, left_out, main
 from toolkit.errors import ToolkitError
 
@@ -77,6 +78,36 @@ def test_a_failed_compilation_reports_its_last_line_and_its_log(
     monkeypatch.setattr(ops, "_LOAD_CODE", "raise SystemExit('ninja: build stopped')")
     with pytest.raises(ToolkitError, match=rf"ninja: build stopped\n  hint: see the log: {extensions}/compile\.log"):
         ops.compile_ops()
+
+
+def test_a_file_of_async_io_is_compiled_with_a_precompiled_header_that_ninja_does_not_see(tmp_path: Path) -> None:
+    header = tmp_path / "include" / "torch" / "extension.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\ninline int from_torch() { return 7; }\n")
+    (tmp_path / "file.cpp").write_text(
+        "#include <vector>\n#include <torch/extension.h>\nint f() { return from_torch(); }\n"
+    )
+    compiler, script = shutil.which("c++"), Path(precompiled.__file__)
+    words = ["-MMD", "-MF", "file.d", "-DTORCH_EXTENSION_NAME=async_io", "-isystem", "include", "-g", "-O0"]
+    command = [
+        sys.executable,
+        "-S",
+        str(script),
+        str(tmp_path),
+        str(compiler),
+        *words,
+        "-c",
+        "file.cpp",
+        "-o",
+        "file.o",
+    ]
+    compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (compiled.returncode, compiled.stderr) == (0, "")
+    assert len(list(tmp_path.glob("*.h.gch"))) == 1
+    assert (tmp_path / "file.d").read_text().split() == ["file.o:", "file.cpp"]
+    assert b"from_torch" in (tmp_path / "file.o").read_bytes()
+    (tmp_path / "file.cpp").write_text("no C++")
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
 
 
 @pytest.mark.launch
@@ -175,6 +206,6 @@ def test_make_setup_installs_the_gpu_packages_on_a_node_with_gpus(tmp_path: Path
     assert ended.returncode == 0, ended.stderr
     install, compile_ops = log.read_text().splitlines()
     assert "-c constraints.txt --no-build-isolation -e .[gpu]" in install
-    assert compile_ops == "-m toolkit.doctor.ops --async-io"
+    assert compile_ops == "-m toolkit.doctor.ops"
     assert "set-up: packages for this node's GPUs" in ended.stderr
     assert "left out: GPU packages: bitsandbytes" in ended.stderr
