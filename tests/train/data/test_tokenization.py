@@ -116,6 +116,7 @@ REWRITES_EARLIER_TURNS = (
         (REWRITES_EARLIER_TURNS, "row 2: the chat template renders message 3 differently", "{% generation %}"),
         (None, "row 1: .*has no chat template", "--chat_template FILE"),
         ("{{ raise_exception('must alternate') }}", r"row 1: .* refuses .*\(system, user, .*must alternate", "FILE"),
+        ("{{ " + 5_000 * "x" + ".y }}", r"row 1: .* refuses this conversation \([a-z, ]+\): .{300}\n", "FILE"),
     ],
 )
 def test_a_template_that_hides_turns_is_reported(tokenizer: Any, template: str | None, message: str, hint: str) -> None:

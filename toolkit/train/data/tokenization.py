@@ -82,7 +82,8 @@ def load_hub(source: DataSource, split: str, *, streaming: bool = False, option:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return what to quote of an error; Jinja's repeat names of the template, which may be long."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
@@ -299,7 +300,7 @@ class _Chat:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=self.tools, **arguments)
         except Exception as error:  # a template is a program: it can raise anything
-            why, roles = _first_line(error), ", ".join(message["role"] for message in messages)
+            why, roles = _first_line(error), ", ".join(message["role"] for message in messages)[:300]
             hint = "change the rows, or pass `--chat_template FILE`"
             raise ToolkitError(f"the chat template refuses this conversation ({roles}): {why}", hint=hint) from None
 
