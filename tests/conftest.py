@@ -35,9 +35,12 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A shell starts a background job with SIGINT ignored, and every process below would inherit that: Ctrl-C is tested.
+# A shell starts a background job with SIGINT and SIGQUIT ignored, and every process below would inherit that: Ctrl-C is
+# tested, and a forked rank's signals are compared with a cold one's.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
