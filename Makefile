@@ -83,11 +83,11 @@ page: setup  ## build the planner page into build/page; needs node 20 and npm
 	@$(BIN)/python docs/site/page/planner_page.py build/page
 
 test: assets  ## run the tests
-	@$(BIN)/python -m toolkit.doctor.ops --async-io
+	@[ -z "$${TOOLKIT_NIGHTLY:-}" ] || $(BIN)/python -m toolkit.doctor.ops --async-io
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 test-nightly: export TOOLKIT_NIGHTLY := 1
-test-nightly: test  ## run the tests, and those of other libraries' behaviour
+test-nightly: test  ## run the tests, also those that take longest
 
 # With the .venv where there is one; nothing is set up or downloaded.
 gpu-check:  ## measure on this node's GPUs, 45 minutes: planned, measured, error, and a file to send; resumes

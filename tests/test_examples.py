@@ -221,6 +221,7 @@ def test_a_trainer_script_of_ones_own_trains_under_its_preset(tiny_model: Path, 
     assert len(list(checkpoint.glob("global_step2/zero_pp_rank_*_mp_rank_00_model_states.pt"))) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_path: Path) -> None:
     run_script("tensor_parallel.py", "tp", tiny_model, tmp_path, "--tp", "2", log="")

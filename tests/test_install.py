@@ -113,6 +113,7 @@ def check_light_commands(toolkit: Path, folder: Path) -> None:
         assert re.fullmatch(r"  hint: (pip install|pipx inject|uv pip install).* 'finetune-toolkit\[train\]'", second)
 
 
+@pytest.mark.nightly
 def test_a_wheel_installed_by_pip_answers_everything_before_a_run(wheel: Path, tmp_path: Path) -> None:
     toolkit = install_with_pip(wheel, tmp_path)
     assert installed_bytes(toolkit) < 60e6

@@ -79,6 +79,7 @@ def test_a_mutated_checkpoint_is_accepted_or_refused(
     try_mutations(checkpoint_format(name, case, saved_runs[case], tiny_model), tmp_path, examples)
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_mutated_run_and_model_folders_are_accepted_or_refused_and_valid_ones_accepted(
     saved_runs: dict[str, Path], tiny_model: Path, tmp_path: Path

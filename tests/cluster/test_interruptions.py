@@ -17,6 +17,7 @@ JOB = ("--per_device_train_batch_size", "8", "--save_strategy", "steps", "--save
 KEPT = ("--save_model", "false", "--save_total_limit", "3", "--max_steps", "2000")
 
 
+@pytest.mark.nightly
 def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: ClusterJobs, tmp_path: Path) -> None:
     out, slurm = tmp_path / "run", jobs.slurm
     job = jobs.submit(["--preset", "zero2", "--save-seconds", str(SAVE_SECONDS)], out, *JOB, *KEPT)

@@ -245,6 +245,7 @@ def test_a_model_that_the_hub_refuses_says_why_and_offers_to_paste_its_file(
     assert focused == "config"
 
 
+@pytest.mark.nightly
 def test_a_link_carries_all_inputs(page: Page, browser: Browser) -> None:
     page.select_option("#gpu", "l40s")
     entered(page, "gpus", "4")

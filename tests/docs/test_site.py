@@ -125,6 +125,7 @@ SHOW_ARTICLE = """async (article) => {
 }"""
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_every_article_fits_a_phone(browser: Browser, site: Path) -> None:
     with open_page(browser, site / WIDEST[0], PHONE) as opened:
@@ -135,6 +136,7 @@ def test_every_article_fits_a_phone(browser: Browser, site: Path) -> None:
                 assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_the_search_of_a_site_opened_from_disk_finds_a_page(browser: Browser, site: Path) -> None:
     with open_page(browser, site / "index.html") as opened:

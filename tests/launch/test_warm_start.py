@@ -31,10 +31,8 @@ def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-NIGHTLY = [pytest.param(preset, marks=pytest.mark.nightly) for preset in ("zero3", "single")]
-
-
-@pytest.mark.parametrize("preset", ["fsdp2", *NIGHTLY])
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["fsdp2", "zero3", "single"])
 def test_a_forked_rank_has_environment_state_and_losses_of_a_cold_one(
     preset: str, preset_runs: dict[str, Path], tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:

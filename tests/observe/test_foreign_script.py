@@ -91,6 +91,7 @@ def test_each_training_of_a_script_has_a_record_and_can_be_stopped_early(tmp_pat
     assert f"error: {tmp_path / 'run'} already holds a finished run" in again.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_rank_of_a_script_that_trains_alone_does_not_have_the_world_size_that_was_started(tmp_path: Path) -> None:
     ended = observed(tmp_path, "workers", options=("--require", "engine=none"), TOOLKIT_WORLD_SIZE="2")

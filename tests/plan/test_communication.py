@@ -77,7 +77,8 @@ def two_node_preset(folder: Path) -> Path:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), nightly("fsdp2_hybrid", 64)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), ("fsdp2_hybrid", 64)])
 def test_rank_0_of_many_is_planned(preset: str, ranks: int, words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     """In one process, with torch's fake process group: what would be sent is counted, nothing is."""
     config = two_node_preset(tmp_path) if preset == "hpz" else ROOT / "accelerate_configs" / f"{preset}.yaml"
@@ -87,6 +88,7 @@ def test_rank_0_of_many_is_planned(preset: str, ranks: int, words: list[str], tm
     assert_planned(on_cpu(str(config), tiny_model, ranks), tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_tensor_and_data_parallelism_send_what_is_planned(words: list[str], tiny_model: Path, tmp_path: Path) -> None:
     """Collectives and model states of one run. Packed rows all have the full length; the head is tied."""

@@ -51,7 +51,8 @@ def test_compiled_layers_neither_break_nor_differ(start: Start, preset: str, pre
     assert len(set(map(frozenset, saved))) == 1
 
 
-@pytest.mark.parametrize("preset", ["zero3", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["zero3", "fsdp2"])
 def test_the_chunked_loss_is_the_full_one_where_checkpointed_layers_are_sharded(start: Start, preset: str) -> None:
     sizes = (*NOT_SAVED, "--gradient_accumulation_steps", "2", "--max_steps", "2")
     full = start("ddp", "--loss", "full", *sizes)
@@ -99,12 +100,13 @@ LAYER_ROWS_AND_COLUMNS = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64)
 ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (49152 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS))
 
 
+@pytest.mark.nightly
 @needs_bitsandbytes
 @pytest.mark.parametrize(
     ("preset", "optim", "expected"),
     [
         ("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)),
-        pytest.param("ddp", "adafactor", ADAFACTOR, marks=pytest.mark.nightly),
+        ("ddp", "adafactor", ADAFACTOR),
     ],
 )
 def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expected: tuple[str, str, int]) -> None:

@@ -20,6 +20,7 @@ HAS_LIBAIO = ctypes.util.find_library("aio") is not None
 
 pytestmark = [
     pytest.mark.launch,
+    pytest.mark.nightly,
     pytest.mark.skipif(not HAS_LIBAIO, reason=f"libaio is not installed: {INSTALL_LIBAIO}"),
     pytest.mark.skipif(not are_compiled(ASYNC_IO_OPS), reason=f"async_io is not compiled: {COMPILE_ASYNC_IO}"),
 ]
