@@ -125,7 +125,9 @@ def test_before_a_step_is_finished_the_run_ends_at_once(moment: str, job: list[s
     words = [*job, *more, *SAVES, "--output_dir", str(out)]
     ended = launch(*words, signal_at=f"{function}:1:{LONG_SECONDS}")
     assert ended.returncode == 1
-    assert message(out) == f"SIGTERM ended the run {where}; no step was finished, so there is nothing to save"
+    # The rank that reports it may not have asked for its batch yet.
+    reported = message(out).replace("(phase train)", "(phase data)")
+    assert reported == f"SIGTERM ended the run {where}; no step was finished, so there is nothing to save"
     assert "there is no complete checkpoint: a restart begins at step 0" in ended.stderr
     assert complete_steps(out) == []
 

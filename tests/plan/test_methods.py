@@ -337,10 +337,13 @@ def cases_of(preset: str, ranks: int, folder: Path, models: tuple[str, ...], len
 def test_planned_peaks_agree_with_traces_of_trls_own_step(
     preset: str, ranks: int, tokenizer: Any, tmp_path: Path
 ) -> None:
-    cases = cases_of(preset, ranks, tmp_path, ARCHITECTURES, (512, 2048))
-    errors = [abs(difference(found)) for found in traced(cases, tokenizer, tmp_path)]
+    errors = list[float]()
+    for model in ARCHITECTURES:  # one process for all takes more than the 900 s of `run_warm` on a busy node
+        cases = cases_of(preset, ranks, tmp_path, (model,), (512, 2048))
+        found = traced(cases, tokenizer, tmp_path)
+        assert len(found) == len(cases)
+        errors += [abs(difference(each)) for each in found]
     print(f"{preset}: {len(errors)} cases, mean error {mean(errors):.2%}, worst {max(errors):.2%}")
-    assert len(errors) == len(cases)
     assert (mean(errors) <= 0.01, max(errors) <= 0.05) == (True, True)
 
 
