@@ -49,7 +49,10 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 }
 
 # Table of a page of evidence -> the benchmark that recorded it.
-RECORDED = {name: name for name in ("host_memory", "kill_ranks", "live_faults", "overhead", "peers", "verification")}
+RECORDED = {
+    name: name
+    for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
+}
 RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
 
 UNFOLDED_ROWS = 10
