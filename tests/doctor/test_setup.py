@@ -89,18 +89,8 @@ def test_a_file_of_async_io_is_compiled_with_a_precompiled_header_that_ninja_doe
     )
     compiler, script = shutil.which("c++"), Path(precompiled.__file__)
     words = ["-MMD", "-MF", "file.d", "-DTORCH_EXTENSION_NAME=async_io", "-isystem", "include", "-g", "-O0"]
-    command = [
-        sys.executable,
-        "-S",
-        str(script),
-        str(tmp_path),
-        str(compiler),
-        *words,
-        "-c",
-        "file.cpp",
-        "-o",
-        "file.o",
-    ]
+    words += ["-c", "file.cpp", "-o", "file.o"]
+    command = [sys.executable, "-S", str(script), str(tmp_path), str(compiler), *words]
     compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (compiled.returncode, compiled.stderr) == (0, "")
     assert len(list(tmp_path.glob("*.h.gch"))) == 1
