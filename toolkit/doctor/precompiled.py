@@ -10,7 +10,6 @@ find the op up to date. Where GCC does not take a precompiled header, it reads t
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import subprocess
 import sys
@@ -32,9 +31,8 @@ def main(folder: Path, compiler: str, words: list[str]) -> int:
         position = flags.index(option)
         del flags[position : position + 2]
     flags = [flag for flag in flags if flag != "-MMD"] + ["-g0"]
-    header = folder / f"{hashlib.sha256(repr(flags).encode()).hexdigest()[:12]}.h"
-    compiled = header.with_suffix(".h.gch")
-    with header.with_suffix(".lock").open("w") as lock:
+    header, compiled = folder / "torch.h", folder / "torch.h.gch"  # all files of an op have the same flags
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not compiled.exists():
             header.write_text(HEADER)
