@@ -37,10 +37,12 @@ def test_every_rank_reads_its_layout_back_and_holds_a_part_of_the_model_states(
 ) -> None:
     """`tests/plan/test_split_memory.py` has the exact bytes."""
     attestation, run = read(run_folder(name) / "attestation.json"), RUNS[name]
+    baseline = read(run_folder(run.baseline) / "attestation.json")
     assert (attestation["verdict"], attestation.get("differences")) == ("attested", [])
     assert len(attestation["ranks"]) == run.num_ranks
     for rank in attestation["ranks"]:
         assert {dimension: size for dimension, size in rank["layout"].items() if size > 1} == run.layout
+        assert rank["initial_weights_sha256"] == baseline["ranks"][0]["initial_weights_sha256"]
         assert set(rank["byte_limits"]) == {"parameter", "gradient", "optimizer"}
         for part, (_, most) in rank["byte_limits"].items():
             assert 0 < rank[f"{part}_bytes"] <= most

@@ -26,7 +26,8 @@ from toolkit.observe.attest.differences import (
 from toolkit.observe.attest.expected import expected_bytes, expected_values
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_shared_buffer
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
-from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, weights_sha256
+from toolkit.observe.attest.tensors import compiled_modules, compute_dtype
+from toolkit.observe.attest.weights_digest import weights_digest
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.timer import StepTimer
@@ -107,7 +108,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def read_before_training(self, model: Any) -> Values:
         """Return the digest of the initial weights, and what the script reads with forwards of its own. Collective."""
-        digest = weights_sha256(model, compute_dtype(self.trainer.args))
+        digest = weights_digest(model, compute_dtype(self.trainer.args))
         return {"initial_weights_sha256": digest, **self.parts.read_before_training(self.trainer)}
 
     def verify(self, reading: Values) -> None:

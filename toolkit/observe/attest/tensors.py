@@ -1,10 +1,9 @@
-"""Bytes, dtypes and digests of live tensors under any engine: DTensors, ZeRO-3 shards, 4-bit weights."""
+"""Bytes and dtypes of live tensors under any engine: DTensors, ZeRO-3 shards, 4-bit weights."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -139,29 +138,3 @@ def clean_name(name: str) -> str:
     for part in _WRAPPER_PREFIXES:
         name = name.replace(part, "")
     return name
-
-
-def weights_sha256(model: Any, dtype: torch.dtype) -> str:
-    """Return the SHA-256 of all unsharded parameters in name order, rounded to the compute dtype, and 4-bit constants.
-
-    Gathers one parameter at a time, so every rank must call it.
-    """
-    digest = hashlib.sha256()
-    for name, full in model.whole_weights() if hasattr(model, "whole_weights") else _whole_weights(model):
-        digest.update(name.encode())
-        digest.update(raw_bytes(full.to(dtype=dtype)))
-    for module in quantized_modules(model):
-        for tensor in constants(module.quant_state):
-            digest.update(raw_bytes(tensor))
-    return digest.hexdigest()
-
-
-def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.data
-        else:
-            yield name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data

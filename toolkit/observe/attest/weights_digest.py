@@ -1,0 +1,111 @@
+"""A digest of a model's weights that is the same under every sharding, taken where the weights lie.
+
+Each value's bits, as an integer, are multiplied with one odd number per dimension, which its index in the unsharded
+tensor gives, and summed modulo 2^64. A rank sums its own shard, and the sums of all shards are added: no weight is sent
+to another rank or to the CPU. Two tensors that differ in one value always have different sums; any others, by chance
+alone. Numbers of an index: the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from toolkit.observe.attest.tensors import clean_name, constants, quantized_modules
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Values that are integers of 8 bytes at one time.
+CHUNK = 2**18
+# SplitMix64's constants, as signed integers.
+INCREMENT, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def weights_digest(model: Any, dtype: torch.dtype) -> str:
+    """Return a SHA-256 of the names and sums of all parameters, rounded to `dtype`, and of the 4-bit constants.
+
+    Collective: under ZeRO-3 and for a pipeline one parameter at a time is gathered, FSDP2's shards are summed in place.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    sharded: dict[Holders, list[str]] = {}
+    for name, values, offset, holders in _parts(model):
+        sums[name] = checksum(values.to(dtype=dtype), offset)
+        if holders is not None:
+            sharded.setdefault(holders, []).append(name)
+    for (group, device_type), names in sharded.items():
+        together = torch.stack([sums[name] for name in names]).to(device_type)
+        dist.all_reduce(together, group=group)
+        sums |= dict(zip(names, together.unbind(), strict=True))
+    found = [(name, int(total)) for name, total in sums.items()]
+    in_4bit = quantized_modules(model)
+    found += [("constants", int(checksum(part))) for module in in_4bit for part in constants(module.quant_state)]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def checksum(values: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
+    """Return the sum of a tensor's bits, int64 without dimensions; `offset` is a shard's first index in each dimension.
+
+    >>> whole = torch.arange(6.0).reshape(2, 3)
+    >>> int(checksum(whole)) == int(checksum(whole[:, :2]) + checksum(whole[:, 2:], (0, 2)))
+    True
+    """
+    values = values.detach().contiguous()
+    sums = values.view(INTEGERS[values.element_size()])
+    starts = offset or [0] * values.dim()
+    for dimension in reversed(range(values.dim())):
+        size = sums.shape[dimension]
+        if not size:
+            return torch.zeros((), dtype=torch.int64, device=values.device)
+        numbers = odd_numbers(starts[dimension], size, dimension, values.device)
+        rows = sums.reshape(-1, size).split(max(1, CHUNK // size))
+        sums = torch.cat([(part * numbers).sum(-1) for part in rows]).reshape(sums.shape[:dimension])
+    return sums.to(torch.int64)
+
+
+def odd_numbers(start: int, size: int, dimension: int, device: torch.device) -> torch.Tensor:
+    """Return the odd 64-bit numbers of the indices from `start` on in a dimension. `>>` keeps the sign."""
+    index = torch.arange(start, start + size, dtype=torch.int64, device=device)
+    number = (index + (dimension << 48)) * INCREMENT
+    number = (number ^ (number >> 30)) * FIRST
+    number = (number ^ (number >> 27)) * SECOND
+    return (number ^ (number >> 31)) | 1
+
+
+# The ranks among which a tensor is divided, and the type of the device on which they communicate.
+Holders = tuple[dist.ProcessGroup, str]
+Part = tuple[torch.Tensor, Sequence[int], Holders | None]
+
+
+def _parts(model: Any) -> Iterator[tuple[str, *Part]]:
+    """What this rank sums of each parameter in name order: the values, and of a shard its offset and its holders."""
+    if hasattr(model, "whole_weights"):
+        yield from ((name, whole, (), None) for name, whole in model.whole_weights())
+        return
+    for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.data, (), None
+        elif isinstance(parameter, DTensor):
+            yield name, *_shard(parameter)
+        else:
+            yield name, parameter.data, (), None
+
+
+def _shard(parameter: DTensor) -> Part:
+    """This rank's shard; whole where several axes of the mesh divide it, as FSDP2 with tensor parallelism."""
+    mesh = parameter.device_mesh
+    divided = [(axis, each.dim) for axis, each in enumerate(parameter.placements) if not each.is_replicate()]
+    if len(divided) != 1:
+        return parameter.full_tensor(), (), None
+    ((axis, dimension),) = divided
+    offset = [0] * parameter.dim()
+    rows = -(-parameter.shape[dimension] // mesh.size(axis))  # as torch.chunk divides
+    offset[dimension] = rows * mesh.get_local_rank(axis)
+    return parameter.to_local(), offset, (mesh.get_group(axis), mesh.device_type)
