@@ -34,11 +34,12 @@ def weights_digest(model: Any, dtype: torch.dtype) -> str:
     sums: dict[str, torch.Tensor] = {}
     sharded: dict[Holders, list[str]] = {}
     for name, values, offset, holders in _parts(model):
-        sums[name] = checksum(values.to(dtype=dtype), offset)
         if holders is not None:
             sharded.setdefault(holders, []).append(name)
-    for (group, device_type), names in sharded.items():
-        together = torch.stack([sums[name] for name in names]).to(device_type)
+            values = values.to(holders[1])  # offloaded shards are summed faster there
+        sums[name] = checksum(values.to(dtype=dtype), offset)
+    for (group, _), names in sharded.items():
+        together = torch.stack([sums[name] for name in names])
         dist.all_reduce(together, group=group)
         sums |= dict(zip(names, together.unbind(), strict=True))
     found = [(name, int(total)) for name, total in sums.items()]
