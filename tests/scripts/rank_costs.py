@@ -16,8 +16,7 @@ from toolkit.train.__main__ import main  # noqa: E402
 
 code = main()
 if os.environ.get("RANK", "0") == "0":
-    packages = sorted({name for name in sys.modules if "." not in name})
     written = Path(sys.argv[sys.argv.index("--output_dir") + 1]).with_suffix(".json")
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
-    written.write_text(json.dumps({"packages": packages, "started": STARTED, "mapped": mapped}))
+    written.write_text(json.dumps({"modules": sorted(sys.modules), "started": STARTED, "mapped": mapped}))
 leave(code)

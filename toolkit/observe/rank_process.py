@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -83,6 +85,28 @@ def without_bitsandbytes() -> Iterator[None]:
             for name in ("is_bnb_available", "is_bnb_4bit_available", "is_bitsandbytes_available"):
                 if (check := getattr(sys.modules.get(module), name, None)) is not None:
                     check.cache_clear()
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which every ZeRO run imports; compiled when it is called, not when defined.
+
+    torch.compile imports inductor: 1.4 CPU-seconds and 45 MiB per rank. Does nothing where DeepSpeed has no Muon.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_now = compiler.compile
+    compiler.compile = lambda: lambda function: _compiled_when_called(function, compile_now())
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ImportError:
+        pass
+    finally:
+        compiler.compile = compile_now
+
+
+def _compiled_when_called(function: Callable[..., Any], decorator: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: decorator(function))
+    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 def run_reporting_failures(run: Callable[[Progress], None]) -> int:

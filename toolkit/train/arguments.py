@@ -33,6 +33,7 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
+from toolkit.observe.rank_process import import_muon_uncompiled
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets import training_arguments
@@ -219,6 +220,8 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         if rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given:
             values["warmup_steps"] = WARMUP_SHARE
     training = _training_arguments(job.trainer_values | values)
+    if training.deepspeed_plugin is not None:
+        import_muon_uncompiled()
     if launch.preset is not None and launch.preset.engine == "none":
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     attention = choose_attention(job, compute_dtype=compute_dtype(training), on_cpu=bool(training.use_cpu))
