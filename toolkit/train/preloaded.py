@@ -9,6 +9,7 @@ import random
 import resource
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 from toolkit.observe.rank_process import garbage_collector_off, prepare_environment, without_bitsandbytes
@@ -28,7 +29,7 @@ with garbage_collector_off(), without_bitsandbytes():
 
     if not torch.cuda.is_available():  # DeepSpeed selects its device when it is imported
         import cpuinfo
-        import deepspeed  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 -- with torch's compiler: 3 s of each rank
 
         cpuinfo.get_cpu_info()  # takes 1 s; `prepare_environment` caches the result
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # cached, as all below: 0.2 s of each rank
@@ -38,6 +39,9 @@ SET_BY_IMPORTS = {name: value for name, value in os.environ.items() if name not 
 """Variables that the imports have set."""
 LIBRARY_PATH = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 """`sys.path` without PYTHONPATH, which is each program's own; multiprocessing sets the path of who asks for it."""
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    if (alive := finalizer.peek()) and alive[1] is torch.library._del_library:
+        finalizer.atexit = False  # a process that ends takes its operators with it
 assert not torch.cuda.is_initialized()
 assert threading.active_count() == 1
 
