@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 from comparison_records import comparison, comparison_runner
-from launching import CPU_PRESETS, ROOT, read, toolkit
+from launching import CPU_PRESETS, ROOT, cpu_environment, read, run_warm, toolkit
 from model_configs import LLAMA
 
 from toolkit.compare.commands import write_report_again
@@ -157,8 +155,7 @@ def rehearsed(request: pytest.FixtureRequest, tmp_path_factory: Any, tiny_model:
     (folder / "cases.json").write_text(json.dumps(cases))
     words = ["--cases", str(folder / "cases.json"), "--output", str(folder / "found.json")]
     command = [sys.executable, str(ROOT / "benchmarks" / "shard_bytes.py"), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    ended = run_warm(command, cpu_environment())
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {(case["preset"], case["world_size"], case["rank"]): case for case in read(folder / "found.json")["cases"]}
 
