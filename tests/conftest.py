@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, the real model and data, a tiny model with the real tokenizer, and runs of it."""
+"""Shared by all tests: no network, the real model and data, a tiny model with a small vocabulary, and runs of it."""
 
 from __future__ import annotations
 
@@ -153,13 +153,22 @@ def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(build_once: BuildOnce, tokenizer: Any) -> Path:
-    """A random Llama of 3.2 M parameters with the real tokenizer; fp32, tied embeddings, seed 0."""
+def tiny_model(build_once: BuildOnce, tokenizer: Any, faq_alpaca: Path) -> Path:
+    """A random Llama of 336,192 parameters; fp32, tied embeddings, seed 0.
+
+    Its tokenizer is the real one with 4,096 tokens: a rank would read the real vocabulary for longer than it trains.
+    """
     from toolkit.demo.assets import random_llama
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
-    return build_once("models", lambda folder: random_llama(folder / "tiny-llama", tokenizer, **sizes)) / "tiny-llama"
+
+    def build(folder: Path) -> None:
+        turns = ([{"role": "user", "content": line}] for line in faq_alpaca.read_text().splitlines())
+        texts = [tokenizer.apply_chat_template(turn, tokenize=False) for turn in turns]
+        random_llama(folder / "tiny-llama", tokenizer.train_new_from_iterator(texts, 4096), **sizes)
+
+    return build_once("models", build) / "tiny-llama"
 
 
 class LazyRuns(dict[str, Path]):

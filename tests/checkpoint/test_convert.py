@@ -115,7 +115,7 @@ def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have
 def test_a_full_disk_is_reported_and_nothing_is_left(saved_runs: Runs, tmp_path: Path) -> None:
     checkpoint, out, before = saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", resource.getrlimit(FILE_SIZE)
     writes = [partial(convert, preset=load_preset(name), num_processes=4) for name in ("ddp", "zero3", "fsdp2")]
-    resource.setrlimit(FILE_SIZE, (4_000_000, before[1]))  # beyond which writes fail as on a full disk
+    resource.setrlimit(FILE_SIZE, (400_000, before[1]))  # beyond which writes fail as on a full disk
     try:
         for write in (*writes, export):
             with pytest.raises(ToolkitError, match=r"out cannot be written: .*; everything written so far was removed"):

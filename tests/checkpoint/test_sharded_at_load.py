@@ -6,7 +6,6 @@ One run of a small mixture of experts, whose files store one tensor per expert w
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,12 +29,13 @@ LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "pp": 1, "cp": 1, "sp": 1, "tp": 1, 
 
 
 @pytest.fixture(scope="session")
-def tiny_experts(build_once: BuildOnce, tokenizer: Any) -> Path:
-    """A random Qwen3 of 4 experts in each of 2 layers, with the real tokenizer; fp32."""
+def tiny_experts(build_once: BuildOnce, tiny_model: Path) -> Path:
+    """A random Qwen3 of 4 experts in each of 2 layers, with the tiny Llama's tokenizer; fp32."""
 
     def build(folder: Path) -> None:
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": []}

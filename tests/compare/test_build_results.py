@@ -16,9 +16,9 @@ from toolkit.models.read_model import read_model
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85520809984}
 GPUS = node("cuda", H100, H100)
 # The tiny Llama: 2 layers of q 64x64, k and v 32x64, o 64x64, three of 64x128, two norms of 64; one final norm; a
-# tied embedding of 49152 x 64.
+# tied embedding of 4096 x 64.
 LAYER = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128 + 2 * 64
-P = 2 * LAYER + 64 + 49152 * 64
+P = 2 * LAYER + 64 + 4096 * 64
 ROW = row(tokens_per_second_per_gpu=500.0, non_padding_tokens_per_second=800.0, num_params=P, num_trainable_params=P)
 ATTENTION = 12 * 2 * 64 * 95
 

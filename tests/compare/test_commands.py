@@ -19,7 +19,7 @@ from toolkit.compare.results import Results, load_results
 pytestmark = pytest.mark.launch
 TRIALS = ["ddp-n2-r0", "ddp-n2-r1", "zero2-n2-r0", "zero2-n2-r1"]
 SIDE_RUNS = ["ddp-n2-profile-save", "zero2-n2-profile-save"]
-P = 3_219_776  # parameters of the tiny Llama
+P = 336_192  # parameters of the tiny Llama
 
 
 @pytest.fixture(scope="module")

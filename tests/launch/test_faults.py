@@ -366,7 +366,7 @@ def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_eve
 def test_a_full_disk_is_reported_and_the_previous_checkpoint_stays_complete(start: Starter, tmp_path: Path) -> None:
     disk = tmp_path / "out"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("no tmpfs can be mounted here")
     try:

@@ -173,7 +173,7 @@ def test_a_rehearsed_rank_holds_exactly_the_bytes_of_a_real_run(
 @pytest.mark.launch
 @pytest.mark.parametrize("key", keys((preset, 64, 63) for preset in OF_64), ids=str)
 def test_one_of_64_ranks_is_rehearsed_in_one_process(key: Key, rehearsed: dict[Key, dict[str, Any]]) -> None:
-    """The last rank; the tiny Llama's embedding has 49,152 x 64 elements of its 3,219,776."""
+    """The last rank; the tiny Llama's embedding has 4,096 x 64 elements of its 336,192."""
     preset, found = key[0], rehearsed[key]
     assert found["status"] == "attested"
     sharded, masters = load_preset(preset).sharded_parts, 12 if preset.startswith("zero") else 8
@@ -210,7 +210,7 @@ def test_the_command_rehearses_real_rows_and_weights_and_marks_its_folder_as_a_r
     ended = toolkit(*command)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert (found["world_size"], found["rank"], found["gradient_bytes"]) == (8, 3, 4 * 3_219_776 // 8)
+    assert (found["world_size"], found["rank"], found["gradient_bytes"]) == (8, 3, 4 * 336_192 // 8)
     assert found["compute_step_seconds"] is None
     assert found["not_measured"][-1].startswith("whether the rows of a pack are isolated")
     run = read(tmp_path / "out" / "run.json")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conversations import tokenized
 from launching import read
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import Collator, batch_facts
@@ -39,7 +39,7 @@ def test_the_loss_is_weighted_by_tokens_and_not_by_batches(tokenizer: Any) -> No
 
 @pytest.mark.launch
 def test_two_ranks_and_one_process_agree_with_a_manual_sum(
-    start: Callable[..., Path], tmp_path: Path, tiny_model: Path, faq_alpaca: Path, tokenizer: Any
+    start: Callable[..., Path], tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:40]))
@@ -53,6 +53,7 @@ def test_two_ranks_and_one_process_agree_with_a_manual_sum(
     assert [row["step"] for row in one["evaluations"]] == [2]
     assert (one["data"]["rows"], one["eval_data"]["rows"]) == (33, 7)
 
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     loaded, data_format = load_rows(str(rows), "train")
     every, _ = tokenized(loaded, tokenizer, data_format)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

@@ -21,7 +21,7 @@ Runs = dict[str, Path]
 
 pytestmark = pytest.mark.launch
 
-TINY_BYTES = 4 * 3_219_776
+TINY_BYTES = 4 * 336_192
 
 
 def some(*first: str) -> list[object]:
@@ -87,7 +87,7 @@ def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, s
     if lora:  # no base weights
         tokenizer = sum(entry.bytes for entry in manifest.files if "token" in entry.path)
         assert found[0].bytes is not None
-        assert 0 < found[0].bytes - tokenizer < TINY_BYTES / 10
+        assert 0 < found[0].bytes - tokenizer < TINY_BYTES / 4
 
 
 @pytest.fixture
