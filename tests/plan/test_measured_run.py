@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "failed": ({"status": "out_of_memory"}, [], "ended as out_of_memory"),
     "untimed": ({"measured": {"timed_steps": 0}}, [], "has no timed steps"),
     "other GPU": ({}, ["--gpu", "a100-80gb"], "trained on h100-sxm, and the plan is of a100-80gb"),
-    "adapters": ({}, ["--lora-r", "4"], "trained 3,219,776 parameters, and the plan trains"),
+    "adapters": ({}, ["--lora-r", "1"], "trained 336,192 parameters, and the plan trains"),
     "method": ({}, ["--method", "dpo"], "trained sft, and the plan is of dpo"),
     "rehearsal": ({"rehearsal": {}}, [], "is a rehearsal"),
     "script": ({"preset": None}, [], "does not record its preset"),
@@ -123,4 +123,4 @@ def test_a_run_that_is_no_measure_of_the_plan_is_refused_in_two_lines(
 def test_a_run_of_another_model_is_refused(gpu_run: Callable[..., Path], capsys: Capsys) -> None:
     code, _, err = run_command(words(LLAMA_8B_CONFIG, gpu_run()), capsys)
     assert code == 2
-    assert "3,219,776 parameters, and the planned one has 8,030,261,248" in err
+    assert "336,192 parameters, and the planned one has 8,030,261,248" in err

@@ -12,7 +12,12 @@ import threading
 import weakref
 from pathlib import Path
 
-from toolkit.observe.rank_process import garbage_collector_off, prepare_environment, without_bitsandbytes
+from toolkit.observe.rank_process import (
+    garbage_collector_off,
+    import_muon_uncompiled,
+    prepare_environment,
+    without_bitsandbytes,
+)
 
 _before = set(os.environ)
 # Without NVML, the check for GPUs initialises the CUDA driver, which forked processes could not use any more.
@@ -29,8 +34,8 @@ with garbage_collector_off(), without_bitsandbytes():
 
     if not torch.cuda.is_available():  # DeepSpeed selects its device when it is imported
         import cpuinfo
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 -- with torch's compiler: 3 s of each rank
 
+        import_muon_uncompiled()
         cpuinfo.get_cpu_info()  # takes 1 s; `prepare_environment` caches the result
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # cached, as all below: 0.2 s of each rank
     argument_words()
