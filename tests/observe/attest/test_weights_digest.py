@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.observe.attest import weights_digest as weights_digest_module
 from toolkit.observe.attest.weights_digest import checksum, odd_numbers, weights_digest
 
+CHUNKS = pytest.mark.parametrize("chunk", [4, weights_digest_module.CHUNK])
 
+
+@CHUNKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-def test_a_checksum_is_the_sum_of_bits_times_odd_numbers_modulo_two_to_the_64(dtype: torch.dtype) -> None:
+def test_a_checksum_is_the_sum_of_bits_times_odd_numbers_modulo_two_to_the_64(
+    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_digest_module, "CHUNK", chunk)
     values = (torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
     signed = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[values.element_size()]
     bits = values.view(torch.uint8).numpy().view(signed).astype(np.int64).view(np.uint64)
@@ -21,8 +28,12 @@ def test_a_checksum_is_the_sum_of_bits_times_odd_numbers_modulo_two_to_the_64(dt
     assert np.uint64(int(checksum(values)) % 2**64) == bits.sum(dtype=np.uint64)
 
 
-@pytest.mark.parametrize("shape", [(7,), (6, 5), (300, 1000), (4, 3, 9), ()])
-def test_shards_of_any_dimension_have_the_sum_of_the_whole(shape: tuple[int, ...]) -> None:
+@CHUNKS
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (30, 100), (4, 3, 9), ()])
+def test_shards_of_any_dimension_have_the_sum_of_the_whole(
+    shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_digest_module, "CHUNK", chunk)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for dimension, size in enumerate(shape):
         for ranks in (2, 3, size, size + 1):

@@ -58,13 +58,17 @@ def checksum(values: torch.Tensor, offset: Sequence[int] = ()) -> torch.Tensor:
     values = values.detach().contiguous()
     sums = values.view(INTEGERS[values.element_size()])
     starts = offset or [0] * values.dim()
+    zero = torch.zeros((), dtype=torch.int64, device=values.device)
+    if not values.numel():
+        return zero
     for dimension in reversed(range(values.dim())):
-        size = sums.shape[dimension]
-        if not size:
-            return torch.zeros((), dtype=torch.int64, device=values.device)
-        numbers = odd_numbers(starts[dimension], size, dimension, values.device)
-        rows = sums.reshape(-1, size).split(max(1, CHUNK // size))
-        sums = torch.cat([(part * numbers).sum(-1) for part in rows]).reshape(sums.shape[:dimension])
+        rows, totals = sums.reshape(-1, sums.shape[-1]), zero
+        for first in range(0, rows.shape[1], CHUNK):
+            columns = rows[:, first : first + CHUNK]
+            numbers = odd_numbers(starts[dimension] + first, columns.shape[1], dimension, values.device)
+            parts = columns.split(max(1, CHUNK // columns.shape[1]))
+            totals = totals + torch.cat([(part * numbers).sum(-1) for part in parts])
+        sums = totals.reshape(sums.shape[:dimension])
     return sums.to(torch.int64)
 
 
