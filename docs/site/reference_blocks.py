@@ -53,7 +53,8 @@ RECORDED = {
     name: name
     for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
 }
-RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead", "peers_two_ranks": "peers"}
+RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
+RECORDED |= {"peers_one_process": "peers", "peers_two_ranks": "peers"}
 
 UNFOLDED_ROWS = 10
 
