@@ -5,14 +5,13 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
 import logging
 import os
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
@@ -88,7 +87,7 @@ def without_bitsandbytes() -> Iterator[None]:
 
 
 def import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, which every ZeRO run imports; compiled when it is called, not when defined.
+    """Import DeepSpeed's Muon, as every ZeRO run does, so that it is compiled when it is called and not when defined.
 
     torch.compile imports inductor: 1.4 CPU-seconds and 45 MiB per rank. Does nothing where DeepSpeed has no Muon.
     """
@@ -97,9 +96,8 @@ def import_muon_uncompiled() -> None:
     compile_now = compiler.compile
     compiler.compile = lambda: lambda function: _compiled_when_called(function, compile_now())
     try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    except ImportError:
-        pass
+        with suppress(ImportError):
+            import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     finally:
         compiler.compile = compile_now
 

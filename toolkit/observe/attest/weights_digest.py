@@ -1,10 +1,10 @@
 """A digest of a model's weights that is the same under every sharding, taken where the weights lie.
 
 Each value's bits, as an integer, are multiplied with one odd number per dimension, which its index in the unsharded
-tensor gives, and summed modulo 2^64. A rank sums its own shard, and the sums of all shards are added: no weight is sent
-to another rank or to the CPU. Two tensors that differ in one value always have different sums; any others, by chance
-alone. Numbers of an index: the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014).
+tensor gives, and summed modulo 2^64. The sums of a tensor's shards add up to its own, so that a rank sums its shard of
+FSDP2, and no weight is sent. Two tensors that differ in one value always have different sums, any others but by chance.
+Numbers of an index: the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ def weights_digest(model: Any, dtype: torch.dtype) -> str:
     Collective: under ZeRO-3 and for a pipeline one parameter at a time is gathered, FSDP2's shards are summed in place.
     """
     sums: dict[str, torch.Tensor] = {}
-    sharded: dict[Holders, list[str]] = {}
-    for name, values, offset, holders in _parts(model):
-        if holders is not None:
-            sharded.setdefault(holders, []).append(name)
-            values = values.to(holders[1])  # offloaded shards are summed faster there
+    sharded: dict[dist.ProcessGroup, list[str]] = {}
+    for name, values, offset, group in _parts(model):
         sums[name] = checksum(values.to(dtype=dtype), offset)
-    for (group, _), names in sharded.items():
+        if group is not None:
+            sharded.setdefault(group, []).append(name)
+    for group, names in sharded.items():
         together = torch.stack([sums[name] for name in names])
         dist.all_reduce(together, group=group)
         sums |= dict(zip(names, together.unbind(), strict=True))
@@ -81,13 +80,12 @@ def odd_numbers(start: int, size: int, dimension: int, device: torch.device) -> 
     return (number ^ (number >> 31)) | 1
 
 
-# The ranks among which a tensor is divided, and the type of the device on which they communicate.
-Holders = tuple[dist.ProcessGroup, str]
-Part = tuple[torch.Tensor, Sequence[int], Holders | None]
+# Values that this rank sums; of a shard also its offset, and the ranks among which the tensor is divided.
+Part = tuple[torch.Tensor, Sequence[int], dist.ProcessGroup | None]
 
 
 def _parts(model: Any) -> Iterator[tuple[str, *Part]]:
-    """What this rank sums of each parameter in name order: the values, and of a shard its offset and its holders."""
+    """What this rank sums of each parameter, in name order."""
     if hasattr(model, "whole_weights"):
         yield from ((name, whole, (), None) for name, whole in model.whole_weights())
         return
@@ -104,7 +102,7 @@ def _parts(model: Any) -> Iterator[tuple[str, *Part]]:
 
 
 def _shard(parameter: DTensor) -> Part:
-    """This rank's shard; whole where several axes of the mesh divide it, as FSDP2 with tensor parallelism."""
+    """This rank's shard; the whole where no axis of the mesh divides it, or several: FSDP2 with tensor parallelism."""
     mesh = parameter.device_mesh
     divided = [(axis, each.dim) for axis, each in enumerate(parameter.placements) if not each.is_replicate()]
     if len(divided) != 1:
@@ -113,4 +111,5 @@ def _shard(parameter: DTensor) -> Part:
     offset = [0] * parameter.dim()
     rows = -(-parameter.shape[dimension] // mesh.size(axis))  # as torch.chunk divides
     offset[dimension] = rows * mesh.get_local_rank(axis)
-    return parameter.to_local(), offset, (mesh.get_group(axis), mesh.device_type)
+    on_device = parameter.to_local().to(mesh.device_type)  # where an offloaded shard is summed faster
+    return on_device, offset, mesh.get_group(axis)
