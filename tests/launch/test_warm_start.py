@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,6 +145,13 @@ def test_a_server_and_what_it_forked_end_with_their_owner_that_is_killed(tmp_pat
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_server_outlives_a_client_that_is_killed_as_it_asks(start: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(fork_server().rpartition(":")[0])
+    for _ in range(2):  # the first may be answered by a server that has not read the end of that client
+        assert start("").wait(60) == 0
 
 
 def test_a_process_that_would_differ_from_a_cold_start_is_refused(start: Any) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import resource
 import sys
 import threading
 import weakref
+from multiprocessing import reduction
 from pathlib import Path
+from socket import socket
 
 from toolkit.observe.rank_process import (
     garbage_collector_off,
@@ -49,6 +52,19 @@ for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # a process that ends takes its operators with it
 assert not torch.cuda.is_initialized()
 assert threading.active_count() == 1
+
+_receive_descriptors = reduction.recvfds
+
+
+def _receive_request(sock: socket, size: int) -> list[int]:
+    """A client that is killed as it asks for a process ends its request alone: multiprocessing's server would end."""
+    try:
+        return _receive_descriptors(sock, size)
+    except (EOFError, ConnectionError):
+        raise OSError(errno.ECONNABORTED, "the client ended before it sent its request") from None
+
+
+reduction.recvfds = _receive_request
 
 
 def _resident_file_pages() -> list[tuple[int, int]]:
