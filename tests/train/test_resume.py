@@ -84,10 +84,10 @@ def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, s
     assert (manifest.preset, manifest.world_size, manifest.adapter) == (preset, 2, bool(lora))
     assert manifest.fingerprint is not None
     assert len(manifest.fingerprint.logits) == 64
-    if lora:  # no base weights
+    if lora:  # no base weights, not even in bf16
         tokenizer = sum(entry.bytes for entry in manifest.files if "token" in entry.path)
         assert found[0].bytes is not None
-        assert 0 < found[0].bytes - tokenizer < TINY_BYTES / 4
+        assert 0 < found[0].bytes - tokenizer < TINY_BYTES / 2
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from toolkit.observe.attest import weights_digest as weights_digest_module
-from toolkit.observe.attest.weights_digest import checksum, odd_numbers, weights_digest
+from toolkit.observe.attest.weights_digest import checksum, flat_checksum, odd_numbers, weights_digest
 
 CHUNKS = pytest.mark.parametrize("chunk", [4, weights_digest_module.CHUNK])
 
@@ -42,6 +42,20 @@ def test_shards_of_any_dimension_have_the_sum_of_the_whole(
             offsets = [[start if axis == dimension else 0 for axis in range(len(shape))] for start in starts]
             total = sum(checksum(shard, offset) for shard, offset in zip(shards, offsets, strict=True))
             assert int(total) == int(checksum(whole))
+
+
+@CHUNKS
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (4, 3, 9), (2, 3, 2, 2), ()])
+def test_ranges_of_the_flattened_tensor_have_the_sum_of_the_whole(
+    shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_digest_module, "CHUNK", chunk)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    flat = whole.flatten()
+    for size in range(1, len(flat) + 1):
+        total = sum(flat_checksum(part, shape, size * rank) for rank, part in enumerate(flat.split(size)))
+        assert int(total) == int(checksum(whole))
+    assert int(flat_checksum(flat[:0], shape, len(flat))) == 0
 
 
 def test_one_value_a_place_a_name_and_a_transposition_change_the_digest() -> None:

@@ -1,15 +1,16 @@
 """A digest of a model's weights that is the same under every sharding, taken where the weights lie.
 
 Each value's bits, as an integer, are multiplied with one odd number per dimension, which its index in the unsharded
-tensor gives, and summed modulo 2^64. The sums of a tensor's shards add up to its own, so that a rank sums its shard of
-FSDP2, and no weight is sent. Two tensors that differ in one value always have different sums, any others but by chance.
-Numbers of an index: the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014).
+tensor gives, and summed modulo 2^64. The sums of a tensor's shards add up to its own, so that a rank of FSDP2 or ZeRO-3
+sums its shard, and no weight is sent. Two tensors that differ in one value always have different sums, any others but
+by chance. Numbers of an index: the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from toolkit.observe.attest.read_deepspeed import is_on_disk
 from toolkit.observe.attest.tensors import clean_name, constants, quantized_modules
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,12 +31,13 @@ INCREMENT, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644
 def weights_digest(model: Any, dtype: torch.dtype) -> str:
     """Return a SHA-256 of the names and sums of all parameters, rounded to `dtype`, and of the 4-bit constants.
 
-    Collective: under ZeRO-3 and for a pipeline one parameter at a time is gathered, FSDP2's shards are summed in place.
+    Collective: shards are summed where they are; those of a pipeline or an NVMe disk, and what several axes of a mesh
+    divide, are gathered, one parameter at a time.
     """
     sums: dict[str, torch.Tensor] = {}
     sharded: dict[dist.ProcessGroup, list[str]] = {}
-    for name, values, offset, group in _parts(model):
-        sums[name] = checksum(values.to(dtype=dtype), offset)
+    for name, total, group in _sums(model, dtype):
+        sums[name] = total
         if group is not None:
             sharded.setdefault(group, []).append(name)
     for group, names in sharded.items():
@@ -80,36 +83,73 @@ def odd_numbers(start: int, size: int, dimension: int, device: torch.device) -> 
     return (number ^ (number >> 31)) | 1
 
 
-# Values that this rank sums; of a shard also its offset, and the ranks among which the tensor is divided.
-Part = tuple[torch.Tensor, Sequence[int], dist.ProcessGroup | None]
+def flat_checksum(values: torch.Tensor, shape: Sequence[int], start: int) -> torch.Tensor:
+    """Return the sum of a range of a flattened tensor: `values` without other dimensions, from index `start` on.
+
+    >>> whole = torch.arange(6.0).reshape(2, 3)
+    >>> parts = [flat_checksum(whole.flatten()[:2], (2, 3), 0), flat_checksum(whole.flatten()[2:], (2, 3), 2)]
+    >>> int(checksum(whole)) == int(sum(parts))
+    True
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for block, offset in _blocks(values, shape, start):
+        total += checksum(block, offset)
+    return total
 
 
-def _parts(model: Any) -> Iterator[tuple[str, *Part]]:
-    """What this rank sums of each parameter, in name order."""
+def _blocks(values: torch.Tensor, shape: Sequence[int], start: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Split a range of a flattened tensor into blocks of all its dimensions, each with its first index in them."""
+    row = math.prod(shape[1:])
+    while len(values):
+        if len(shape) <= 1:
+            yield (values, [start]) if len(shape) else (values.reshape(()), [])
+            return
+        index, inside = divmod(start, row)
+        size = len(values) // row * row if inside == 0 and len(values) >= row else min(row - inside, len(values))
+        if size % row == 0:
+            yield values[:size].reshape(-1, *shape[1:]), [index] + [0] * (len(shape) - 1)
+        else:
+            yield from ((block[None], [index, *offset]) for block, offset in _blocks(values[:size], shape[1:], inside))
+        values, start = values[size:], start + size
+
+
+def _sums(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, dist.ProcessGroup | None]]:
+    """Each parameter's sum, in name order; that of a shard with the ranks among which the tensor is divided."""
     if hasattr(model, "whole_weights"):
-        yield from ((name, whole, (), None) for name, whole in model.whole_weights())
+        yield from ((name, checksum(whole.to(dtype=dtype)), None) for name, whole in model.whole_weights())
         return
     for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
         if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.data, (), None
+            yield name, *_sum_of_zero3(parameter, dtype)
         elif isinstance(parameter, DTensor):
-            yield name, *_shard(parameter)
+            yield name, *_sum_of_dtensor(parameter, dtype)
         else:
-            yield name, parameter.data, (), None
+            yield name, checksum(parameter.data.to(dtype=dtype)), None
 
 
-def _shard(parameter: DTensor) -> Part:
+def _sum_of_zero3(parameter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
+    """This rank's range of the flattened parameter, whose last ranges are padded; the whole if it is not in memory."""
+    import deepspeed
+
+    shard, group = parameter.ds_tensor, parameter.ds_process_group
+    if is_on_disk(parameter) or hasattr(shard, "ds_quant_scale"):  # or in 4 or 8 bits of ZeRO's own
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return checksum(parameter.data.to(dtype=dtype)), None
+    start = dist.get_rank(group) * shard.ds_numel
+    own = shard.data[: max(0, parameter.ds_numel - start)]
+    device = deepspeed.accelerator.get_accelerator().current_device_name()  # an offloaded shard is summed faster there
+    return flat_checksum(own.to(device).to(dtype), parameter.ds_shape, start), group
+
+
+def _sum_of_dtensor(parameter: DTensor, dtype: torch.dtype) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
     """This rank's shard; the whole where no axis of the mesh divides it, or several: FSDP2 with tensor parallelism."""
     mesh = parameter.device_mesh
     divided = [(axis, each.dim) for axis, each in enumerate(parameter.placements) if not each.is_replicate()]
     if len(divided) != 1:
-        return parameter.full_tensor(), (), None
+        return checksum(parameter.full_tensor().to(dtype=dtype)), None
     ((axis, dimension),) = divided
     offset = [0] * parameter.dim()
     rows = -(-parameter.shape[dimension] // mesh.size(axis))  # as torch.chunk divides
     offset[dimension] = rows * mesh.get_local_rank(axis)
     on_device = parameter.to_local().to(mesh.device_type)  # where an offloaded shard is summed faster
-    return on_device, offset, mesh.get_group(axis)
+    return checksum(on_device.to(dtype=dtype), offset), mesh.get_group(axis)
