@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import toolkit.train.__main__ as door
 
@@ -118,8 +119,21 @@ def signal_while_writing() -> None:
 def signal_at() -> None:
     """Send SIGTERM to rank 1 when it calls a function for the Nth time; that call and later ones take long.
 
-    TOOLKIT_SIGNAL_AT is MODULE:NAME:CALL:SECONDS.
+    TOOLKIT_SIGNAL_AT is MODULE:NAME:CALL:SECONDS. Rank 0 writes run.json as soon as rank 1 has reported its end, or
+    after a second.
     """
+    from toolkit.observe import observed_run
+
+    describe, run_json = observed_run.describe_node, Path(sys.argv[sys.argv.index("--output_dir") + 1], "run.json")
+
+    def describe_late():
+        for _ in range(100):
+            if run_json.exists() and "interrupted" in run_json.read_text():
+                break
+            time.sleep(0.01)
+        return describe()
+
+    observed_run.describe_node = describe_late
     module, name, call, seconds = os.environ["TOOLKIT_SIGNAL_AT"].split(":")
     *owners, function = name.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))

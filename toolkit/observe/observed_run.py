@@ -68,7 +68,6 @@ class ObservedRun:
             if self.writes:
                 start_attempt(self.folder, reuse)
                 copy_output_to(self.folder.log)
-        barrier()
         if self.writes:
             started = {} if prepared else start_facts() | {"plan": None}
             self.folder.update_run(
@@ -83,6 +82,7 @@ class ObservedRun:
                 measurement_version=MEASUREMENT_VERSION,
                 **facts,
             )
+        barrier()  # now another rank may fail: its status is not replaced by this one
         self.progress.step, self.progress.output_dir = self.resumed_step, self.folder.path
         if self.writes and not self.single_process:
             self.progress.open_timeline(self.folder.timeline)
