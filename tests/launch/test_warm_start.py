@@ -121,6 +121,19 @@ def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: An
     assert len(found) == 2
 
 
+def test_a_forked_program_ignores_the_signals_that_its_parent_ignores(start: Any) -> None:
+    """Of one under nohup, an elastic launcher handles SIGHUP, so that its ranks do not ignore it."""
+    program = "import signal\nprint([signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGQUIT)])"
+    for handler, seen in ((signal.SIG_IGN, "SIG_IGN"), (lambda *_: None, "SIG_DFL")):
+        before = {number: signal.signal(number, handler) for number in (signal.SIGHUP, signal.SIGQUIT)}
+        try:
+            process = start(program)
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)
+        assert process.stdout.read() == f"['{seen}', '{seen}']\n"
+
+
 OWNER = """
 import os, sys, time
 from toolkit.launch import warm_start

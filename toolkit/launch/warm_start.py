@@ -38,6 +38,8 @@ READ_AFTER_IMPORT = re.compile(
     r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCH_EXTENSIONS_DIR|TORCHINDUCTOR_CACHE_DIR|NCCL_(P2P|IB)_DISABLE"
     r"|PYTHON(PATH|UTF8|IOENCODING|UNBUFFERED)|PATH|PWD|OLDPWD|SHLVL|_|PYTEST_\w+"
 )
+# Of these, a new process ignores those that its parent ignores, such as SIGHUP under nohup, and no others.
+INHERITED_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 _own_server: Any = forkserver.ForkServer()
 
 
@@ -124,7 +126,8 @@ def fork_process(
     client._forkserver_address, client.ensure_running = address, lambda: None  # it would start another server
     if client._forkserver_alive_fd is None:  # the server is to end with its owner, whoever else is connected
         client._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
-    arguments = (words, dict(environment), server, str(Path.cwd()), descriptors)
+    ignored = [number for number in INHERITED_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    arguments = (words, dict(environment), server, str(Path.cwd()), descriptors, ignored)
     process = multiprocessing.get_context("forkserver").Process(target=_run, args=arguments)
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")  # it is not imported over there
     try:
@@ -152,7 +155,14 @@ def python_words(argv: Sequence[str]) -> list[str] | None:
 # -- in the forked process
 
 
-def _run(words: list[str], environment: dict[str, str], server: str, folder: str, descriptors: list[Any]) -> None:
+def _run(
+    words: list[str],
+    environment: dict[str, str],
+    server: str,
+    folder: str,
+    descriptors: list[Any],
+    ignored: Sequence[signal.Signals],
+) -> None:
     """Become the program: it has the session, streams, folder and environment that the caller gave it."""
     os.setsid()
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), name="owner", daemon=True).start()
@@ -176,6 +186,8 @@ def _run(words: list[str], environment: dict[str, str], server: str, folder: str
     path = [folder if is_module else str(Path(target).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[:] = list(dict.fromkeys(filter(None, [*path, *preloaded.LIBRARY_PATH])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in INHERITED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     try:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
