@@ -88,6 +88,7 @@ def start_like_a_new_process() -> None:
 
     Pages of files are not resident after a fork: a forked rank would report 130 MiB less host memory than a cold one.
     """
+    reduction.recvfds = _receive_descriptors
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for address, length in RESIDENT:
