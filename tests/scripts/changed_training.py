@@ -50,6 +50,22 @@ def unsupported_optimizer() -> None:
     preset_checks.check_supported = lambda *_, **__: None
 
 
+def rank_0_refuses_late() -> None:
+    """Let rank 0 refuse its arguments a second after the other ranks."""
+    import toolkit.train.script as script
+
+    parse_args = script.parse_args
+
+    def refuse_late(*given):
+        try:
+            return parse_args(*given)
+        except Exception:
+            time.sleep(1 if os.environ["RANK"] == "0" else 0)
+            raise
+
+    script.parse_args = refuse_late
+
+
 def stage_out_of_memory() -> None:
     """Let a pipeline's second rank ask for more memory than there is, in its fourth forward."""
     import torch

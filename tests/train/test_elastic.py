@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.utils.other import get_free_port
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
-from launching import torchrun_preset
+from launching import ROOT, accelerate_launch, torchrun_preset
 
 pytestmark = pytest.mark.launch
 
@@ -47,3 +47,9 @@ def test_ranks_that_cannot_keep_the_batch_end_the_run_after_its_restarts(job: li
     assert ended.stderr.count(refused) == 2  # attempts; only rank 0 prints it
     assert "numbers of processes that keep it: 1, 3" in ended.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_reason_is_said_although_another_rank_ends_first(job: list[str], tmp_path: Path) -> None:
+    words = [*job, "--global_batch_size", "3", "--output_dir", str(tmp_path / "out")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", *words, script="rank_0_refuses_late")
+    assert ended.stderr.count("3 is no multiple of 2 data-parallel ranks × 1 sequences") == 1

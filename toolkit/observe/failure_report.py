@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_byt
 COLLECTIVE_TIMEOUT_MESSAGES = ("Timed out waiting", "Watchdog caught collective operation timeout")
 # Another rank's connection breaks shortly before its process is gone.
 LOST_RANK_GRACE_SECONDS = 0.2
+# Before there is a folder all ranks fail alike: as soon as rank 0 has said so, the launcher ends the others.
+RANK_0_SECONDS = 5.0
 
 _REPORTING = threading.Lock()  # the thread that handles signals may report at the same time as the main thread
 
@@ -81,13 +84,19 @@ def report_hang(failure: dict[str, Any], progress: Progress) -> None:
 
 
 def _report(failure: dict[str, Any], progress: Progress, code: int, text: str) -> None:
-    """Create failure.json and set the status, unless another rank has. Before there is a folder, rank 0 reports.
+    """Create failure.json and set the status, unless another rank has.
+
+    Before there is a folder, rank 0 reports; another rank that ended first would end it before it has.
 
     A rank whose attempt a restart has replaced says nothing: the folder is no longer its own.
     """
     if progress.output_dir is None or not progress.output_dir.is_dir():
         if int(os.environ.get("RANK", "0")) != 0:
-            return
+            if failure["kind"] == status.INTERRUPTED:
+                return
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(RANK_0_SECONDS)
     elif is_superseded(progress.output_dir / "ranks", progress.attempt_id):
         return
     else:
