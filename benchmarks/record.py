@@ -61,10 +61,14 @@ def repeatable_command(argv: Sequence[str]) -> str:
 
 
 def write_result(name: str, facts: Row, rows: Iterable[Row]) -> Path:
-    """Write benchmarks/results/NAME.jsonl: circumstances and facts, then one row per line; return its path."""
+    """Write benchmarks/results/NAME.jsonl: circumstances and facts, then one row per line; return its path.
+
+    Paths, which messages in the rows may have, are relative to the repository or to `~`.
+    """
     path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    write_lines(path, [{**circumstances(), **facts}, *rows])
+    text = json.dumps([{**circumstances(), **facts}, *rows])
+    write_lines(path, json.loads(text.replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")))
     return path
 
 

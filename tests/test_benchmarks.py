@@ -37,6 +37,14 @@ def test_a_recorded_command_names_no_folder_of_the_machine_it_ran_on(record: Any
         assert rows, path.name
 
 
+def test_a_record_has_no_path_of_the_machine(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    message = f"{record.ROOT}/.venv/lib/x.py failed, see {Path.home()}/runs"
+    written = record.write_result("seen", {}, [{"messages": [message]}])
+    assert record.read_result("seen")[1] == [{"messages": [".venv/lib/x.py failed, see ~/runs"]}]
+    assert str(record.ROOT) not in written.read_text()
+
+
 @pytest.mark.usefixtures("record")
 def test_the_plan_equals_the_recorded_shard_bytes_of_every_case(tmp_path: Path) -> None:
     sweep = __import__("shard_bytes")
