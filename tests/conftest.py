@@ -158,15 +158,14 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any, faq_alpaca: Path) -> Path:
 
     Its tokenizer is the real one with 4,096 tokens: a rank would read the real vocabulary for longer than it trains.
     """
-    from toolkit.demo.assets import random_llama
+    from launching import TINY_SIZES
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    from toolkit.demo.assets import random_llama
 
     def build(folder: Path) -> None:
         turns = ([{"role": "user", "content": line}] for line in faq_alpaca.read_text().splitlines())
         texts = [tokenizer.apply_chat_template(turn, tokenize=False) for turn in turns]
-        random_llama(folder / "tiny-llama", tokenizer.train_new_from_iterator(texts, 4096), **sizes)
+        random_llama(folder / "tiny-llama", tokenizer.train_new_from_iterator(texts, 4096), **TINY_SIZES)
 
     return build_once("models", build) / "tiny-llama"
 

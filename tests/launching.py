@@ -23,6 +23,11 @@ from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 LLAMA_8B_CONFIG = Path(__file__).parent / "fixtures" / "llama-8b" / "config.json"
+# The fixture `tiny_model`: a Llama of 336,192 parameters, with a vocabulary of 4,096.
+TINY_SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True},
+}
 
 # Every preset that a CPU can run, and the ranks that its runs have here; the global batch is the same for all.
 CPU_PRESETS = {

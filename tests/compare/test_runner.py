@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from comparison_records import comparison, comparison_runner, failure, probe, trial
-from launching import ROOT, read
+from launching import ROOT, TINY_SIZES, read
 
 from toolkit.compare.build_results import aggregate_trials
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
@@ -145,8 +145,7 @@ DATA_LIMIT_BYTES = 23 * 2**30 // 10
 @pytest.mark.nightly
 def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(tmp_path: Path, tokenizer: Any) -> None:
     """Ranks inherit the limit. Which sizes run depends on the node; that all up to the largest do, does not."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    random_llama(tmp_path / "model", tokenizer, **sizes, max_position_embeddings=512, tie_word_embeddings=True)
+    random_llama(tmp_path / "model", tokenizer, **TINY_SIZES)
     rows = tmp_path / "long.jsonl"  # longer than --max_seq_length
     rows.write_text(64 * (json.dumps({"instruction": "count", "output": "one two three four " * 300}) + "\n"))
     words = ["compare", "--preset", "ddp", "--num-processes", "1", "--output", str(tmp_path / "cmp"), "--cpu"]
@@ -166,10 +165,9 @@ def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
     assert ended.returncode == 0, ended.stderr[-3000:]
     (row,) = read(tmp_path / "cmp" / "results.json")["rows"]
     tried, largest = row["probes"], row["per_device_train_batch_size"]
-    ended_as = {each["per_device_train_batch_size"]: each["status"] for each in tried}
-    completed = {size for size, status in ended_as.items() if status == "completed"}
-    assert completed == {size for size in ended_as if size <= largest}
-    assert largest + 1 in ended_as
+    sizes = {each["per_device_train_batch_size"]: each["status"] for each in tried}
+    assert {size: status == "completed" for size, status in sizes.items()} == {size: size <= largest for size in sizes}
+    assert largest + 1 in sizes
     for failed in (each for each in tried if each["status"] != "completed"):
         assert failed["status"] == failed["failure"]["kind"] == "host_out_of_memory"
         assert failed["failure"]["phase"] in ("forward", "backward", "step")

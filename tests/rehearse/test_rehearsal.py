@@ -216,7 +216,7 @@ def test_the_command_rehearses_real_rows_and_weights_and_marks_its_folder_as_a_r
     ended = toolkit(*command)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert (found["world_size"], found["rank"], found["gradient_bytes"]) == (8, 3, 4 * 336_192 // 8)
+    assert (found["world_size"], found["rank"], found["gradient_bytes"]) == (8, 3, 4 * TINY_LLAMA // 8)
     assert found["compute_step_seconds"] is None
     assert found["not_measured"][-1].startswith("whether the rows of a pack are isolated")
     run = read(tmp_path / "out" / "run.json")
