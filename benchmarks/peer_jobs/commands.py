@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -274,6 +275,8 @@ def environment_of(launch: Launch, job: Job, *, python: Path, extensions: Path, 
     if job.cpu:
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     paths = [str(HERE / "hook"), launch.environment.get("PYTHONPATH", "")]
+    if str(python) == sys.executable:  # no environment of its own: it may need what the caller has on its path
+        paths += [os.environ.get("PYTHONPATH", "")]
     chosen["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     # A fork server would spare the toolkit the imports that every other program pays for.
     removed = ("ACCELERATE_MIXED_PRECISION", "PYTHONWARNINGS", "TOOLKIT_FORK_SERVER")
