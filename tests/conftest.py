@@ -94,7 +94,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork what a test launches from a fork server, unless the test is about the cold start itself."""
     os.environ.pop(SERVER_VARIABLE, None)
-    if item.get_closest_marker("launch") and not item.get_closest_marker("cold_start"):
+    cold = item.get_closest_marker("cold_start") or item.get_closest_marker("gpu")  # the server has no GPU
+    if item.get_closest_marker("launch") and not cold:
         from launching import fork_server
 
         os.environ[SERVER_VARIABLE] = fork_server()

@@ -21,6 +21,8 @@ from toolkit.launch import warm_start
 from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
 
 ROOT = Path(__file__).parent.parent
+# This checkout, and packages that the caller brought in a folder.
+PYTHON_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 SCRIPTS = Path(__file__).parent / "scripts"
 LLAMA_8B_CONFIG = Path(__file__).parent / "fixtures" / "llama-8b" / "config.json"
 # The fixture `tiny_model`: a Llama of 336,192 parameters, with a vocabulary of 4,096.
@@ -56,7 +58,7 @@ def fork_server() -> str:
 
 
 def cpu_environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | {"PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def accelerate_launch(
@@ -139,7 +141,7 @@ def torchrun_words(num_processes: int) -> list[str]:
 
 
 def toolkit(*words: str, cwd: Path = ROOT) -> CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     return run_captured([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, read, run_captured, toolkit
+from launching import PYTHON_PATH, read, run_captured, toolkit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl_jobs import trl_words
@@ -253,7 +253,7 @@ def test_ranks_are_forked_before_they_use_a_gpu(tmp_path: Path, tiny_model: Path
 def test_scripts_compute_on_the_gpu(tmp_path: Path, tiny_model: Path) -> None:
     code = "from toolkit import load_preset\n"
     code += "print(load_preset('single').training_arguments(output_dir='out', report_to='none').device.type)\n"
-    ended = run_captured([sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    ended = run_captured([sys.executable, "-c", code], os.environ | {"PYTHONPATH": PYTHON_PATH}, cwd=tmp_path)
     assert ended.stdout.split()[-1:] == ["cuda"], ended.stderr[-3000:]
     words = ["--preset", "zero2", "--num-processes", "4", "--module", "trl.scripts.sft", "--no-cpu", "--json"]
     ended = toolkit("rehearse", *words, "--", *trl_words("sft", tiny_model, tmp_path))

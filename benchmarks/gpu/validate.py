@@ -16,28 +16,40 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fits
+import psutil
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
 from plan_errors import out_of_memory_among_fits, recorded, summary, verdicts_against_traces
 from record import append_line, circumstances, print_table, read_lines, write_lines, write_result
 from small_job import words
 
+from toolkit.hardware.gpu_table import find_gpu
+
 STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
 TIMEOUT_SECONDS = 150
+AT_ONCE = min(4, max(1, (os.cpu_count() or 1) // 4))
+UNTIMED_SHARE = 2 / 3
+KILLED = {"status": "failed", "message": "the process that ran it was killed"}
+HOST_OF_PROCESS = 3 * 2**30
 MEASURED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params")
 MEASURED += ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "phase_peaks", "compute_step_seconds")
 MEASURED += ("peaks",)
+Row = dict[str, Any]
 CONFIGS = ARCHITECTURES | TINY_ARCHITECTURES | fits.configs()
 TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
 JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing", "gradient_accumulation_steps")
@@ -53,8 +65,6 @@ def fits_grid(gpu: str, *, tiny: bool) -> list[Case]:
 
     QLoRA needs weights to quantize, and a rehearsal has none.
     """
-    from toolkit.hardware.gpu_table import find_gpu
-
     memory = {name: find_gpu(name).memory_bytes for name in (gpu, *(each["gpu"] for each in fits.HARDWARE.values()))}
     columns = [name for name, each in fits.HARDWARE.items() if memory[each["gpu"]] <= 1.01 * memory[gpu]]
     rows = [row for row in fits.rows() if row[1] != fits.QLORA][: 5 if tiny else None]
@@ -66,8 +76,6 @@ def fits_grid(gpu: str, *, tiny: bool) -> list[Case]:
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
     """Run one rehearsal in its own process; return its facts, or how it failed."""
     model = work / case["architecture"] / "config.json"
-    model.parent.mkdir(parents=True, exist_ok=True)
-    model.write_text(json.dumps(CONFIGS[case["architecture"]]))
     job = {"model_name_or_path": model, "max_steps": STEPS, "untimed_steps": UNTIMED_STEPS, "dataset": "synthetic"}
     job |= {name: str(case[name]).lower() for name in JOB if name in case} | adapters(case)
     folder, started = work / case["id"], time.monotonic()
@@ -84,10 +92,9 @@ def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str,
     return {"status": status, "message": failure["message"][-500:], "phase": failure.get("phase"), **seconds}
 
 
-def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
+def planner(gpu: str, work: Path) -> Callable[[Case], Row | None]:
     """Return a function from a case to its plan, a row of `toolkit plan --json`, or None if there is no plan."""
     from toolkit.errors import ToolkitError
-    from toolkit.hardware.gpu_table import find_gpu
     from toolkit.models.read_model import read_model
     from toolkit.plan.planned_job import PlannedJob
     from toolkit.plan.planner import PlanRequest, make_plans
@@ -99,7 +106,7 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
         path.write_text(json.dumps(CONFIGS[architecture]))
         return read_model(str(path))
 
-    def plan(case: Case) -> dict[str, Any] | None:
+    def plan(case: Case) -> Row | None:
         job = PlannedJob(**{name: case[name] for name in JOB if name in case}, **adapters(case), lengths_differ=False)
         shape = shape_of(case["architecture"])
         names = {"presets": [load_preset(case["preset"])], "world_sizes": [case["world_size"]]}
@@ -111,6 +118,78 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
             return None
 
     return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Memory that cases take: of the GPU as planned, and of the host."""
+
+    gpu: float
+    host: float
+
+    def __sub__(self, taken: Room) -> Room:
+        return Room(gpu=self.gpu - taken.gpu, host=self.host - taken.host)
+
+    @classmethod
+    def of(cls, case: Case, plan: Row | None) -> Room:
+        """Return what a case needs: its weights pass through the host, unless they are sharded as they are made."""
+        if plan is None:
+            return cls(gpu=math.inf, host=math.inf)
+        sharded = case["preset"].startswith("zero3")
+        weights = 0 if sharded else plan["num_params"] * (4 if case["method"] == fits.FULL else 2)
+        offloaded = plan["host_bytes"] / min(case["world_size"], 8) if "offload" in case["preset"] else 0
+        return cls(gpu=plan["planned_peak_bytes"], host=HOST_OF_PROCESS + weights + offloaded)
+
+
+def run_cases(
+    left: Sequence[Case], plan: Callable[[Case], Row | None], work: Path, *, room: Room, until: float, **how: Any
+) -> Iterator[Case]:
+    """Run cases in their order, several at a time as far as they fit together; yield each with its plan and outcome.
+
+    A case that is timed, on one rank, runs alone, in the last third of the time: memory is measured as well beside
+    others. One that needs more of the host than there is, is left out.
+    """
+    for architecture in {case["architecture"] for case in left}:
+        (work / architecture).mkdir(exist_ok=True)
+        (work / architecture / "config.json").write_text(json.dumps(CONFIGS[architecture]))
+    began, running = time.monotonic(), dict[int, tuple[Case, Row | None, Room]]()
+    for alone in (False, True):
+        ends = until if alone else began + (until - began) * UNTIMED_SHARE
+        waiting = deque(case for case in left if (case["world_size"] == 1) == alone)
+        while waiting or running:
+            if time.monotonic() > ends:
+                waiting.clear()
+            while waiting:
+                planned = plan(waiting[0])
+                need, free = Room.of(waiting[0], planned), room
+                if need.host > room.host and planned is not None:
+                    why = f"needs {need.host / 2**30:.0f} GiB of the host's memory"
+                    yield waiting.popleft() | {"planned": planned, "measured": {"status": "left_out", "message": why}}
+                    continue
+                for *_, taken in running.values():
+                    free -= taken
+                beside = need.gpu <= free.gpu and need.host <= free.host and len(running) < AT_ONCE and not alone
+                if running and not beside:
+                    break
+                case = waiting.popleft()
+                running[_start(case, work, **how)] = (case, planned, need)
+            ended = os.wait()[0] if running else None
+            if ended in running:
+                case, planned, _ = running.pop(ended)
+                outcome = work / f"{case['id']}.json"
+                found = json.loads(outcome.read_text()) if outcome.is_file() else KILLED
+                yield case | {"planned": planned, "measured": found}
+
+
+def _start(case: Case, work: Path, **how: Any) -> int:
+    """Fork a process that runs a case and writes what it measured; return the process's number."""
+    child = os.fork()
+    if child == 0:
+        try:
+            (work / f"{case['id']}.json").write_text(json.dumps(measured(case, work, **how)))
+        finally:
+            os._exit(0)
+    return child
 
 
 def facts_of(grid: list[Case], cases: list[Case]) -> dict[str, Any]:
@@ -161,12 +240,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         plan = (lambda _: None) if given.measure_only else planner(given.gpu, folder)
-        for case in left:
-            if time.monotonic() - started > given.minutes * 60:
-                break
-            found = measured(case, folder, fake_tensors=given.fake_tensors)
-            append_line(path, case | {"planned": plan(case), "measured": found})
-            print(case["id"], case["architecture"], case["preset"], found["status"], file=sys.stderr)
+        room = Room(gpu=find_gpu(given.gpu).memory_bytes, host=0.9 * psutil.virtual_memory().available)
+        how = {"room": room, "until": started + given.minutes * 60, "fake_tensors": given.fake_tensors}
+        for case in run_cases(left, plan, folder, **how):
+            append_line(path, case)
+            print(case["id"], case["architecture"], case["preset"], case["measured"]["status"], file=sys.stderr)
         # Plans are cheap: they are made again for all cases, so that a new planner needs no new measurements.
         cases = [case | {"planned": plan(case) or case.get("planned")} for case in read_lines(path)]
     facts, rows = facts_of(grid, cases), [recorded(case) for case in cases]

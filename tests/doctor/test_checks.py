@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import ROOT
+from launching import PYTHON_PATH
 
 from toolkit.doctor import speed_checks
 from toolkit.doctor.checks import CHECKS, NodeCheck, NodeFinding, NodeReadings, Outcome
@@ -188,7 +188,7 @@ def test_nvidias_diagnostics_decide_where_they_are_installed(node: Node, program
 @pytest.mark.gpu
 def test_gpus_of_this_node_are_examined() -> None:
     """Every reading meets the real NVML, and NCCL is measured where there are two GPUs."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, "-m", "toolkit", "doctor", "--long", "--json"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=560)
     report = json.loads(ended.stdout)

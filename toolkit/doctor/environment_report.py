@@ -64,7 +64,7 @@ def environment_report() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "libc": " ".join(platform.libc_ver()),
-        "packages": {name: installed_version(name) for name in (*LIBRARIES[:-1], *OTHER_PACKAGES)},
+        "packages": {name: installed_version(name) for name in (*LIBRARIES, *OTHER_PACKAGES)},
         "torch_cuda_version": torch_cuda_version(),
         "driver_cuda_version": driver_cuda_version(),
         "gpus": node["gpus"],

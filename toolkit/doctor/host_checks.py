@@ -26,7 +26,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
 from toolkit.hardware.system_text import text_of
-from toolkit.installation import PACKAGE, TRAIN, install_line
+from toolkit.installation import install_line
 from toolkit.launch import nvme
 from toolkit.models.hub import hub_home, token_file
 from toolkit.units import GIB, MIB, gib
@@ -333,8 +333,7 @@ def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
     outcome.measured = dict(limits.library_versions())
     if missing := [name for name, version in outcome.measured.items() if version is None]:
-        fix = install_line(*([name for name in missing if name != PACKAGE] or TRAIN))
-        outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", fix)
+        outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", install_line(*missing))
 
 
 @node_check(

@@ -15,18 +15,20 @@ import resource
 from pathlib import Path
 from typing import Any
 
+from toolkit._version import __version__
 from toolkit.hardware.gpus import describe_gpus
 from toolkit.hardware.system_text import output_of, text_of
+from toolkit.installation import PACKAGE
 from toolkit.versions import installed_version
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CAP_IPC_LOCK = 14  # linux/capability.h
-LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "finetune-toolkit")
+LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets")
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the version of each library that a run depends on; None if it is not installed."""
-    return {library: installed_version(library) for library in LIBRARIES}
+    """Return the version of each library that a run depends on, and of this package; None if it is not installed."""
+    return {**{library: installed_version(library) for library in LIBRARIES}, PACKAGE: __version__}
 
 
 def describe_node() -> dict[str, Any]:

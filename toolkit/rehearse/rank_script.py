@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, Trainer, set_seed
-from transformers.initialization import no_init_weights
 
 from toolkit.models.fake_tensors import LiveMemory, on_fake_tensors
 from toolkit.observe.attest.tensors import compute_dtype
@@ -78,9 +77,7 @@ def trace_job(args: Arguments, launch: LaunchContext) -> Facts:
     vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
     memory = LiveMemory(vocab_size=vocabulary)
     with on_fake_tensors(memory, engine=launch.preset.engine):
-        with no_init_weights():
-            model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
-        model.tie_weights()
+        model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
         with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
             trainer = Trainer(model=model, args=args.training)
             apply_loss(trainer, args.job)

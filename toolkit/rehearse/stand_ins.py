@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers.initialization import no_init_weights
 
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
@@ -37,6 +38,7 @@ from toolkit.train.model import loading
 from toolkit.train.trainer import TrainerParts
 
 SHARD_VALUE = 0.01
+MATRIX_DEVIATION = 0.02  # as transformers initialises most models
 MEANINGLESS_COLUMNS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
 MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
@@ -92,6 +94,20 @@ def fill_shards(model: Any) -> None:
         shard = parameter.to_local() if shard is None and hasattr(parameter, "to_local") else shard
         if shard is not None and shard.is_floating_point():
             shard.data.fill_(SHARD_VALUE)
+
+
+def fill_at_random(model: Any) -> None:
+    """Fill matrices with copies of one block of random values, and vectors with ones.
+
+    Drawing every value takes 0.6 billion parameters 15 s on one core instead of 2.
+    """
+    block = torch.randn(1_000_003) * MATRIX_DEVIATION
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.data.fill_(1)
+        else:
+            for part in parameter.data.view(-1).split(len(block)):
+                part.copy_(block[: len(part)])
 
 
 class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
@@ -171,8 +187,13 @@ def rehearsal_model(
 
     With a `layout_at_load`, transformers shards it while it makes it.
     """
-    make = loading.load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
-    model = make(arguments, compute_dtype=compute_dtype, layout=layout_at_load)
+    how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout_at_load}
+    if has_local_weights(str(arguments.model_name_or_path)):
+        model = loading.load_model(arguments, **how)
+    else:
+        model = model_from_config(arguments, **how)
+        if layout_at_load is None:
+            fill_at_random(model)
     fill_shards(model)
     return model
 
@@ -180,13 +201,18 @@ def rehearsal_model(
 def model_from_config(
     arguments: ModelArguments, *, compute_dtype: torch.dtype, layout: ParallelLayout | None = None
 ) -> Any:
-    """Return the model with random weights, sharded as they are made where the engine or the `layout` does so."""
+    """Return the model, sharded as it is made where the engine or the `layout` does so.
+
+    Its weights are random with a `layout`, and not initialised without one.
+    """
     how: dict[str, Any] = {"dtype": loading.loaded_dtype(arguments, compute_dtype)}
     if arguments.attn_implementation:
         how["attn_implementation"] = arguments.attn_implementation
     if layout is None:
         config = loading.from_pretrained(AutoConfig, arguments)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code, **how)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code, **how)
+        model.tie_weights()
     else:
         # An empty checkpoint: transformers shards a model only as it loads it, and makes what one lacks at random.
         how["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
