@@ -25,11 +25,16 @@ def prepare(*, cpu: bool) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     if cpu:
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from toolkit.observe.rank_process import prepare_environment
+    from toolkit.observe.rank_process import prepare_environment, without_bitsandbytes
 
     prepare_environment()
-    for name in (*MODULES, *(CPU_MODULES if cpu else ())):
-        importlib.import_module(name)
+    with without_bitsandbytes():  # it asks each GPU for its capability
+        for name in (*MODULES, *(CPU_MODULES if cpu else ())):
+            importlib.import_module(name)
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise SystemExit("a library initialised CUDA when it was imported: no rehearsal could be forked")
     if cpu:
         importlib.import_module("cpuinfo").get_cpu_info()  # cached, also in forked processes
 
