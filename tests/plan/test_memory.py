@@ -104,6 +104,26 @@ def test_full_cross_entropy_takes_12_bytes_per_logit_and_the_other_losses_less()
     assert peaks["full"] > peaks["chunked_output"] > max(peaks["fused"], peaks["chunked"])
 
 
+def test_ligers_loss_holds_one_chunk_and_the_gradients_in_the_dtypes_of_head_and_input() -> None:
+    """1,000 words and a hidden size of 10: 100 chunks, of 32 of the 3,072 tokens."""
+    size = functools.partial(logits_bytes, loss="fused", tokens=3072, vocab_size=1000, hidden_size=10)
+    chunk, of_hidden = 2 * 32 * 1000, 2 * 3072 * 10
+    assert size() == (chunk + of_hidden, of_hidden)  # the head is frozen
+    assert size(head_bytes=2) == (chunk + 20_000 + of_hidden, 20_000 + of_hidden)
+    gradients = 40_000 + 2 * of_hidden
+    assert size(head_bytes=4, row_bytes=4) == (chunk + 20_000 + gradients, gradients)  # its fp32 head is cast
+
+
+def test_ligers_kernels_save_less_than_its_loss_alone() -> None:
+    def saved(**job: Any) -> int:
+        plan = plan_memory(llama_8b(), load_preset("zero2"), world_size=8, job=PlannedJob(loss="fused", **job))
+        return max(phase.activation_bytes for phase in plan.phases if phase.phase == "forward")
+
+    tokens = PlannedJob().tokens_per_forward
+    # of each of 32 layers, bf16: 2h of two norms instead of 6h, 6f of the MLP instead of 8f; and the last norm
+    assert saved() - saved(use_liger_kernel=True) == tokens * (32 * (2 * 4 * 4096 + 2 * 14336) + 4 * 4096)
+
+
 def test_the_chunked_loss_holds_one_chunk_and_the_gradients_of_the_head_and_its_input() -> None:
     """3 chunks of 1,000 words and a hidden size of 10: bf16 logits, their fp32 copy; 10,000 weights in fp32."""
     size = functools.partial(logits_bytes, loss="chunked", tokens=3 * 1024, vocab_size=1000, hidden_size=10)

@@ -1,6 +1,6 @@
 """Checks of NVIDIA GPUs by what NVML and the kernel log say. Nothing here uses a GPU.
 
-No GPU has confirmed them: they were written from NVML's documentation.
+One H200 has confirmed the readings; faults and NVLink are from NVML's documentation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of an engine apart from its model states on the GPU: buffers, CUDA's overhead, host memory and disk.
 
-Read in the source of deepspeed 0.19.8, torch 2.13 and accelerate 1.15, named at each figure. None of it has been
-compared with a GPU yet; published ranges for the overhead are in `docs/concepts/plan.md`.
+Read in the source of deepspeed 0.19.8, torch 2.13 and accelerate 1.15, named at each figure. One H200 was
+compared (docs/evidence/gpu.md); published ranges for the overhead are in `docs/concepts/plan.md`.
 
 Offloaded tensors are page-locked, and torch's allocator for such memory rounds every block up to a power of two
 (`CachingHostAllocator`): a block of 5 GiB takes 8.
@@ -146,6 +146,8 @@ def _zero3(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
     """
     num_params, element = weights.num_trained + weights.num_frozen, engine.element_bytes
     gathered = element * min(num_params, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket)
+    if engine.world_size == 1 and not engine.offload_param:  # nothing is copied (`NoGatherHandle`)
+        gathered = 0
     share = weights.num_trained // engine.world_size
     sub_group = min(share, engine.sub_group)
     secondary = element * num_params // engine.secondary_partition if engine.secondary_partition > 1 else 0

@@ -36,7 +36,8 @@ def logits_bytes(
     - `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the
       log-probabilities and the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
       `cross_entropy`.
-    - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
+    - `fused`: one chunk of bf16 logits and the gradients of the head and of its input, whose elements take
+      `head_bytes` and `row_bytes`; where the head is fp32, its bf16 copy too (Liger-Kernel 0.8.5,
       `fused_linear_cross_entropy`).
     - `chunked_output`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
     - `log_probs`: TRL's (`kernels/chunked_logprob.py`). A tile of logits, the rows of the hidden states of the `scored`
@@ -82,5 +83,6 @@ def logits_bytes(
         return max(computing, converting), gradients
     chunks = math.ceil(vocab_size / max(hidden_size, 1))
     chunk = min(tokens, 1 << (math.ceil(tokens / chunks) - 1).bit_length())
-    gradients = 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
-    return 2 * chunk * vocab_size + gradients, gradients
+    gradients = head_bytes * head + row_bytes * tokens * hidden_size
+    copy = element_bytes * head if head_bytes > element_bytes else 0
+    return element_bytes * chunk * vocab_size + copy + gradients, gradients

@@ -49,10 +49,10 @@ STATES = PARTS[:4]
 PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step")
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
-# Share of a plan, apart from the model states, by which the plan may be wrong: 56 of 64 published peaks are inside
-# (`tests/plan/test_measured_memory.py`). Those of ZeRO-2 and ZeRO-3 are closer. No peak of FSDP2 is published; of FSDP1
-# with adapters all but two rows need up to half more, for a reason that a trace of torch 2.13 does not show.
-UNCERTAINTY, UNCERTAINTY_DEEPSPEED, UNCERTAINTY_FSDP2_ADAPTERS = 0.15, 0.10, 0.5
+# Share of a plan, apart from the model states, by which the plan may be wrong: 58 of 64 published peaks are inside
+# (`tests/plan/test_measured_memory.py`). Those of ZeRO-2 and ZeRO-3 are closer. No peak of FSDP2 is published; FSDP1
+# with adapters needs up to 54 % more, for a reason that a trace of torch 2.13 does not show.
+UNCERTAINTY, UNCERTAINTY_DEEPSPEED, UNCERTAINTY_FSDP2_ADAPTERS = 0.15, 0.10, 0.55
 # The same if Llama's activations stand in for those of an architecture that could not be counted.
 UNCERTAINTY_UNKNOWN = 0.5
 # The least of it: what others report for CUDA's context and a communicator differs by as much.
@@ -234,7 +234,8 @@ class _Phases:
     def _set_activations(self, shape: ModelShape) -> None:
         job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
         layout, autocast = self.engine.layout, self.engine.autocasts
-        activations = Activations(shape=shape, autocast=autocast, lora_r=job.lora_r, layout=layout)
+        kernels = {"autocast": autocast, "liger": job.use_liger_kernel}
+        activations = Activations(shape=shape, lora_r=job.lora_r, layout=layout, **kernels)
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
         # Packed rows with a mask too make SDPA repeat keys and values per head.
         varlen = job.packs_without_mask(shape)

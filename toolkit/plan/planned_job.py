@@ -70,6 +70,7 @@ class PlannedJob(Job):
             **{name: getattr(job, name) for name in PLANNED_ARGUMENTS},
             accumulate=job.chosen_accumulate,
             activation_checkpointing=job.uses_activation_checkpointing,
+            use_liger_kernel=job.use_liger_kernel and not job.liger_kernel_config,  # a choice of them is not planned
             loss=loss if job.loss == "auto" else job.loss,
         )
 
@@ -79,8 +80,9 @@ class PlannedJob(Job):
         names = (*PLANNED_ARGUMENTS, "accumulate", "activation_checkpointing", "loss", "gpus_per_node")
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
-        if getattr(options, "use_liger_kernel", False) and given.get("loss", "chunked") == "chunked":
-            given["loss"] = "fused"
+        if getattr(options, "use_liger_kernel", False):
+            given["use_liger_kernel"] = True
+            given["loss"] = "fused" if given.get("loss", "chunked") == "chunked" else given["loss"]
         return cls(**given, method=Method.from_options(options), lengths_differ=False if full_length else None)
 
     @property
@@ -123,7 +125,7 @@ class PlannedJob(Job):
     @cached_property
     def as_trained(self) -> Job:
         """The job as the compatibility rules see it: losses have names of their own in the planner."""
-        return replace(self, loss="auto", use_liger_kernel=self.loss == "fused")
+        return replace(self, loss="auto", use_liger_kernel=self.use_liger_kernel or self.loss == "fused")
 
     def limits_on(self, shape: ModelShape) -> ModelLimits:
         """Return how far this model can be split, and for what of the job there are no figures then."""

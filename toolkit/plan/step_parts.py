@@ -6,6 +6,7 @@ source; `toolkit.plan.step_time` adds the parts up.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
-from toolkit.models.shape import ModelShape, SavedBytes
+from toolkit.models.shape import ModelShape, SavedBytes, Tensor
 from toolkit.plan.interconnect import Estimate, Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
 
@@ -41,6 +42,11 @@ PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
 # Operations that the host launches per layer, counted in torch's dispatcher (a Llama in transformers 5.23, SDPA, views
 # left out): forward and backward, under autocast, and for each adapter in addition.
 HOST_OPERATIONS, AUTOCAST_OPERATIONS, ADAPTER_OPERATIONS = (38, 78), (54, 100), (6.6, 8.7)
+
+# ZeRO-3's hooks run in Python before and after each module that has parameters, in the forward and in the backward: per
+# module and pass 0.7 to 1.1 ms on an H200 and one rank, in three jobs that waited for them (docs/evidence/gpu.md), but
+# no more than this in a published job on B200s (stas00/ml-engineering, Llama 3.1 8B, rows of 8,192 tokens).
+ZERO_3_SECONDS = 0.6e-3
 
 # An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
 UPDATE_BYTES, STATE_ACCESSES = 12, 2
@@ -104,7 +110,7 @@ def compute_seconds(
     `own_tokens`, all tokens of a batch.
     """
     own_tokens = round(tokens) if own_tokens is None else own_tokens
-    share = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE) * LAYER_MATMUL_SHARE
+    share = _matmul_share(gpu)
     attention = flops.attention_forward * (2 if flops.recomputed else 1) + flops.attention_backward
     operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
     if gpu.memory_bytes_per_second is None:
@@ -121,6 +127,10 @@ def compute_seconds(
 def _saved_bytes(shape: ModelShape) -> SavedBytes:
     """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
     return Activations(shape=shape).saved("none").layers
+
+
+def _matmul_share(gpu: Gpu) -> float:
+    return BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE) * LAYER_MATMUL_SHARE
 
 
 def _attention_share(gpu: Gpu, job: PlannedJob) -> float:
@@ -142,6 +152,20 @@ def weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calib
     return passes * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
 
 
+def fp32_experts_seconds(setup: TrainingSetup, gpu: Gpu, *, peak: float, tokens: int) -> float:
+    """Return the seconds that `tokens` tokens take longer because their fused experts are computed in fp32.
+
+    torch's grouped matrix multiplication is none of autocast's functions, and transformers casts its input to the dtype
+    of the trained weights (`integrations/moe.py`, `_grouped_mm`; https://github.com/pytorch/pytorch/issues/174763).
+    """
+    shape, fp32 = setup.shape, gpu.peak_flops("fp32")
+    if not setup.engine.autocasts or setup.weights.adapters or fp32 is None or not shape.num_experts:
+        return 0.0
+    experts = sum(tensor.num_elements for layer in shape.layers for tensor in layer if tensor.is_fused_experts)
+    operations = (8 if setup.job.activation_checkpointing else 6) * experts * (shape.experts_per_token or 1)
+    return tokens * operations / shape.num_experts * (1 / fp32 - 1 / peak) / _matmul_share(gpu)
+
+
 def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     """Return the seconds in which the host launches a step: a GPU that computes short rows faster waits for it."""
     forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
@@ -150,7 +174,16 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
     passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
     operations += adapters * sum(launched * times for launched, times in passes)
-    return operations * calibration.host_seconds
+    seconds = operations * calibration.host_seconds
+    if setup.engine.kind == "deepspeed" and setup.engine.shards_parameters:
+        modules = len({(name, layer) for layer, unit in enumerate(setup.part.layers) for name in _modules(unit)})
+        seconds += ZERO_3_SECONDS * (modules + 2 * adapters) * (forwards + setup.accumulation_steps)
+    return seconds
+
+
+def _modules(layer: Iterable[Tensor]) -> Iterator[str]:
+    """Names of the modules of a layer that have parameters of their own."""
+    return (tensor.name.rpartition(".")[0] for tensor in layer)
 
 
 def _optimizer_share(setup: TrainingSetup) -> float:

@@ -1,6 +1,6 @@
 """Planned seconds of an optimizer step, tokens per second and MFU: a best estimate, and a 90 % interval around it.
 
-No GPU of this project measured anything here; `toolkit.plan.step_parts` has the sources. Estimate and interval are
+`toolkit.plan.step_parts` has the sources; one H200 was measured (docs/evidence/gpu.md). Estimate and interval are
 compared with every row that states enough, also with constants that were fitted without its source, in
 `tests/plan/test_step_time.py` (docs/concepts/communication.md).
 """
@@ -24,6 +24,7 @@ from toolkit.plan.step_parts import (
     Calibration,
     bubble_factor,
     compute_seconds,
+    fp32_experts_seconds,
     host_seconds,
     offload_seconds,
     operations_of,
@@ -42,11 +43,14 @@ SHARDINGS_WITHOUT_OVERLAP = ("shard_optimizer", "shard_grad_op", "replicate")
 SPREAD = 0.2
 WIDER = {"a GPU without published rows": 0.2, "bound by kernel launches, which depend on the host": 0.35}
 WIDER |= {"4-bit kernels": 0.1, "a mixture of experts": 0.3, "a ring of GPUs that share a sequence": 0.5}
-WIDER |= {"split layers or sequences": 0.2, "offload": 0.0, "the network between nodes": 0.0}
+# On an H200, twelve jobs of models of 1 to 3 billion parameters took 1.03 to 1.43 times the estimate
+# (docs/evidence/gpu.md). Published steps of such models on A100s are as long as estimated.
+SMALL_MODEL, SMALL_MODEL_PARAMETERS, FAST_GPU_FLOPS = "a small model on a fast GPU", 4e9, 500e12
+WIDER |= {SMALL_MODEL: 0.3, "split layers or sequences": 0.2, "offload": 0.0, "the network between nodes": 0.0}
 WIDER |= {"the network between nodes, which is not given": 0.0, "a method without published speeds": 0.3}
 # The same for a plan that is calibrated by a run, by what differs between the two: nine of ten pairs of published rows
 # of one source, model and GPU that differ in it (and mostly in more) have errors no further apart.
-PAIR_SPREAD = {"preset": 0.155, "world size": 0.171, "batch or length": 0.192, "activation checkpointing": 0.284}
+PAIR_SPREAD = {"preset": 0.158, "world size": 0.171, "batch or length": 0.192, "activation checkpointing": 0.284}
 # Highest published share of the dense peak, recomputation included, and the half of the scores that causal attention
 # needs: MosaicML's 7B, and its 13B with activation checkpointing; fms-acceleration's Llama 3 8B with LoRA, and its 70B
 # with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s.
@@ -207,6 +211,7 @@ def step_time(
     scoring = on_gpu_seconds(flops=scored)
     on_gpu = on_gpu_seconds(flops=causal) + job.method.scoring_forwards * scoring
     on_gpu += weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)
+    on_gpu += fp32_experts_seconds(setup, interconnect.gpu, peak=peak, tokens=tokens)
     on_host = host_seconds(setup, calibration)
     compute = max(on_gpu, on_host) * bubble_factor(setup)
     collectives = step_collectives(setup)
@@ -282,6 +287,8 @@ def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bo
         yield "a GPU without published rows"
     if launch_bound:
         yield "bound by kernel launches, which depend on the host"
+    if setup.shape.num_params < SMALL_MODEL_PARAMETERS and (gpu.peak_flops("bf16") or 0) > FAST_GPU_FLOPS:
+        yield SMALL_MODEL
     if setup.job.load_in_4bit:
         yield "4-bit kernels"
     if setup.job.method.method != SFT:
