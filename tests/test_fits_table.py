@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -110,9 +109,8 @@ def test_the_measured_column_comes_from_the_file_of_the_check(tmp_path: Path) ->
     )
     assert {line.count("|") for line in lines if line.startswith("|")} == {10}
     assert [line.split("|")[6].strip() for line in lines if "Qwen3-8B | " in line] == ["64 (+2.0%)", "64 (-2.0%)", ""]
-    assert (
-        lines[-1] == "Measured: rank 0's allocated peak, rehearsed on one Made-up GPU, 2000-01-02 (error of the plan)."
-    )
+    note = "Measured: rank 0's allocated peak, rehearsed on one Made-up GPU, 2000-01-02 (error of the plan)."
+    assert lines[-1].startswith(note)
 
 
 def test_without_a_file_no_column_is_measured(tmp_path: Path) -> None:
@@ -121,6 +119,5 @@ def test_without_a_file_no_column_is_measured(tmp_path: Path) -> None:
 
 def test_readme_has_room_for_the_measured_column(tmp_path: Path) -> None:
     record = made_up_record(tmp_path, {f"{model} {method}": 0.012 for model, method in rows()})
-    longer = len(fits_table(record).encode()) - len(fits_table(tmp_path / "none").encode())
-    text = re.sub(r"\*\*Nothing has been measured on a GPU yet\*\*.*?yours\. ", "", (ROOT / "README.md").read_text())
-    assert len(text.encode()) + longer <= 10_000
+    longer = len(fits_table(record).encode()) - len(fits_table().encode())
+    assert len((ROOT / "README.md").read_bytes()) + longer <= 10_000

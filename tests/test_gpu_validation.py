@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,14 +15,79 @@ from launching import CPU_PRESETS, ROOT, cpu_environment, run_warm
 FOLDER = ROOT / "benchmarks" / "gpu"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+import check  # noqa: E402
+import fits  # noqa: E402
 import grid  # noqa: E402
+import parts  # noqa: E402
 import plan_errors  # noqa: E402
+import validate  # noqa: E402
+from reference_blocks import markdown_table  # noqa: E402
 
+from toolkit.hardware.gpu_table import Gpu, find_gpu  # noqa: E402
 from toolkit.presets import load_preset  # noqa: E402
 from toolkit.rehearse.rehearsal import check_rehearsal  # noqa: E402
 
 # Digest of the grid as registered before any measurement. A change here is a new registration.
 REGISTERED = "07a99232a5bcf600c43a492b771a584d9901fc8524386cf3730bded1d166dbc5"
+
+
+RECORD = json.loads((ROOT / "benchmarks" / "results" / "gpu-check.json").read_text())
+MEASURED = RECORD["parts"]
+
+
+def gpu_table() -> str:
+    """Return what was measured on a GPU, without model states, which all agree, MFU and tests."""
+    rows = [row for row in check.table_rows(RECORD) if row[0] != "tests" and row[2] not in ("states", "mfu") and row[1]]
+    return markdown_table(["part", "case", "of", "planned", "measured", "error", "note"], rows)
+
+
+def recorded(part: str, quantity: str) -> dict[str, dict[str, Any]]:
+    """Case -> row of what was measured on a GPU."""
+    rows = next(each["rows"] for each in MEASURED if each["part"] == part)
+    return {row["case"]: row for row in rows if row["quantity"] == quantity}
+
+
+def test_plans_of_one_rank_of_many_agree_with_a_gpu(tmp_path: Path) -> None:
+    cases = {f"{case['id']} {case['architecture']} {case['method']}": case for case in grid.registered_grid()}
+    columns = [(*row, column) for row in fits.rows() for column in fits.HARDWARE]
+    cases |= {f"{model} {method}, {column}": (model, method, column) for model, method, column in columns}
+    plan, errors = validate.planner("h200", tmp_path), {}
+    for name, row in (recorded("fits", "allocated") | recorded("peaks", "allocated")).items():
+        case = cases[name] if isinstance(cases[name], dict) else fits.case_of(*cases[name])
+        planned = plan(case)
+        assert planned is not None
+        allocated = max(phase["allocated_bytes"] for phase in planned["phases"].values())
+        assert allocated == row["planned"], f"{name}: the record has the plan of another planner"
+        errors[name] = abs(allocated / row["measured"] - 1)
+    assert len(errors) == 28
+    assert max(error for name, error in errors.items() if name != "013 glm4-2b lora") < 0.05
+    assert statistics.median(errors.values()) < 0.005
+    assert statistics.mean(errors.values()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("part", "case", "rows", "job", "bound"),
+    [
+        ("speed", "eager", 8, {}, 0.005),
+        ("speed", "liger", 8, parts.LIGER, 0.005),
+        ("methods", "lora", 2, {"lora_r": 16}, 0.01),
+        ("methods", "qlora", 2, {"lora_r": 16, "load_in_4bit": True}, 0.01),
+        ("methods", "dpo", 2, {"method": "dpo"}, 0.005),
+    ],
+)
+def test_plans_of_methods_agree_with_a_gpu(
+    tmp_path: Path, part: str, case: str, rows: int, job: dict[str, Any], bound: float
+) -> None:
+    class OnThatGpu(parts.Check):
+        @property
+        def gpu(self) -> Gpu:  # type: ignore[override]
+            return find_gpu("h200")
+
+    (tmp_path / "config.json").write_text(json.dumps(grid.CALIBRATION["llama-1b"]))
+    plan = OnThatGpu(output=tmp_path).plan(tmp_path, "single", 1, per_device_train_batch_size=rows, **job)
+    row = recorded(part, "allocated")[case]
+    assert plan["allocated_peak_bytes"] == row["planned"]
+    assert abs(plan["allocated_peak_bytes"] / row["measured"] - 1) < bound
 
 
 def test_the_grid_is_the_registered_one_and_balanced_and_can_be_rehearsed() -> None:

@@ -28,7 +28,8 @@ REPORTED = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "
 REPORTED |= {"llamafactory", "ms-swift", "axolotl", "torchtune"}
 REPORT = """
 import importlib.metadata, json, sys
-print(json.dumps({each.name: each.version for each in importlib.metadata.distributions() if each.name in sys.argv}))
+names = {each.name for each in importlib.metadata.distributions()} & {*sys.argv}
+print(json.dumps({name: importlib.metadata.version(name) for name in names}))  # the first on the path
 """
 # Compiled at DeepSpeed's first use, which no timing may contain.
 COMPILE = """
