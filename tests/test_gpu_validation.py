@@ -15,13 +15,11 @@ from launching import CPU_PRESETS, ROOT, cpu_environment, run_warm
 FOLDER = ROOT / "benchmarks" / "gpu"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
-import check  # noqa: E402
 import fits  # noqa: E402
 import grid  # noqa: E402
 import parts  # noqa: E402
 import plan_errors  # noqa: E402
 import validate  # noqa: E402
-from reference_blocks import markdown_table  # noqa: E402
 
 from toolkit.hardware.gpu_table import Gpu, find_gpu  # noqa: E402
 from toolkit.presets import load_preset  # noqa: E402
@@ -31,14 +29,7 @@ from toolkit.rehearse.rehearsal import check_rehearsal  # noqa: E402
 REGISTERED = "07a99232a5bcf600c43a492b771a584d9901fc8524386cf3730bded1d166dbc5"
 
 
-RECORD = json.loads((ROOT / "benchmarks" / "results" / "gpu-check.json").read_text())
-MEASURED = RECORD["parts"]
-
-
-def gpu_table() -> str:
-    """Return what was measured on a GPU, without model states, which all agree, MFU and tests."""
-    rows = [row for row in check.table_rows(RECORD) if row[0] != "tests" and row[2] not in ("states", "mfu") and row[1]]
-    return markdown_table(["part", "case", "of", "planned", "measured", "error", "note"], rows)
+MEASURED = json.loads((ROOT / "benchmarks" / "results" / "gpu-check.json").read_text())["parts"]
 
 
 def recorded(part: str, quantity: str) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,6 @@ from reference_blocks import BUILT, measured_table
 from simulated_throughput import throughput_table
 from test_examples import examples_table
 from test_fits_table import fits_table
-from test_gpu_validation import gpu_table
 
 from toolkit.cli.program import app
 from toolkit.job.argument_reading import read_arguments, read_config_file
@@ -106,7 +105,6 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 GENERATED = {
     "recommendation": (README, BUILT["recommendation"]),
     "fits": (README, fits_table),
-    "gpu": (ROOT / "docs" / "evidence" / "gpu.md", gpu_table),
     "examples": (ROOT / "examples" / "README.md", examples_table),
     "simulated throughput": (ROOT / "benchmarks" / "results" / "simulated_throughput.md", throughput_table),
 }
