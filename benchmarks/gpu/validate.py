@@ -153,9 +153,10 @@ def run_cases(
         (work / architecture).mkdir(exist_ok=True)
         (work / architecture / "config.json").write_text(json.dumps(CONFIGS[architecture]))
     began, running = time.monotonic(), dict[int, tuple[Case, Row | None, Room]]()
-    for alone in (False, True):
-        ends = until if alone else began + (until - began) * UNTIMED_SHARE
-        waiting = deque(case for case in left if (case["world_size"] == 1) == alone)
+    timed = [case for case in left if case["world_size"] == 1]
+    for alone, cases in ((False, [case for case in left if case not in timed]), (True, timed)):
+        ends = until if alone or not timed else began + (until - began) * UNTIMED_SHARE
+        waiting = deque(cases)
         while waiting or running:
             if time.monotonic() > ends:
                 waiting.clear()

@@ -54,7 +54,7 @@ RECORDED = {
     for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
 }
 RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
-RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_zero2"), "peers")
+RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_two_ranks_more", "peers_zero2"), "peers")
 
 UNFOLDED_ROWS = 10
 

@@ -12,7 +12,7 @@ from toolkit.observe.parts import ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
-from toolkit.rehearse.stand_ins import RehearsedTimer
+from toolkit.rehearse.stand_ins import RehearsedTimer, fill_at_random
 
 
 def test_peaks_of_a_step_are_those_over_all_phases_and_a_cpu_has_none(
@@ -30,3 +30,13 @@ def test_peaks_of_a_step_are_those_over_all_phases_and_a_cpu_has_none(
         "backward": {"peak_allocated_bytes": 7, "peak_reserved_bytes": 8},
     }
     assert timer.read_memory() == {"peak_allocated_bytes": 7, "peak_reserved_bytes": 9, "peak_host_bytes": 5}
+
+
+def test_weights_without_a_checkpoint_are_random_whatever_their_layout() -> None:
+    first, norm, last = torch.nn.Linear(1500, 1000), torch.nn.LayerNorm(1000), torch.nn.Linear(10, 2000)
+    last.weight = torch.nn.Parameter(torch.empty(10, 2000).T)
+    fill_at_random(torch.nn.ModuleList([first, norm, last]))
+    for matrix in (first.weight, last.weight):
+        assert matrix.std().item() == pytest.approx(0.02, rel=0.02)
+        assert not torch.equal(matrix[0], matrix[1])
+    assert set(norm.weight.tolist()) == {1.0}

@@ -6,7 +6,6 @@ source; `toolkit.plan.step_time` adds the parts up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +13,7 @@ from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
-from toolkit.models.shape import ModelShape, SavedBytes, Tensor
+from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.plan.interconnect import Estimate, Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
 
@@ -176,14 +175,9 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     operations += adapters * sum(launched * times for launched, times in passes)
     seconds = operations * calibration.host_seconds
     if setup.engine.kind == "deepspeed" and setup.engine.shards_parameters:
-        modules = len({(name, layer) for layer, unit in enumerate(setup.part.layers) for name in _modules(unit)})
+        modules = sum(len({tensor.name.rpartition(".")[0] for tensor in layer}) for layer in setup.part.layers)
         seconds += ZERO_3_SECONDS * (modules + 2 * adapters) * (forwards + setup.accumulation_steps)
     return seconds
-
-
-def _modules(layer: Iterable[Tensor]) -> Iterator[str]:
-    """Names of the modules of a layer that have parameters of their own."""
-    return (tensor.name.rpartition(".")[0] for tensor in layer)
 
 
 def _optimizer_share(setup: TrainingSetup) -> float:

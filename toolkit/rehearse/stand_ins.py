@@ -105,6 +105,8 @@ def fill_at_random(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.ndim < 2:
             parameter.data.fill_(1)
+        elif not parameter.is_contiguous():
+            parameter.data.normal_(std=MATRIX_DEVIATION)
         else:
             for part in parameter.data.view(-1).split(len(block)):
                 part.copy_(block[: len(part)])
