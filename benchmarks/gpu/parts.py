@@ -18,7 +18,7 @@ from peer_jobs.commands import words
 from peer_jobs.comparison import figures
 from peer_jobs.job import LORA_R, Setting, make_model, make_rows
 from peers import job_of
-from plan_errors import STATES, reserved_bytes, traced_peak
+from plan_errors import STATES, peak_pairs
 from record import ROOT, read_lines
 
 from toolkit.errors import ToolkitError
@@ -231,12 +231,7 @@ def rows_of_case(case: Row) -> list[Row]:
     if found["status"] != "completed" or not plan:
         why = found["status"] if found["status"] != "completed" else "no plan"
         return [row_of(job, "", None, None, note=f"{why}: {found.get('message', '')}"[:200], **more)]
-    allocated = max(phase["allocated_bytes"] for phase in plan["phases"].values())
-    measured = {"allocated": (allocated, found["peak_allocated_bytes"])}
-    measured["reserved"] = (reserved_bytes(case, plan), found["peak_reserved_bytes"])
-    if found["peaks"]:
-        traced = max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"])
-        measured["traced"] = (traced, traced_peak(case))
+    measured: dict[str, tuple[float, float | None]] = dict(peak_pairs(case))
     if case["world_size"] == 1 and plan["step_seconds"]:
         measured["step"] = (plan["step_seconds_estimate"], found["compute_step_seconds"])
     rows = [row_of(job, name, *pair, **more) for name, pair in measured.items() if pair[1]]
@@ -351,13 +346,13 @@ def rows_of_peer(check: Check, work: Path, setting: Setting, run: Row) -> list[R
         return unmeasured(case, run["error"])
     found, batch = figures(run, setting.untimed_steps, job.tokens_per_step), setting.batch_size
     given = {"per_device_train_batch_size": batch, "max_seq_length": setting.max_length}
-    plan = check.plan(work / "model", "single", 1, **given, **({"lora_r": LORA_R} if job.lora else {}))
-    speed, planned = plan["tokens_per_second_per_gpu_estimate"], plan["allocated_peak_bytes"]
-    if run["program"] != "toolkit":
-        speed = planned = None  # no plan is of another program
-    rows = [row_of(case, "tokens/s", None if check.tiny else speed, found["tokens_per_second"])]
+    plan: Row = {}  # of another program
+    if run["program"] == "toolkit":
+        plan = check.plan(work / "model", "single", 1, **given, **({"lora_r": LORA_R} if job.lora else {}))
+    speed = None if check.tiny else plan.get("tokens_per_second_per_gpu_estimate")
+    rows = [row_of(case, "tokens/s", speed, found["tokens_per_second"])]
     peak = found["peak_allocated_bytes"]
-    return [*rows, *([row_of(case, "allocated", planned, peak)] if peak else [])]
+    return [*rows, *([row_of(case, "allocated", plan.get("allocated_peak_bytes"), peak)] if peak else [])]
 
 
 def gpu_tests(check: Check) -> Step:

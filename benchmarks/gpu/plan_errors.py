@@ -9,7 +9,9 @@ from typing import Any
 
 from grid import Case
 
-from toolkit.plan.engine_buffers import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from toolkit.plan.engine_buffers import driver_bytes
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.presets import load_preset
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 QUANTITIES = ("states", "traced", "allocated", "reserved", "step")
@@ -25,21 +27,27 @@ def plan_errors(case: Case) -> dict[str, float]:
     if not plan or found["status"] != "completed":
         return {}
     pairs = {"states": (sum(plan[name] for name in STATES), sum(found[name] for name in STATES))}
-    if found["peak_allocated_bytes"]:
-        pairs["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
-        pairs["reserved"] = (reserved_bytes(case, plan), found["peak_reserved_bytes"])
-    if found["peaks"]:
-        pairs["traced"] = (max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]), traced_peak(case))
+    pairs |= peak_pairs(case)
     if found["compute_step_seconds"] and case["world_size"] == 1 and plan["step_seconds"]:
         pairs["step"] = (statistics.mean(plan["step_seconds"]), found["compute_step_seconds"])
     return {name: planned / measured - 1 for name, (planned, measured) in pairs.items()}
 
 
+def peak_pairs(case: Case) -> dict[str, tuple[int, int]]:
+    """Return the planned and the measured bytes of each peak that was measured: on a GPU, or on fake tensors."""
+    plan, found, pairs = case["planned"], case["measured"], {}
+    if found["peak_allocated_bytes"]:
+        pairs["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
+        pairs["reserved"] = (reserved_bytes(case, plan), found["peak_reserved_bytes"])
+    if found["peaks"]:
+        pairs["traced"] = (max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]), traced_peak(case))
+    return pairs
+
+
 def reserved_bytes(case: Case, plan: dict[str, Any]) -> int:
     """Return what torch's allocator is planned to reserve: the peak without CUDA's context and the communicators."""
-    hybrid = case["preset"] == "fsdp2_hybrid"
-    groups = 0 if case["world_size"] == 1 else 2 if hybrid else 1
-    return int(plan["planned_peak_bytes"] - CONTEXT_BYTES - groups * COMMUNICATOR_BYTES)
+    engine = engine_settings(load_preset(case["preset"]), world_size=case["world_size"], hidden_size=1)
+    return int(plan["planned_peak_bytes"]) - driver_bytes(engine)
 
 
 def traced_peak(case: Case) -> int:

@@ -35,7 +35,7 @@ import psutil
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
 from plan_errors import out_of_memory_among_fits, recorded, summary, verdicts_against_traces
-from record import append_line, circumstances, print_table, read_lines, write_lines, write_result
+from record import Row, append_line, circumstances, print_table, read_lines, write_lines, write_result
 from small_job import words
 
 from toolkit.hardware.gpu_table import find_gpu
@@ -49,7 +49,6 @@ HOST_OF_PROCESS = 3 * 2**30
 MEASURED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params")
 MEASURED += ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "phase_peaks", "compute_step_seconds")
 MEASURED += ("peaks",)
-Row = dict[str, Any]
 CONFIGS = ARCHITECTURES | TINY_ARCHITECTURES | fits.configs()
 TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
 JOB = ("max_seq_length", "per_device_train_batch_size", "activation_checkpointing", "gradient_accumulation_steps")

@@ -13,7 +13,7 @@ from functools import cache
 
 from measured_jobs import MeasuredJob, has_liger, measured, rows, used_mib
 
-from toolkit.plan.engine_buffers import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from toolkit.plan.engine_buffers import driver_bytes
 from toolkit.plan.memory import LEAST_MARGIN_BYTES, plan_memory
 from toolkit.units import GIB, MIB
 
@@ -75,7 +75,7 @@ def peaks() -> tuple[list[Peak], Counter[str]]:
         sizes = (plan.planned_peak_bytes - plan.peak.state_bytes) * plan.uncertainty
         margin = max(sizes, LEAST_MARGIN_BYTES)
         figure = float(row["peak_gib"]) * GIB
-        context = CONTEXT_BYTES + (COMMUNICATOR_BYTES if setup.world_size > 1 else 0)
+        context = driver_bytes(setup.engine)
         if row["peak_kind"] == "allocated":
             allocated = plan.peak.allocated_bytes
             compared.append(

@@ -48,7 +48,12 @@ PROCESS_BYTES = 500 * MIB
 def overhead_bytes(engine: EngineSettings, *, activation_bytes: int, logits_bytes: int) -> int:
     """Return the GPU memory that belongs to no tensor: CUDA context, NCCL, rounding and fragmentation."""
     unusable = int(UNUSABLE_OF_ACTIVATIONS * activation_bytes + UNUSABLE_OF_LOGITS * logits_bytes)
-    return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES + ROUNDING_BYTES + unusable
+    return driver_bytes(engine) + ROUNDING_BYTES + unusable
+
+
+def driver_bytes(engine: EngineSettings) -> int:
+    """Return what is in use beside torch's allocator: CUDA's context and NCCL's communicators."""
+    return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +150,8 @@ def _zero3(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
     (`partitioned_param_coordinator.py`, `__params_to_release`).
     """
     num_params, element = weights.num_trained + weights.num_frozen, engine.element_bytes
-    gathered = element * min(num_params, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket)
-    if engine.world_size == 1 and not engine.offload_param:  # nothing is copied (`NoGatherHandle`)
-        gathered = 0
+    copies = engine.world_size > 1 or engine.offload_param is not None  # else `NoGatherHandle`: the shard itself
+    gathered = element * min(num_params, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket) * copies
     share = weights.num_trained // engine.world_size
     sub_group = min(share, engine.sub_group)
     secondary = element * num_params // engine.secondary_partition if engine.secondary_partition > 1 else 0

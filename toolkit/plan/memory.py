@@ -234,8 +234,9 @@ class _Phases:
     def _set_activations(self, shape: ModelShape) -> None:
         job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
         layout, autocast = self.engine.layout, self.engine.autocasts
-        kernels = {"autocast": autocast, "liger": job.use_liger_kernel}
-        activations = Activations(shape=shape, lora_r=job.lora_r, layout=layout, **kernels)
+        activations = Activations(
+            shape=shape, autocast=autocast, lora_r=job.lora_r, liger=job.use_liger_kernel, layout=layout
+        )
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
         # Packed rows with a mask too make SDPA repeat keys and values per head.
         varlen = job.packs_without_mask(shape)

@@ -77,12 +77,18 @@ class PlannedJob(Job):
     @classmethod
     def from_options(cls, options: object, *, full_length: bool) -> PlannedJob:
         """Return the job of a command's options, which have the names of its fields; None is the field's default."""
-        names = (*PLANNED_ARGUMENTS, "accumulate", "activation_checkpointing", "loss", "gpus_per_node")
+        names = (
+            *PLANNED_ARGUMENTS,
+            "accumulate",
+            "activation_checkpointing",
+            "use_liger_kernel",
+            "loss",
+            "gpus_per_node",
+        )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
-        if getattr(options, "use_liger_kernel", False):
-            given["use_liger_kernel"] = True
-            given["loss"] = "fused" if given.get("loss", "chunked") == "chunked" else given["loss"]
+        if given.get("use_liger_kernel") and given.get("loss", "chunked") == "chunked":
+            given["loss"] = "fused"
         return cls(**given, method=Method.from_options(options), lengths_differ=False if full_length else None)
 
     @property
