@@ -51,9 +51,9 @@ def test_plans_of_one_rank_of_many_agree_with_a_gpu(tmp_path: Path) -> None:
         assert allocated == row["planned"], f"{name}: the record has the plan of another planner"
         errors[name] = abs(allocated / row["measured"] - 1)
     assert len(errors) == 28
-    assert max(error for name, error in errors.items() if name != "013 glm4-2b lora") < 0.05
+    assert max(errors.values()) < 0.05
     assert statistics.median(errors.values()) < 0.005
-    assert statistics.mean(errors.values()) < 0.02
+    assert statistics.mean(errors.values()) < 0.01
 
 
 @pytest.mark.parametrize(

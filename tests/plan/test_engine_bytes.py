@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SCRIPTS, cpu_environment, run_warm
+from launching import ROOT, SCRIPTS, cpu_environment, run_warm
 from model_configs import EXPERTS, GPT2, TINY, config_file
 
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
+from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable
 
@@ -88,13 +90,18 @@ def planned(case: Case) -> dict[str, int]:
     return {part: getattr(states, f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")}
 
 
-def differing(cases: list[Case], folder: Path) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
-    """Cases in which the engines, in one child process forked from the session's server, hold other bytes."""
+def run_engines(cases: list[Case], folder: Path) -> list[dict[str, int]]:
+    """What the script prints of each case, in one child process forked from the session's server."""
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, str(SCRIPTS / "engine_bytes.py"), str(folder / "cases.json")]
     done = run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    held = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # DeepSpeed logs to stdout
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # DeepSpeed logs to stdout
+
+
+def differing(cases: list[Case], folder: Path) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
+    """Cases in which the engines hold other bytes."""
+    held = run_engines(cases, folder)
     return [(case, real, planned(case)) for case, real in zip(cases, held, strict=True) if real != planned(case)]
 
 
@@ -112,3 +119,28 @@ def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
 def test_planned_states_are_those_that_torchao_holds(tmp_path: Path) -> None:
     rows = [(name, 2, 0, presets, None, optim) for name, presets, optim in QUANTIZED_BY_TORCHAO]
     assert differing(cases_of(tmp_path, rows), tmp_path) == []
+
+
+def test_zero_3_prefetches_as_many_parameters_as_may_be_live(tmp_path: Path) -> None:
+    """The end of the forward has one tensor of a layer more at most, the backward the embedding."""
+    model = TINY | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8, "vocab_size": 1024}
+    config_file(tmp_path, "llama", model)
+    shape = read_model(str(tmp_path / "config.json"))
+    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    job = {"config": str(tmp_path / "config.json"), "world_size": 2, "rank": 0, "gathers": True}
+    cases = []
+    for live, lora_r in ((0, None), (150_000, None), (150_000, 4)):
+        config["zero_optimization"] |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": 100_000}
+        preset, deepspeed_file = tmp_path / f"{live}.yaml", tmp_path / f"{live}.json"
+        deepspeed_file.write_text(json.dumps(config))
+        lines = ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {deepspeed_file}"]
+        preset.write_text("\n".join(lines) + "\n")
+        cases.append(job | {"preset": str(preset), "lora_r": lora_r})
+    for case, real in zip(cases, run_engines(cases, tmp_path), strict=True):
+        engine = engine_settings(load_preset(case["preset"]), world_size=2, hidden_size=64)
+        weights = job_weights(shape, case["lora_r"])
+        buffers = engine_buffers(engine, weights, model_states(engine, weights), PlannedJob())
+        at_end = buffers.forward_bytes // engine.element_bytes
+        highest = at_end + buffers.midway_bytes // engine.element_bytes
+        assert 0 <= at_end - real["end_of_forward"] <= weights.largest_in_layer, (case, real, at_end)
+        assert 0 <= highest - real["highest"] <= weights.largest_in_layer, (case, real, highest)

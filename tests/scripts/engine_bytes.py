@@ -4,7 +4,9 @@ $ python engine_bytes.py cases.json
 
 A case is {"config": PATH, "preset": NAME, "world_size": N, "rank": R, "lora_r": null}, with "optim" for another
 optimizer than AdamW, which the Trainer makes. The process group is torch's `fake` one, whose collectives move nothing,
-so one process stands for any rank. Prints one JSON line a case, in order.
+so one process stands for any rank. Prints one JSON line a case, in order. With "gathers" it counts instead the elements
+that ZeRO-3 has gathered or is gathering, in the second step, whose order of modules it knows from the first: at the end
+of the forward, and at most.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
         cast_weights(model, torch.bfloat16)
     model, optim = model.train(), case.get("optim", "adamw_torch_fused")
     if preset.engine == "deepspeed":
-        return run_deepspeed(preset, model, hidden_size, optim)
+        engine, sharding = start_deepspeed(preset, model, hidden_size, optim)
+        return gathered(engine) if case.get("gathers") else step_deepspeed(engine, sharding)
     return run_fsdp2(preset, model, optim) if preset.engine == "fsdp2" else stepped(model, optim)
 
 
@@ -146,7 +149,8 @@ def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
     return stepped(fsdp2_prepare_model(accelerator, model), optim)
 
 
-def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> dict[str, int]:
+def start_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> tuple[Any, str]:
+    """Return the engine, and what the preset shards."""
     import deepspeed
 
     config = preset.deepspeed_config() or {}
@@ -170,8 +174,13 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
         optimizer = optimizer_of(model, optim)
         config["zero_allow_untested_optimizer"] = True  # as accelerate does
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine, settings.sharding
+
+
+def step_deepspeed(engine: Any, sharding: str) -> dict[str, int]:
+    """One step; gradients are read before it."""
     seen: dict[str, int] = {}
-    watched = "reduce_gradients" if settings.sharding == "shard_optimizer" else "step"
+    watched = "reduce_gradients" if sharding == "shard_optimizer" else "step"
     original = getattr(engine.optimizer, watched)
 
     def look(*args: Any, **kwargs: Any) -> Any:
@@ -179,9 +188,38 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> d
         return original(*args, **kwargs)
 
     setattr(engine.optimizer, watched, look)
-    backward(model, engine)
+    backward(engine.module, engine)
     engine.step()
     return of(read_deepspeed.read(engine, list(engine.module.parameters())), seen["gradients"])
+
+
+def gathered(engine: Any) -> dict[str, int]:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    counts: list[int] = []
+    names = ("fetch_sub_module", "release_sub_module")
+    originals = {name: vars(PartitionedParameterCoordinator)[name] for name in names}
+
+    def counting(original: Any) -> Any:
+        def call(coordinator: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(coordinator, *args, **kwargs)
+            counts.append(vars(coordinator)["_PartitionedParameterCoordinator__n_available_params"])
+            return done
+
+        return call
+
+    for name, original in originals.items():
+        setattr(PartitionedParameterCoordinator, name, counting(original))
+    tokens = torch.ones(1, LENGTH, dtype=torch.long)
+    for _ in range(2):
+        counts.clear()
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        at_end = counts[-1]
+        engine.backward(loss)
+        engine.step()
+    for name, original in originals.items():
+        setattr(PartitionedParameterCoordinator, name, original)
+    return {"end_of_forward": at_end, "highest": max(counts)}
 
 
 def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:

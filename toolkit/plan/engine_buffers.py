@@ -66,6 +66,7 @@ class EngineBuffers:
     forward_bytes: int = 0  # at the end of the forward
     loss_bytes: int = 0  # between forward and backward
     backward_bytes: int = 0  # while the last layer runs backward, which is the first to do so
+    midway_bytes: int = 0  # in addition, while ZeRO-3 prefetches head (forward) or embedding (backward) beside layers
     first_layer_bytes: int = 0  # while the first layer runs backward
     end_bytes: int = 0  # after the backward of the layers, while an embedding's gradient is computed
     accumulated_bytes: int = 0  # FSDP2's unsharded gradients (`--accumulate whole`), up to the last accumulation step
@@ -144,14 +145,18 @@ def _zero12(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
 
 
 def _zero3(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
-    """Gathered at once: parameters that are used again within the reuse distance, the running module, and a prefetch.
+    """Gathered at once: parameters that are used again within the reuse distance, or that have been prefetched.
 
-    The reuse distance counts uses in forward and backward, so it covers half as many parameters
-    (`partitioned_param_coordinator.py`, `__params_to_release`).
+    The reuse distance counts uses in forward and backward, so it covers half as many parameters. Each module, also one
+    without parameters, prefetches at least one tensor: soon as many are there as may be, and the one that exceeds it
+    (`partitioned_param_coordinator.py`, `__params_to_release` and `_fetch_sub_module_impl`).
     """
     num_params, element = weights.num_trained + weights.num_frozen, engine.element_bytes
     copies = engine.world_size > 1 or engine.offload_param is not None  # else `NoGatherHandle`: the shard itself
-    gathered = element * min(num_params, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket) * copies
+    live = engine.live_parameters if engine.prefetch_bucket else 0
+    held = max(engine.reuse_distance // 2, live, weights.largest) + weights.largest_in_layer
+    gathered = element * min(num_params, held) * copies
+    with_embedding = element * min(num_params, max(held, live + weights.largest)) * copies
     share = weights.num_trained // engine.world_size
     sub_group = min(share, engine.sub_group)
     secondary = element * num_params // engine.secondary_partition if engine.secondary_partition > 1 else 0
@@ -163,6 +168,7 @@ def _zero3(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
         forward_bytes=gathered,
         loss_bytes=gathered,
         backward_bytes=backward,
+        midway_bytes=with_embedding - gathered,
         first_layer_bytes=backward,
         end_bytes=gathered,
         step_bytes=0 if engine.offload_optimizer else (element + FP32_BYTES) * sub_group,

@@ -16,7 +16,7 @@ from toolkit.presets.spec import PresetSpec
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, PREFETCH_BUCKET, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000
-REUSE_DISTANCE = 1_000_000_000
+REUSE_DISTANCE = LIVE_PARAMETERS = 1_000_000_000
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "no": 4}
 
 
@@ -39,6 +39,7 @@ class EngineSettings:
     prefetch_bucket: int = 0
     persistence_threshold: int = 0
     reuse_distance: int = 0
+    live_parameters: int = 0  # gathered ones, above which ZeRO-3 prefetches nothing
     sub_group: int = SUB_GROUP
     secondary_partition: int = 1
     """ZeRO++ (hpZ): ranks of one node that share a second copy of the parameters; 1 if there is none."""
@@ -140,6 +141,7 @@ def _zero_settings(preset: PresetSpec, hidden_size: int) -> dict[str, Any]:
         "prefetch_bucket": setting("stage3_prefetch_bucket_size", int(0.9 * square), PREFETCH_BUCKET),
         "persistence_threshold": persistence_threshold(preset, hidden_size=hidden_size),
         "reuse_distance": setting("stage3_max_reuse_distance", REUSE_DISTANCE, REUSE_DISTANCE),
+        "live_parameters": setting("stage3_max_live_parameters", LIVE_PARAMETERS, LIVE_PARAMETERS),
         "sub_group": setting("sub_group_size", SUB_GROUP, SUB_GROUP),
         "secondary_partition": int(zero.get("zero_hpz_partition_size", 1)),
         "pins_memory": bool((zero.get("offload_optimizer") or {}).get("pin_memory", True)),

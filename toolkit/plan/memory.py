@@ -218,6 +218,9 @@ class _Phases:
         self.prefetched = 0
         if job.method.spec.loss == "log_probs" and engine.kind == "fsdp2" and engine.sharding != "shard_grad_op":
             self.prefetched = engine.element_bytes * weights.largest_layer(engine.ranks_sharing)
+        # Share of the layers that ZeRO-3 has prefetched when it reaches the head (forward) or the embedding (backward).
+        in_layers = weights.num_trained + weights.num_frozen - weights.embedding - self.head
+        self.prefetched_share = min(1.0, engine.live_parameters / max(1, in_layers))
         self._set_activations(shape)
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
@@ -328,6 +331,12 @@ class _Phases:
             buffers=self.buffers.forward_layer_bytes + self.exchanged + self.saved_copies,
             gradients=self.gradients_in_forward,
         )
+        midway = self._phase(
+            "forward",
+            activations=int(self.saved * (1 - self.prefetched_share)),
+            buffers=self.buffers.forward_bytes + self.buffers.midway_bytes + self.exchanged + self.saved_copies,
+            gradients=self.gradients_in_forward,
+        )
         end = self._phase(
             "forward",
             activations=self.saved + self.outer,
@@ -335,7 +344,7 @@ class _Phases:
             buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy + self.prefetched,
             gradients=self.gradients_in_forward,
         )
-        moments = [load, *self._without_graph(), last_layer, end, *self._scoring(), *self._backward(), step]
+        moments = [load, *self._without_graph(), last_layer, midway, end, *self._scoring(), *self._backward(), step]
         found = {moment.phase: moment for moment in sorted(moments, key=lambda moment: moment.allocated_bytes)}
         return tuple(found[phase] for phase in PHASES if phase in found)
 
@@ -400,10 +409,17 @@ class _Phases:
             gradients=in_forward,
         )
         copies = self.layer_copies if checkpointing else self.saved_copies
+        in_layer = (self.one_layer if checkpointing else 0) + self.layer_backward
         last_layer = self._phase(
             "backward",
-            activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
+            activations=self.saved + in_layer,
             buffers=self.buffers.backward_bytes + self.exchanged + copies,
+            gradients=max(in_forward, min(self.gradients, head_gradient)),
+        )
+        midway = self._phase(
+            "backward",
+            activations=int(self.saved * self.prefetched_share) + in_layer,
+            buffers=self.buffers.backward_bytes + self.buffers.midway_bytes + self.exchanged + copies,
             gradients=max(in_forward, min(self.gradients, head_gradient)),
         )
         first_layer = self._phase(
@@ -413,7 +429,7 @@ class _Phases:
             gradients=self._gradients_at_first_layer,
         )
         tied = self.buffers.end_bytes + self.tied_gradients
-        return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
+        return [loss, last_layer, midway, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
 
     def _phase(
         self,

@@ -102,6 +102,11 @@ class JobWeights:
         return max([self.largest_trained, *(tensor.num_elements for tensor, _ in self.frozen)])
 
     @cached_property
+    def largest_in_layer(self) -> int:
+        """Elements of the largest tensor of a layer, without adapters."""
+        return max(tensor.num_elements for kind in self.stored.values() for tensor in kind)
+
+    @cached_property
     def largest_linear(self) -> int:
         """Elements of the largest weight of a linear layer."""
         return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
