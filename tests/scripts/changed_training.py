@@ -110,6 +110,7 @@ def signal_while_writing() -> None:
     def signal_if_at(path: object) -> None:
         if os.environ["RANK"] in ranks and f"checkpoint-{step}" in str(path):
             os.kill(os.getpid(), signal.Signals[name])
+            time.sleep(1)  # the ranks' threads take it while all ranks are in the save, also on a busy node
 
     def write_optimizer(self, *args, **kwargs):
         if "optimizer" in str(self.path):
