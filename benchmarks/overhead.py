@@ -161,6 +161,7 @@ def main() -> None:
         "--observe", action="store_true", help="other scripts, observed and alone; `bare` is a plain Trainer"
     )
     parser.add_argument("--work", type=Path, required=True, help="folder for finished pairs; the same command resumes")
+    parser.add_argument("--name", help="name of the result file; default: by what is measured")
     parser.add_argument("--at-most", type=int, help="stop after this many pairs; the next call resumes")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,7 @@ def main() -> None:
         raise SystemExit(f"{len(waiting) - given.at_most} of {len(wanted)} pairs are left: the same command resumes")
     pairs = sorted(read_lines(ledger), key=lambda pair: (cases.index(pair["case"]), pair["number"]))
     print_table(header, rows_of({}, pairs))
-    print(write_result(name, {"steps": setting.steps, "untimed_steps": setting.untimed_steps}, pairs))
+    print(write_result(given.name or name, {"steps": setting.steps, "untimed_steps": setting.untimed_steps}, pairs))
 
 
 if __name__ == "__main__":

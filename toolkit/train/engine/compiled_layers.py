@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,11 @@ def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) 
 
     Where lengths vary, they are compiled for any length at once: torch would otherwise compile twice.
     """
+    if compilation.backend == "inductor" and not torch.cuda.is_available():
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+        # g++ compiles a probe for it, 3 s, for which the first step would wait with one core.
+        threading.Thread(target=valid_vec_isa_list, name="cpu-instructions", daemon=True).start()
     layers = list(_repeated_layers(model))
     for layer in layers if lengths_vary else []:
         layer.register_forward_pre_hook(torch.compiler.disable(_mark_lengths), with_kwargs=True)
