@@ -53,8 +53,10 @@ RECORDED = {
     name: name
     for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
 }
-RECORDED |= {"traced_grid": "plan_errors", "observed": "overhead", "first_step": "overhead"}
-RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_two_ranks_more", "peers_zero2"), "peers")
+RECORDED |= {"traced_grid": "plan_errors"}
+RECORDED |= dict.fromkeys(("observed", "first_step", "overhead_fsdp2_lora"), "overhead")
+RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_two_ranks_more"), "peers")
+RECORDED |= dict.fromkeys(("peers_zero2", "peers_zero2_lora"), "peers")
 
 UNFOLDED_ROWS = 10
 

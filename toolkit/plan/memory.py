@@ -218,9 +218,6 @@ class _Phases:
         self.prefetched = 0
         if job.method.spec.loss == "log_probs" and engine.kind == "fsdp2" and engine.sharding != "shard_grad_op":
             self.prefetched = engine.element_bytes * weights.largest_layer(engine.ranks_sharing)
-        # Share of the layers that ZeRO-3 has prefetched when it reaches the head (forward) or the embedding (backward).
-        in_layers = weights.num_trained + weights.num_frozen - weights.embedding - self.head
-        self.prefetched_share = min(1.0, engine.live_parameters / max(1, in_layers))
         self._set_activations(shape)
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
@@ -331,12 +328,6 @@ class _Phases:
             buffers=self.buffers.forward_layer_bytes + self.exchanged + self.saved_copies,
             gradients=self.gradients_in_forward,
         )
-        midway = self._phase(
-            "forward",
-            activations=int(self.saved * (1 - self.prefetched_share)),
-            buffers=self.buffers.forward_bytes + self.buffers.midway_bytes + self.exchanged + self.saved_copies,
-            gradients=self.gradients_in_forward,
-        )
         end = self._phase(
             "forward",
             activations=self.saved + self.outer,
@@ -344,7 +335,8 @@ class _Phases:
             buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy + self.prefetched,
             gradients=self.gradients_in_forward,
         )
-        moments = [load, *self._without_graph(), last_layer, midway, end, *self._scoring(), *self._backward(), step]
+        forward = (*self._without_graph(), last_layer, end, *self._scoring())
+        moments = [load, *forward, *self._backward(), *self._midway(), step]
         found = {moment.phase: moment for moment in sorted(moments, key=lambda moment: moment.allocated_bytes)}
         return tuple(found[phase] for phase in PHASES if phase in found)
 
@@ -409,17 +401,10 @@ class _Phases:
             gradients=in_forward,
         )
         copies = self.layer_copies if checkpointing else self.saved_copies
-        in_layer = (self.one_layer if checkpointing else 0) + self.layer_backward
         last_layer = self._phase(
             "backward",
-            activations=self.saved + in_layer,
+            activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
             buffers=self.buffers.backward_bytes + self.exchanged + copies,
-            gradients=max(in_forward, min(self.gradients, head_gradient)),
-        )
-        midway = self._phase(
-            "backward",
-            activations=int(self.saved * self.prefetched_share) + in_layer,
-            buffers=self.buffers.backward_bytes + self.buffers.midway_bytes + self.exchanged + copies,
             gradients=max(in_forward, min(self.gradients, head_gradient)),
         )
         first_layer = self._phase(
@@ -429,7 +414,30 @@ class _Phases:
             gradients=self._gradients_at_first_layer,
         )
         tied = self.buffers.end_bytes + self.tied_gradients
-        return [loss, last_layer, midway, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
+        return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self.gradients)]
+
+    def _midway(self) -> list[PhaseMemory]:
+        """While ZeRO-3 prefetches the head (forward) or the embedding (backward), as many layers ahead as it may."""
+        buffers, weights, recomputes = self.buffers, self.weights, self.job.activation_checkpointing
+        if not buffers.midway_bytes:
+            return []
+        outer = weights.embedding + (0 if weights.shape.tied_embeddings else self.head)
+        in_layers = weights.num_trained + weights.num_frozen - outer
+        ahead = min(1.0, self.engine.live_parameters / max(1, in_layers))
+        forward = self._phase(
+            "forward",
+            activations=int(self.saved * (1 - ahead)),
+            buffers=buffers.forward_bytes + buffers.midway_bytes + self.exchanged + self.saved_copies,
+            gradients=self.gradients_in_forward,
+        )
+        copies = self.layer_copies if recomputes else self.saved_copies
+        backward = self._phase(
+            "backward",
+            activations=int(self.saved * ahead) + (self.one_layer if recomputes else 0) + self.layer_backward,
+            buffers=buffers.backward_bytes + buffers.midway_bytes + self.exchanged + copies,
+            gradients=self.gradients_in_forward,
+        )
+        return [forward, backward]
 
     def _phase(
         self,
