@@ -203,7 +203,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
     assert "does not fit" in lines["ddp"]
     assert " fits " in lines["zero3"]
     assert "Model states are exact" in done.stdout
-    assert "Compared with one H200 (docs/evidence/gpu.md), never with several GPUs." in done.stdout
+    assert "Compared with one H200, never with several GPUs." in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "\x1b" not in done.stdout
     assert "…" not in done.stdout

@@ -94,7 +94,7 @@ def print_plans(answer: PlanAnswer) -> None:
     methods = () if answer.any_gpu else (*_phase_lines(plans), *advice)
     more = (*_wider_lines(plans), *_host_lines(plans, request), *methods, *_finish_lines(plans, answer))
     lines = (*_layout_lines(plans), *more, *legend, exact)
-    for line in (*lines, "Compared with one H200 (docs/evidence/gpu.md), never with several GPUs.", *on_disk):
+    for line in (*lines, "Compared with one H200, never with several GPUs.", *on_disk):
         console.print(line, markup=False)
 
 
