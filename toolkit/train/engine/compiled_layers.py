@@ -17,16 +17,19 @@ from torch.utils._pytree import tree_leaves
 from toolkit.job.job import Compilation
 
 
+def probe_instructions(compilation: Compilation) -> None:
+    """Let inductor ask the CPU now, in a thread: g++ takes 3 s, for which the first step would wait with one core."""
+    if compilation.backend == "inductor":
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+        threading.Thread(target=valid_vec_isa_list, name="cpu-instructions", daemon=True).start()
+
+
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:
     """Compile each decoder layer, or a model without repeated layers, in place; return how many modules were compiled.
 
     Where lengths vary, they are compiled for any length at once: torch would otherwise compile twice.
     """
-    if compilation.backend == "inductor" and not torch.cuda.is_available():
-        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-
-        # g++ compiles a probe for it, 3 s, for which the first step would wait with one core.
-        threading.Thread(target=valid_vec_isa_list, name="cpu-instructions", daemon=True).start()
     layers = list(_repeated_layers(model))
     for layer in layers if lengths_vary else []:
         layer.register_forward_pre_hook(torch.compiler.disable(_mark_lengths), with_kwargs=True)
