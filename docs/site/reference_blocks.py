@@ -74,6 +74,11 @@ PRINTED = {
         8,
     ),
     "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 8),
+    "plan_of_a_dpo_script": (
+        f"plan {QWEN} --method dpo --lora-r 16 --preset zero3 --preset fsdp2 --num-processes 8 --gpu h100"
+        " --per-device-train-batch-size 2 --max-seq-length 1024",
+        8,
+    ),
     "simulated_pipelines": (
         "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
         " --transfer-ms 0.6",

@@ -119,31 +119,19 @@ def eight_gpus() -> str:
     return f"{table(head, rows, right=4)}\n\nPlanned with `toolkit plan {MODEL} {EIGHT_GPUS}`."
 
 
-DPO = "--method dpo --lora-r 16 --preset zero3 --preset fsdp2 --num-processes 8 --gpu h100"
-DPO += " --per-device-train-batch-size 2 --max-seq-length 1024"
-
-
-def dpo_plan() -> str:
-    """What a terminal shows, up to the end of the table."""
-    shown = CliRunner().invoke(app, shlex.split(f"plan {MODEL_CONFIG} {DPO}")).stdout.splitlines()[1:]
-    last = max(number for number, line in enumerate(shown) if line.startswith(("zero3 ", "fsdp2 ")))
-    return "\n".join(["```", *(line.rstrip() for line in shown[: last + 1]), "```"])
-
-
 # -- docs/how-to/training.md
 
 TWO_CARDS = "--num-processes 2 --gpu rtx-4090 --lora-r 16 --load-in-4bit --activation-checkpointing"
 TWO_CARDS += " --per-device-train-batch-size 1 --max-seq-length 1024"
+TWO_CARDS += " --preset fsdp2_cpu_offload --preset zero3_cpu_offload --preset fsdp2"
 
 
 def two_cards() -> str:
     command = f"toolkit plan tests/fixtures/qwen2.5-72b/config.json {TWO_CARDS}"
-    presets = ("fsdp2_cpu_offload", "zero3_cpu_offload", "fsdp2")
     rows = []
-    for preset in presets:
-        (plan,) = answer(f"{command} --preset {preset}")["plans"]
+    for plan in answer(command)["plans"]:
         sizes = [gib(plan[f"{name}_bytes"]) for name in ("planned_peak", "host")]
-        rows.append([f"`{preset}`", *sizes, NAMES[plan["verdict"]], str(plan["smallest_world_size"])])
+        rows.append([f"`{plan['preset']}`", *sizes, NAMES[plan["verdict"]], str(plan["smallest_world_size"])])
     head = ["preset", "GiB per GPU", "host memory, GiB", "on two cards", "fewest cards"]
     return f"{table(head, rows, right=4)}\n\nQwen2.5-72B, planned with `{command}`; not measured on a GPU."
 
@@ -214,7 +202,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
     "one gpu": ("tutorials/first-fine-tune-1-gpu.md", one_gpu),
     "eight gpus": ("tutorials/first-fine-tune-8-gpus.md", eight_gpus),
-    "dpo script": ("tutorials/your-dpo-script.md", dpo_plan),
     "two cards": ("how-to/training.md", two_cards),
     "recommendations": ("how-to/choose-a-preset.md", recommendations),
     "model states": ("concepts/ddp-zero-fsdp2.md", states),

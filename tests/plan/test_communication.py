@@ -11,6 +11,7 @@ import pytest
 from counted_collectives import assert_planned, counted, planned
 from launching import CPU_PRESETS, ROOT, accelerate_launch, read, torchrun
 from model_configs import small_shape
+from preset_files import deepspeed_pair
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -70,10 +71,7 @@ def two_node_preset(folder: Path) -> Path:
     config = json.loads((ROOT / "ds_configs" / "zeropp.json").read_text())
     zero = config["zero_optimization"] | {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
     zero |= {"stage3_prefetch_bucket_size": 0, "zero_quantized_weights": False, "zero_quantized_gradients": False}
-    (folder / "hpz.json").write_text(json.dumps(config | {"zero_optimization": zero}))
-    lines = ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {folder / 'hpz.json'}"]
-    (folder / "hpz.yaml").write_text("\n".join(lines) + "\n")
-    return folder / "hpz.yaml"
+    return deepspeed_pair(folder, config | {"zero_optimization": zero})
 
 
 @pytest.mark.launch

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from launching import ROOT, SCRIPTS, cpu_environment, run_warm
 from model_configs import EXPERTS, GPT2, TINY, config_file
+from preset_files import deepspeed_pair
 
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
@@ -131,11 +132,7 @@ def test_zero_3_prefetches_as_many_parameters_as_may_be_live(tmp_path: Path) -> 
     cases = []
     for live, lora_r in ((0, None), (150_000, None), (150_000, 4)):
         config["zero_optimization"] |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": 100_000}
-        preset, deepspeed_file = tmp_path / f"{live}.yaml", tmp_path / f"{live}.json"
-        deepspeed_file.write_text(json.dumps(config))
-        lines = ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {deepspeed_file}"]
-        preset.write_text("\n".join(lines) + "\n")
-        cases.append(job | {"preset": str(preset), "lora_r": lora_r})
+        cases.append(job | {"preset": str(deepspeed_pair(tmp_path / str(live), config)), "lora_r": lora_r})
     for case, real in zip(cases, run_engines(cases, tmp_path), strict=True):
         engine = engine_settings(load_preset(case["preset"]), world_size=2, hidden_size=64)
         weights = job_weights(shape, case["lora_r"])

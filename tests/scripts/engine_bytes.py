@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -197,28 +198,20 @@ def gathered(engine: Any) -> dict[str, int]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     counts: list[int] = []
-    names = ("fetch_sub_module", "release_sub_module")
-    originals = {name: vars(PartitionedParameterCoordinator)[name] for name in names}
+    fetch = PartitionedParameterCoordinator.fetch_sub_module
 
-    def counting(original: Any) -> Any:
-        def call(coordinator: Any, *args: Any, **kwargs: Any) -> Any:
-            done = original(coordinator, *args, **kwargs)
-            counts.append(vars(coordinator)["_PartitionedParameterCoordinator__n_available_params"])
-            return done
+    def counting(coordinator: Any, *args: Any, **kwargs: Any) -> None:
+        fetch(coordinator, *args, **kwargs)
+        counts.append(vars(coordinator)["_PartitionedParameterCoordinator__n_available_params"])
 
-        return call
-
-    for name, original in originals.items():
-        setattr(PartitionedParameterCoordinator, name, counting(original))
     tokens = torch.ones(1, LENGTH, dtype=torch.long)
-    for _ in range(2):
-        counts.clear()
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        at_end = counts[-1]
-        engine.backward(loss)
-        engine.step()
-    for name, original in originals.items():
-        setattr(PartitionedParameterCoordinator, name, original)
+    with patch.object(PartitionedParameterCoordinator, "fetch_sub_module", counting):
+        for _ in range(2):
+            counts.clear()
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            at_end = counts[-1]
+            engine.backward(loss)
+            engine.step()
     return {"end_of_forward": at_end, "highest": max(counts)}
 
 

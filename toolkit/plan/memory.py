@@ -389,7 +389,6 @@ class _Phases:
 
     def _backward(self) -> list[PhaseMemory]:
         """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
-        checkpointing = self.job.activation_checkpointing
         trained, in_forward = self.weights.num_trained, self.gradients_in_forward
         # The head's gradient is the first of the backward.
         head_gradient = int(self.gradients * (self.head / trained)) if trained and not self.weights.frozen else 0
@@ -400,12 +399,8 @@ class _Phases:
             buffers=self.buffers.loss_bytes + self.saved_copies + self.head_copy + self.prefetched,
             gradients=in_forward,
         )
-        copies = self.layer_copies if checkpointing else self.saved_copies
-        last_layer = self._phase(
-            "backward",
-            activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
-            buffers=self.buffers.backward_bytes + self.exchanged + copies,
-            gradients=max(in_forward, min(self.gradients, head_gradient)),
+        last_layer = self._layer_in_backward(
+            saved=self.saved, gathered=0, gradients=max(in_forward, min(self.gradients, head_gradient))
         )
         first_layer = self._phase(
             "backward",
@@ -418,7 +413,7 @@ class _Phases:
 
     def _midway(self) -> list[PhaseMemory]:
         """While ZeRO-3 prefetches the head (forward) or the embedding (backward), as many layers ahead as it may."""
-        buffers, weights, recomputes = self.buffers, self.weights, self.job.activation_checkpointing
+        buffers, weights = self.buffers, self.weights
         if not buffers.midway_bytes:
             return []
         outer = weights.embedding + (0 if weights.shape.tied_embeddings else self.head)
@@ -430,14 +425,19 @@ class _Phases:
             buffers=buffers.forward_bytes + buffers.midway_bytes + self.exchanged + self.saved_copies,
             gradients=self.gradients_in_forward,
         )
+        saved, gradients = int(self.saved * ahead), self.gradients_in_forward
+        return [forward, self._layer_in_backward(saved=saved, gathered=buffers.midway_bytes, gradients=gradients)]
+
+    def _layer_in_backward(self, *, saved: int, gathered: int, gradients: int) -> PhaseMemory:
+        """A layer's backward, beside what is saved of it and of earlier layers; `gathered` is in addition."""
+        recomputes = self.job.activation_checkpointing
         copies = self.layer_copies if recomputes else self.saved_copies
-        backward = self._phase(
+        return self._phase(
             "backward",
-            activations=int(self.saved * ahead) + (self.one_layer if recomputes else 0) + self.layer_backward,
-            buffers=buffers.backward_bytes + buffers.midway_bytes + self.exchanged + copies,
-            gradients=self.gradients_in_forward,
+            activations=saved + (self.one_layer if recomputes else 0) + self.layer_backward,
+            buffers=self.buffers.backward_bytes + gathered + self.exchanged + copies,
+            gradients=gradients,
         )
-        return [forward, backward]
 
     def _phase(
         self,
