@@ -223,7 +223,8 @@ def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint:
     if run.without_fix:
         options |= {"script": "without_fix", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
     ended = accelerate_launch(config, *words, **options)
-    assert ended.returncode == 0, f"{run}:\n{ended.stdout[-3000:]}\n{ended.stderr[:5000]}"
+    log = f"{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    assert ended.returncode == 0, f"{run}, exit code {ended.returncode}:\n{log}"
 
 
 def losses_and_norms(folder: Path) -> tuple[list[float], list[float | None]]:
