@@ -210,8 +210,10 @@ def _row(draw: random.Random) -> str:
     return json.dumps({"messages": turns}) + "\n"
 
 
-def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint: Path | None = None) -> None:
-    """Train, and stop the test with the end of the log where a rank failed."""
+def launch(
+    run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint: Path | None = None, change: str | None = None
+) -> None:
+    """Train, and stop the test with the end of the log where a rank failed; `change` is of `changed_training.py`."""
     words = ["--model_name_or_path", str(models / run.model), "--dataset", str(rows), "--max_seq_length", "64"]
     words += ["--eval_dataset", str(rows.with_name("eval_rows.jsonl")), "--gradient_accumulation_steps", "2"]
     words += ["--learning_rate", "5e-3", "--weight_decay", "0.1", "--save_strategy", "no", *run.arguments()]
@@ -219,7 +221,7 @@ def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint:
     if checkpoint is not None:
         words += ["--resume_from_checkpoint", str(checkpoint)]
     config = ROOT / "accelerate_configs" / f"{run.preset}.yaml"
-    options: dict[str, Any] = {"num_processes": run.num_ranks}
+    options: dict[str, Any] = {"num_processes": run.num_ranks, "script": change}
     if run.without_fix:
         options |= {"script": "without_fix", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
     ended = accelerate_launch(config, *words, **options)

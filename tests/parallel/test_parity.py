@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import read
-from split_runs import RUNS, losses_and_norms, split_runs
+from split_runs import RUNS, launch, losses_and_norms, split_runs
 
 from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.verify import verify
@@ -64,6 +64,16 @@ def test_the_saved_model_has_the_live_models_logits_and_the_evaluation_that_of_o
     (row,), (expected,) = (read(run_folder(run) / "run.json")["evaluations"] for run in (name, RUNS[name].baseline))
     assert row["supervised_tokens"] == expected["supervised_tokens"]
     assert row["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-3 if "bf16" in name else 1e-6)
+
+
+@pytest.mark.nightly
+def test_ranks_that_save_the_final_model_at_different_times_lose_no_file(
+    split_models: Path, split_rows: Path, tmp_path: Path
+) -> None:
+    """Replicas of split layers wait for each other nowhere between the last step and the save."""
+    folder, run = tmp_path / "run", RUNS["tp-2x2"]
+    launch(run, models=split_models, rows=split_rows, folder=folder, change="uneven_final_save")
+    assert verify(folder).problems == []
 
 
 @pytest.mark.parametrize("name", split_runs(resumed=True))

@@ -92,6 +92,25 @@ def without_fix() -> None:
     setattr(found, function, lambda: None)
 
 
+def uneven_final_save() -> None:
+    """Let rank 0 be late to empty the final model's folder, and then to make it again; ranks 2 and 3 list it then."""
+    from toolkit.train import checkpointing
+
+    rmtree, listdir = checkpointing.shutil.rmtree, os.listdir
+
+    def empty_late(path, **how):
+        time.sleep(0.5)
+        rmtree(path, **how)
+        time.sleep(1)
+
+    def list_later(path="."):
+        if str(path).endswith(".saving") and int(os.environ["RANK"]) >= 2:
+            time.sleep(1)
+        return listdir(path)
+
+    checkpointing.shutil.rmtree, os.listdir = empty_late, list_later
+
+
 def signal_while_writing() -> None:
     """Signal a rank while a checkpoint is written.
 

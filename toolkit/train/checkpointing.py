@@ -39,6 +39,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     if writes:
         shutil.rmtree(temporary, ignore_errors=True)
     if trainer.saves_in_parts:
+        trainer.accelerator.wait_for_everyone()  # no rank makes the folder before it is emptied
         plain.save_pretrained(temporary, is_main_process=writes)  # gathers what it sharded
         trainer.accelerator.wait_for_everyone()  # every rank lists the folder, which is emptied below
     else:

@@ -225,7 +225,6 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
 
     def save_pretrained(self, folder: Path, *, is_main_process: bool) -> None:
         """Write a model folder with an index, each rank of the first pipeline one file of weights. Collective."""
-        dist.barrier()  # the main process may have emptied the folder
         folder.mkdir(parents=True, exist_ok=True)
         own = {name: weight.detach().contiguous() for name, weight in self.own_weights().items()}
         file = f"model-{self.ranks.rank + 1:05d}-of-{self.settings.ranks:05d}.safetensors"
