@@ -24,7 +24,7 @@ from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify
 from toolkit.observe.checkpoint_saver import BackgroundSaver
-from toolkit.record.checkpoints import list_checkpoints
+from toolkit.record.checkpoints import checkpoint_files, list_checkpoints
 from toolkit.record.timeline import read_timeline
 
 Runs = dict[str, Path]
@@ -100,6 +100,19 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
     assert {4, failure["step"]} <= {checkpoint.step for checkpoint in found}
     assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
     assert read_timeline(out / "timeline.jsonl")[-1].phase == "stopped"
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_the_manifest_has_the_files_that_rank_0_does_not_list_yet(saved_job: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    launch(*saved_job, "--save_steps", "2", "--output_dir", str(out), "--max_steps", "2", script="late_listing")
+    (checkpoint,) = list_checkpoints(out)
+    assert checkpoint.manifest is not None
+    names = [path.relative_to(checkpoint.path).as_posix() for path in checkpoint_files(checkpoint.path)]
+    assert [name for name in names if "_1" in name]
+    assert sorted(entry.path for entry in checkpoint.manifest.files) == sorted(names)
+    assert checkpoint.problem(deep=True) is None
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ from toolkit.record.checkpoints import (
     read_complete_checkpoint,
     remove_unfinished,
     saving_folder,
+    share_of_files,
 )
 from toolkit.record.status import is_disk_full, is_out_of_memory
 
@@ -73,6 +74,14 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     assert (read_checkpoint(damaged).problem() is None) is ("shards/0.distcp is damaged" in problem)  # no byte is read
     with pytest.raises(ToolkitError, match="checkpoint-3 cannot be used: it does not exist"):
         read_complete_checkpoint(tmp_path / "checkpoint-3")
+
+
+def test_each_file_is_read_back_once_by_a_rank_that_lists_it() -> None:
+    assert [share_of_files([["a", "b", "c"]] * 2, rank) for rank in (0, 1)] == [["a", "c"], ["b"]]
+    late = [["a", "b"], ["a", "b", "c", "d"], ["d"]]
+    shares = [share_of_files(late, rank) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == ["a", "b", "c", "d"]
+    assert [set(share) <= set(listed) for share, listed in zip(shares, late, strict=True)] == [True] * 3
 
 
 def test_checkpoints_are_listed_newest_first_and_an_unfinished_save_is_removed(tmp_path: Path) -> None:

@@ -111,6 +111,18 @@ def uneven_final_save() -> None:
     checkpointing.shutil.rmtree, os.listdir = empty_late, list_later
 
 
+def late_listing() -> None:
+    """Hide rank 1's files of a checkpoint from rank 0, as a network file system may for some seconds."""
+    from toolkit.observe import checkpoint_saver
+
+    checkpoint_files = checkpoint_saver.checkpoint_files
+
+    def files_of_this_node(folder):
+        return [path for path in checkpoint_files(folder) if os.environ["RANK"] == "1" or "_1" not in path.name]
+
+    checkpoint_saver.checkpoint_files = files_of_this_node
+
+
 def signal_while_writing() -> None:
     """Signal a rank while a checkpoint is written.
 

@@ -34,7 +34,13 @@ from toolkit.observe.attest.differences import Values
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
-from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
+from toolkit.record.checkpoints import (
+    checkpoint_files,
+    commit_checkpoint,
+    file_entries,
+    saving_folder,
+    share_of_files,
+)
 from toolkit.record.run_files import SaveRecord
 
 FINGERPRINT_TOKENS = 16
@@ -115,7 +121,9 @@ class CheckpointSaver:
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
         paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
-        ranks = gather_from_ranks(file_entries(folder, paths[args.process_index :: args.world_size]), group=group)
+        listings = gather_from_ranks([path.relative_to(folder).as_posix() for path in paths], group=group)
+        own = [folder / name for name in share_of_files(listings, args.process_index)]
+        ranks = gather_from_ranks(file_entries(folder, own), group=group)
         if args.process_index == 0:
             files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
             commit_checkpoint(folder, checkpoint, {**facts, "files": files})
