@@ -112,6 +112,7 @@ def test_the_manifest_has_the_files_that_rank_0_does_not_list_yet(saved_job: lis
     names = [path.relative_to(checkpoint.path).as_posix() for path in checkpoint_files(checkpoint.path)]
     assert [name for name in names if "_1" in name]
     assert sorted(entry.path for entry in checkpoint.manifest.files) == sorted(names)
+    assert read(out / "run.json")["saves"][0]["bytes"] == checkpoint.bytes
     assert checkpoint.problem(deep=True) is None
 
 

@@ -82,9 +82,9 @@ class CheckpointSaver:
         best = trainer.state.best_model_checkpoint
 
         def complete(group: Any, writing_began: float) -> None:
-            checkpoint = self._complete(folder, facts, best, group)
+            size = self._complete(folder, facts, best, group)
             if trainer.args.process_index == 0:
-                record.complete(checkpoint_files(checkpoint), began=began, writing_began=writing_began)
+                record.complete(size, began=began, writing_began=writing_began)
 
         if self.background is None:
             complete(None, began)
@@ -115,8 +115,8 @@ class CheckpointSaver:
             if writes:
                 trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
-    def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> Path:
-        """Return the folder as `checkpoint-STEP`, with checksums of what the ranks read back. Collective."""
+    def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> int:
+        """Make it `checkpoint-STEP`, with checksums of what the ranks read back, and return its bytes. Collective."""
         args = self.trainer.args
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
@@ -124,14 +124,14 @@ class CheckpointSaver:
         listings = gather_from_ranks([path.relative_to(folder).as_posix() for path in paths], group=group)
         own = [folder / name for name in share_of_files(listings, args.process_index)]
         ranks = gather_from_ranks(file_entries(folder, own), group=group)
+        files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
         if args.process_index == 0:
-            files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
             commit_checkpoint(folder, checkpoint, {**facts, "files": files})
             folder.parent.rmdir()
             limit = args.save_total_limit
             rotate_checkpoints(args.output_dir, save_total_limit=limit, best_model_checkpoint=best_checkpoint)
         barrier(group)
-        return checkpoint
+        return sum(entry["bytes"] for entry in files)
 
     def finish(self) -> None:
         """Wait for a save in the background: the best checkpoint may be loaded next, and older ones removed."""
@@ -142,7 +142,7 @@ class CheckpointSaver:
     def note_save(self, kind: str, files: Iterable[Path], began: float) -> None:
         """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""
         record = SaveRecord(kind=kind, step=self.trainer.state.global_step, stall_seconds=time.monotonic() - began)
-        record.complete(files, began=began, writing_began=began)
+        record.complete(sum(path.stat().st_size for path in files), began=began, writing_began=began)
         self.saves.append(record)
 
     def _manifest_facts(self) -> Values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -72,11 +72,11 @@ class SaveRecord(BaseModel):
     """Writing and checksums, in whichever thread."""
     bytes: Bytes = None
 
-    def complete(self, files: Iterable[Path], *, began: float, writing_began: float) -> None:
-        """Note that the files are complete; both times are readings of `time.monotonic`."""
+    def complete(self, size: int, *, began: float, writing_began: float) -> None:
+        """Note that files of `size` bytes in all are complete; both times are readings of `time.monotonic`."""
         now = time.monotonic()
         self.seconds, self.write_seconds = now - began, now - writing_began
-        self.bytes = sum(path.stat().st_size for path in files)
+        self.bytes = size
 
     @property
     def seconds_after_step(self) -> float:
