@@ -5,21 +5,19 @@
     python benchmarks/overhead.py --work DIR --observe         # other scripts: under toolkit.observe, and alone
 
 Both sides train the default model in fp32 on CPU ranks of one thread each, on the same batches: their losses are
-compared step by step. The two sides of a pair run at the same time, each on its half of the node's cores, and the next
-pair swaps the halves: what slows the node down slows both. With fewer cores than that takes they run in turns, since
-ranks that share a core wait in a loop. A ratio above 1 means that the toolkit trains more tokens with the same
-processor time. With `--observe` both sides are the same script, on the small model and the rows of
-`benchmarks/peers.py`.
+compared step by step. The two sides of a pair train in turns, a step each (`peer_jobs/turns.py`): what slows the node
+down slows both. A ratio above 1 means that the toolkit trains more tokens with the same processor time. With
+`--observe` both sides are the same script, on the small model and the rows of `benchmarks/peers.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from peer_jobs import comparison
 from peer_jobs.job import METHODS, Job, Setting
 from peer_jobs.job import prepare as prepare_peers_job
 from peer_jobs.measurement import Run
+from peer_jobs.turns import run_in_turns
 from peers import BASELINE, OURS, run_program
 from record import append_line, print_table, read_lines, spread, write_result
 
@@ -76,12 +75,10 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
     Raises SystemExit where one fails, or where its ranks do not train together.
     """
     order = SIDES if number % 2 == 0 else tuple(reversed(SIDES))
-    cores, ranks = sorted(os.sched_getaffinity(0)), sides[OURS][1].ranks
-    at_once = len(cores) >= 2 * ranks
-    halves = (cores[: len(cores) // 2], cores[len(cores) // 2 :]) if at_once else (cores, cores)
-    with ThreadPoolExecutor(2 if at_once else 1) as pool:
-        running = {side: pool.submit(measure_side, *sides[side], own) for side, own in zip(order, halves, strict=True)}
-        runs = {side: run.result() for side, run in running.items()}
+    setting = sides[OURS][1].setting
+    starts = [functools.partial(measure_side, *sides[side]) for side in order]
+    turns = run_in_turns(starts, ranks=sides[OURS][1].ranks, rounds=setting.steps - setting.untimed_steps)
+    runs = dict(zip(order, turns, strict=True))
     figures = {}
     for side, run in runs.items():
         job = sides[side][1]
@@ -91,7 +88,7 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
         if (ran_as := figures[side]["facts"]["engine"]) != job.preset:
             raise SystemExit(f"{case}, {side}: it ran as {ran_as}")
     losses = zip(*(figures[side]["losses"] for side in SIDES), strict=True)
-    steps = job.setting.steps - job.setting.untimed_steps
+    steps = setting.steps - setting.untimed_steps
     return {
         "case": case,
         "number": number,
@@ -101,12 +98,11 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
     }
 
 
-def measure_side(program: str, job: Job, observed: bool, cores: Sequence[int]) -> Run:
-    """Run a program once, on these cores alone."""
+def measure_side(program: str, job: Job, observed: bool, turns_port: int) -> Run:
+    """Run a program once, in turns with the other side."""
     with tempfile.TemporaryDirectory() as folder:
-        where = {"environments_folder": Path(folder), "timeout": TIMEOUT_SECONDS, "cores": cores}
-        # reading the memory of all processes takes a fifth of a core, and is not used here
-        return run_program(program, job, Path(folder) / "run", **where, observed=observed, sample_seconds=10)
+        where = {"environments_folder": Path(folder), "timeout": TIMEOUT_SECONDS, "turns_port": turns_port}
+        return run_program(program, job, Path(folder) / "run", **where, observed=observed)
 
 
 def cases_of(pairs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py --work DIR --repeats 5
     python benchmarks/peers.py --work DIR --peers bare toolkit trl --jobs single-full ddp-lora --repeats 9
+    python benchmarks/peers.py --work DIR --in-turns      # closer ratios of speed, no memory
     python benchmarks/peers.py --work DIR --device cuda --precision bf16 --size 1b --ranks 8 --environments DIR
 
 Each program that needs other versions gets an environment of its own, which is built first (`--build-only` stops
@@ -15,6 +16,7 @@ in DIR/runs.jsonl, and the same command resumes.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import signal
 import sys
@@ -27,6 +29,7 @@ from typing import Any
 from peer_jobs import comparison, environments, measurement
 from peer_jobs.commands import PROGRAMS, NotOffered, environment_of, observe_launch
 from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
+from peer_jobs.turns import run_in_turns
 from record import append_line, print_table, read_lines, write_result
 
 HEADER = ["job", "program", "runs", "tokens per second", "per CPU second", "peak memory", "first step"]
@@ -64,10 +67,9 @@ def run_program(
     environments_folder: Path,
     timeout: float,
     observed: bool = False,
-    cores: Sequence[int] = (),
-    sample_seconds: float = measurement.SAMPLE_SECONDS,
+    turns_port: int | None = None,
 ) -> measurement.Run:
-    """Run a program once in an empty folder, if wanted observed, or on these cores alone.
+    """Run a program once in an empty folder, if wanted observed, or in turns with others.
 
     Raises NotOffered where it cannot run the job.
     """
@@ -79,27 +81,35 @@ def run_program(
     for name, text in launch.files.items():
         (folder / name).write_text(text)
     extensions = environments.extensions_of(program, environments_folder)
-    variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
-    where = {"environment": variables, "folder": folder, "cwd": launch.cwd or folder}
-    where["sample_seconds"] = sample_seconds
-    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
-    run = measurement.run([*pinned, *launch.argv], timeout_seconds=timeout, **where)
+    own = {"python": python, "extensions": extensions, "folder": folder, "turns_port": turns_port}
+    where = {"environment": environment_of(launch, job, **own), "folder": folder, "cwd": launch.cwd or folder}
+    # Reading the memory of all processes takes a fifth of a core, and says nothing where others share it.
+    where["sample_seconds"] = measurement.SAMPLE_SECONDS if turns_port is None else 10
+    run = measurement.run(launch.argv, timeout_seconds=timeout, **where)
     if run.error is None and any(len(rank) != job.setting.steps for rank in run.ranks):
         raise SystemExit(f"{folder}: {[len(rank) for rank in run.ranks]} steps were recorded, of {job.setting.steps}")
     return run
 
 
-def measure(program: str, job: Job, given: argparse.Namespace) -> Record:
-    """Run a program once; what it wrote is deleted, unless it failed."""
+def measure(program: str, job: Job, given: argparse.Namespace, turns_port: int | None = None) -> Record:
+    """Run a program once, if it could be built; what it wrote is deleted, unless it failed."""
     folder: Path = given.work / "runs" / f"{job.name}-{program}"
     limits = {"environments_folder": given.environments, "timeout": given.timeout_seconds}
+    if program in given.unbuilt:
+        return {"exit_code": None, "error": given.unbuilt[program]}
     try:
-        run = run_program(program, job, folder, **limits)
+        run = run_program(program, job, folder, **limits, turns_port=turns_port)
     except NotOffered as reason:
         return {"exit_code": None, "error": str(reason)}
     if run.error is None:
         shutil.rmtree(folder)
-    return asdict(run)
+    # Programs that are alive at the same time share pages, so that a share of them is not what one needs alone.
+    return asdict(run) | ({} if turns_port is None else {"peak_pss_bytes": None})
+
+
+def measure_in_turns(programs: Sequence[str], job: Job, given: argparse.Namespace) -> list[Record]:
+    starts = [functools.partial(measure, program, job, given) for program in programs]
+    return run_in_turns(starts, ranks=job.ranks, rounds=job.setting.steps - job.setting.untimed_steps)
 
 
 def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
@@ -139,7 +149,8 @@ def cells_of(row: Record) -> list[object]:
         return [*head, code, *["n/a"] * 4, reason, ""]
     medians = row["medians"]
     cells: list[object] = [*head, row["repeats"], f"{medians['tokens_per_second']:,.0f}"]
-    cells += [f"{medians['tokens_per_cpu_second']:,.0f}", f"{medians['peak_pss_bytes'] / 2**20:,.0f} MiB"]
+    peak = medians.get("peak_pss_bytes")
+    cells += [f"{medians['tokens_per_cpu_second']:,.0f}", "n/a" if peak is None else f"{peak / 2**20:,.0f} MiB"]
     cells += [f"{medians['first_step_seconds']:.1f} s"]
     if row.get("differences"):
         return [*cells, f"not the same job: {'; '.join(row['differences'])}", ""]
@@ -186,6 +197,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--in-turns", action="store_true", help="the programs of a job train in turns, a step each")
     choices = {"device": ("cpu", "cuda"), "precision": ("fp32", "bf16"), "size": tuple(SIZES)}
     for field in fields(Setting):
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
@@ -203,20 +215,25 @@ def read_arguments() -> argparse.Namespace:
     return given
 
 
-def run_all(given: argparse.Namespace, done: list[Record], unbuilt: dict[str, str]) -> int:
+def run_all(given: argparse.Namespace, done: list[Record]) -> int:
     """Run what is left, as long as there is time; return how many runs are still left."""
     began, ledger = time.monotonic(), given.work / "runs.jsonl"
     left = waiting(runs_in_order(given.peers, given.jobs, given.repeats), done)
     while left and (given.at_most_seconds is None or time.monotonic() - began < given.at_most_seconds):
         repeat, job_name, program = left[0]
-        record: Record = {"repeat": repeat, "job": job_name, "program": program}
-        unable = {"exit_code": None, "error": unbuilt.get(program)}
-        record |= unable if program in unbuilt else measure(program, job_of(job_name, given), given)
-        done.append(record)
-        append_line(ledger, record)
+        job = job_of(job_name, given)
+        if given.in_turns:
+            programs = [other for *which, other in left if which == [repeat, job_name]]
+            measured = measure_in_turns(programs, job, given)
+        else:
+            programs, measured = [program], [measure(program, job, given)]
+        for program, run in zip(programs, measured, strict=True):
+            record: Record = {"repeat": repeat, "job": job_name, "program": program, **run}
+            done.append(record)
+            append_line(ledger, record)
         left = waiting(runs_in_order(given.peers, given.jobs, given.repeats), done)
-        ended = record["error"] or "finished"
-        print(f"repeat {repeat + 1}, {job_name}, {program}: {ended}; {len(left)} left", flush=True)
+        ended = [f"{program}: {run['error'] or 'finished'}" for program, run in zip(programs, measured, strict=True)]
+        print(f"repeat {repeat + 1}, {job_name}, {', '.join(ended)}; {len(left)} left", flush=True)
     return len(left)
 
 
@@ -224,16 +241,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the program that runs is ended too
     given = read_arguments()
     prepare(given.work, given.setting)
-    unbuilt = build_all(given)
+    given.unbuilt = build_all(given)
     if given.build_only:
-        raise SystemExit("\n".join(f"{program}: {reason}" for program, reason in unbuilt.items()) or 0)
+        raise SystemExit("\n".join(f"{program}: {reason}" for program, reason in given.unbuilt.items()) or 0)
     done = read_lines(given.work / "runs.jsonl")
-    left = run_all(given, done, unbuilt)
+    left = run_all(given, done)
     rows = results(done, given)
     print_table(HEADER, table_rows({}, rows))
     if left:
         raise SystemExit(f"{left} runs are left: the same command resumes")
-    built = [program for program in given.peers if program not in unbuilt]
+    built = [program for program in given.peers if program not in given.unbuilt]
     libraries = {program: environments.versions(program, given.environments) for program in built}
     print(write_result(given.name, {"setting": asdict(given.setting), "libraries": libraries}, rows))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import peers  # noqa: E402
 from peer_jobs import comparison, measurement  # noqa: E402
 from peer_jobs.commands import PROGRAMS, Launch, NotOffered  # noqa: E402
 from peer_jobs.job import LORA_R, Job, Setting, make_rows  # noqa: E402
+from peer_jobs.turns import run_in_turns  # noqa: E402
 
 SETTING = Setting(steps=4, untimed_steps=2, max_length=8)
 LLAMA = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -102,9 +106,13 @@ def test_every_row_is_tokenised_back_to_the_same_number_of_tokens() -> None:
 LOSSES = [4.0, 3.0, 2.0, 1.0]
 
 
-def figures(losses: list[float], *, engine: str = "ddp", ranks: int = 2) -> dict[str, Any]:
+def figures(
+    losses: list[float], *, engine: str = "ddp", ranks: int = 2, resumed_after: float | None = None
+) -> dict[str, Any]:
     """A run of steps that end a second apart, each after half a second of processor time on every rank."""
     steps = [{"step": n + 1, "time": 100.0 + n, "cpu_seconds": 3 + n / 2, "loss": x} for n, x in enumerate(losses)]
+    for step in steps if resumed_after is not None else ():
+        step["resumed"] = {"time": step["time"] + resumed_after}
     steps[0] |= {"engine": engine, "trained_parameters": 10, "trained_dtypes": ["torch.float32"]}
     steps[0] |= {"activation_checkpointing": False}
     run = {"ranks": [steps] * ranks, "started": 90.0, "cpu_seconds": 8.0, "peak_pss_bytes": 5}
@@ -170,10 +178,59 @@ def test_the_reason_of_a_failure_is_the_programs_not_the_launchers() -> None:
     assert measurement.error_line(log) == "RuntimeError: no CUDA"
 
 
+TRAINS_IN_TURNS = """
+import json, os, sys, time
+import sitecustomize as hook
+
+name, ranks, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for _ in range(1, ranks):
+    if os.fork() == 0:
+        break
+hook.facts_of = lambda *_: {}
+for step in range(steps):
+    time.sleep(0.03)
+    hook.add_record(step, None, None)
+print(json.dumps([name, hook.records]))
+"""
+
+
+def test_programs_train_a_step_each_and_one_that_ends_early_holds_nobody_up(tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": str(ROOT / "benchmarks/peer_jobs/hook"), "PEER_UNTIMED_STEPS": "1"}
+    variables["PEER_STEPS_FOLDER"] = str(tmp_path)
+
+    def start(name: str, steps: int, port: int) -> list[tuple[float, float, str]]:
+        """Train on two ranks; return when each of their timed steps began and ended."""
+        argv = [sys.executable, "-c", TRAINS_IN_TURNS, name, "2", str(steps)]
+        environment = variables | {"PEER_TURNS_PORT": str(port)}
+        lines = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+        ranks = [json.loads(line)[1] for line in lines]
+        assert len(ranks) == 2
+        return [(a["resumed"]["time"], b["time"], name) for rank in ranks for a, b in itertools.pairwise(rank)]
+
+    lasting = {"a": 5, "b": 5, "ends early": 2}
+    starts = [functools.partial(start, name, steps) for name, steps in lasting.items()]
+    starts.append(lambda _: [])  # one that fails before its first step
+    *trained, failed = run_in_turns(starts, ranks=2, rounds=4)
+    assert [len(steps) for steps in trained] == [2 * 4, 2 * 4, 2 * 1]
+    assert failed == []
+    in_time = sorted(itertools.chain.from_iterable(trained))
+    turns = [list(steps) for _, steps in itertools.groupby(in_time, lambda step: step[2])]
+    assert [turn[0][2] for turn in turns] == ["a", "b", "ends early", "b", "a", "b", "a"]
+    for one, other in itertools.pairwise(turns):
+        assert max(end for _, end, _ in one) <= min(began for began, *_ in other)
+
+
+def test_the_wait_for_a_turn_is_no_part_of_a_steps_time() -> None:
+    waited = figures(LOSSES, resumed_after=0.25)
+    assert waited["tokens_per_second"] == 2 * 32 / (2 * 0.75)
+    assert waited["tokens_per_cpu_second"] == figures(LOSSES)["tokens_per_cpu_second"]
+
+
 @pytest.mark.launch
 @pytest.mark.nightly
-def test_a_bare_trainer_and_the_toolkit_train_the_same_job(tmp_path: Path) -> None:
-    words = ["--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "--jobs", "single-full"]
+@pytest.mark.parametrize("turns", [[], ["--in-turns"]], ids=["one by one", "in turns"])
+def test_a_bare_trainer_and_the_toolkit_train_the_same_job(turns: list[str], tmp_path: Path) -> None:
+    words = [*turns, "--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "--jobs", "single-full"]
     words += ["--repeats", "1", "--steps", "3", "--untimed-steps", "1", "--batch-size", "1", "--max-length", "32"]
     words += ["--name", str(tmp_path / "result")]
     argv = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *words]

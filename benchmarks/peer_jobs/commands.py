@@ -262,7 +262,9 @@ PROGRAMS: dict[str, Callable[[Job, str, Path], Launch]] = {
 }
 
 
-def environment_of(launch: Launch, job: Job, *, python: Path, extensions: Path, folder: Path) -> dict[str, str]:
+def environment_of(
+    launch: Launch, job: Job, *, python: Path, extensions: Path, folder: Path, turns_port: int | None = None
+) -> dict[str, str]:
     """Return the environment of a run: the same threads and switches for every program, and the hook that times it."""
     chosen = {
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
@@ -270,6 +272,7 @@ def environment_of(launch: Launch, job: Job, *, python: Path, extensions: Path, 
         **{"OMP_NUM_THREADS": str(job.setting.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
         **{"HF_DATASETS_CACHE": str(folder / "datasets"), "PEER_STEPS_FOLDER": str(folder / "steps")},
         **{"TORCH_EXTENSIONS_DIR": str(extensions), "DS_BUILD_OPS": "0"},
+        **{"PEER_UNTIMED_STEPS": str(job.setting.untimed_steps), "PEER_TURNS_PORT": str(turns_port or "")},
         **launch.environment,
     }
     if job.cpu:

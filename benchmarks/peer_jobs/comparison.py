@@ -14,20 +14,19 @@ FIRST_LOSS_BAND = 1e-3
 # Of every later loss. Full fine-tuning repeats the bare Trainer's arithmetic; LoRA starts from other random weights.
 LOSS_BANDS = {"full": 0.01, "lora": 0.05}
 COMPARED = ("tokens_per_second", "tokens_per_cpu_second", "peak_pss_bytes", "first_step_seconds")
-FACTLESS = ("step", "time", "cpu_seconds", "loss")
+FACTLESS = ("step", "time", "cpu_seconds", "loss", "resumed")
 
 
 def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) -> dict[str, Any]:
     """Return the figures of one finished run from what was recorded of it."""
     ranks = record["ranks"]
     numbers = range(untimed_steps, len(ranks[0]))
-    before = untimed_steps - 1
-    ends = [max(rank[number]["time"] for rank in ranks) for number in (before, numbers[-1])]
-    cpu = sum(rank[numbers[-1]]["cpu_seconds"] - rank[before]["cpu_seconds"] for rank in ranks)
+    seconds = sum(end_of(ranks, number) - end_of(ranks, number - 1, resumed=True) for number in numbers)
+    cpu = sum(rank[numbers[-1]]["cpu_seconds"] - rank[untimed_steps - 1]["cpu_seconds"] for rank in ranks)
     tokens = len(numbers) * tokens_per_step
     peaks = [rank[-1]["peak_allocated_bytes"] for rank in ranks if "peak_allocated_bytes" in rank[-1]]
     return {
-        "tokens_per_second": tokens / (ends[1] - ends[0]),
+        "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / cpu,
         "first_step_seconds": max(rank[0]["time"] for rank in ranks) - record["started"],
         "peak_pss_bytes": record["peak_pss_bytes"],
@@ -37,6 +36,12 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
         "facts": {name: value for name, value in ranks[0][0].items() if name not in FACTLESS},
         "num_ranks": len(ranks),
     }
+
+
+def end_of(ranks: Sequence[Sequence[dict[str, Any]]], number: int, *, resumed: bool = False) -> float:
+    """Return when the last rank had done a step, or when it went on after it, if programs train in turns."""
+    steps = [rank[number] for rank in ranks]
+    return max((step.get("resumed", step) if resumed else step)["time"] for step in steps)
 
 
 def differences(own: dict[str, Any], bare: dict[str, Any], job: Job) -> list[str]:
@@ -85,9 +90,10 @@ def row(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[
     """
     own_by_repeat = {run["repeat"]: run["figures"] for run in ours}
     both = [(own_by_repeat[run["repeat"]], run["figures"]) for run in runs if run["repeat"] in own_by_repeat]
-    medians = {name: statistics.median(run["figures"][name] for run in runs) for name in COMPARED}
+    measured = [name for name in COMPARED if runs[0]["figures"][name] is not None]
+    medians = {name: statistics.median(run["figures"][name] for run in runs) for name in measured}
     ratios: dict[str, Any] = {}
-    for name in COMPARED if both else ():
+    for name in measured if both else ():
         values = [own[name] / other[name] for own, other in both]
         interval = mean_interval(values)
         ratios[name] = {"ratio": statistics.geometric_mean(values), "interval": list(interval) if interval else None}

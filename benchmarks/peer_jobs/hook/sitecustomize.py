@@ -1,26 +1,49 @@
 """Record when each optimizer step ends, its loss, and what was really trained, in whichever program runs.
 
 Python imports this module in every process whose PYTHONPATH has this folder. It changes nothing that a program
-computes: it adds a line after each step, from the Trainer's callback handler or torchtune's metric logger.
+computes: it adds a line after each step, from the Trainer's callback handler or torchtune's metric logger. Where
+programs train in turns (`turns.py`), it also waits there.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
 
 FOLDER = os.environ.get("PEER_STEPS_FOLDER")
 FSDP_ON_CPU = os.environ.get("PEER_FSDP_ON_CPU") == "true"
+UNTIMED_STEPS = int(os.environ.get("PEER_UNTIMED_STEPS", "0"))
+TURNS_PORT = os.environ.get("PEER_TURNS_PORT")
 records = []
 
 
+def clock():
+    return {"time": time.time(), "cpu_seconds": time.process_time()}
+
+
 def add_record(step, model, optimizer, **more):
-    clock = {"time": time.time(), "cpu_seconds": time.process_time()}
-    records.append({"step": step, **clock, **more, **({} if records else facts_of(model, optimizer))})
+    records.append({"step": step, **clock(), **more, **({} if records else facts_of(model, optimizer))})
+    if TURNS_PORT and len(records) >= UNTIMED_STEPS:
+        wait_for_turn()
+
+
+@functools.cache
+def connection():
+    return socket.create_connection(("127.0.0.1", int(TURNS_PORT)))
+
+
+def wait_for_turn():
+    """Wait until the other programs have done this step; after the last one, the other side hangs up."""
+    with contextlib.suppress(OSError):
+        connection().sendall(b"\0")
+        connection().recv(1)
+    records[-1]["resumed"] = clock()
 
 
 def write_records():
