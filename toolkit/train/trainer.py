@@ -35,7 +35,7 @@ from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_o
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs, verify_packing
 from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, hook_name
-from toolkit.train.engine.compiled_layers import compile_layers, probe_instructions
+from toolkit.train.engine.compiled_layers import compile_layers, start_compiler
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
@@ -184,7 +184,7 @@ def build_trainer(
     run.progress.enter("engine")
     if args.job.compilation is not None:
         if training.device.type == "cpu":
-            probe_instructions(args.job.compilation)
+            start_compiler(args.job.compilation)
         full = args.job.packing or data.stats.truncated_rows == data.stats.rows
         compile_layers(model, args.job.compilation, lengths_vary=not full)
     kind = parts.trainer or (SupervisedTrainer if run.layout_at_load is None else TrainerShardedAtLoad)

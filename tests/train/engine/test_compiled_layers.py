@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from launching import cpu_environment
 
 from toolkit.job.job import Compilation
 from toolkit.observe.attest.tensors import compiled_modules
@@ -84,3 +89,30 @@ def test_a_graph_break_is_counted_and_the_warning_names_its_reason() -> None:
     assert warning is not None
     assert warning.startswith("warning: 2 graphs compiled and 1 graph breaks in step 7 on rank 1, which is timed: ")
     assert "graph_break" in warning
+
+
+COMPILES = """
+import sys, threading
+from pathlib import Path
+import torch
+from toolkit.job.job import Compilation
+from toolkit.train.engine.compiled_layers import start_compiler
+
+def compiled(ending):
+    return {path.name for path in Path(sys.argv[1]).rglob(f"*.{ending}")}
+
+start_compiler(Compilation(backend="inductor", mode=None))
+[thread.join() for thread in threading.enumerate() if thread.name == "inductor-cpp"]
+headers, probes = compiled("[gp]ch"), compiled("so")
+assert torch.compile(torch.exp)(torch.zeros(64)).equal(torch.ones(64))
+print(len(headers), len(compiled("[gp]ch") - headers), len(probes) > 0, len(compiled("so") - probes))
+"""
+
+
+@pytest.mark.nightly
+def test_nothing_but_the_kernel_is_left_to_compile_after_the_start(tmp_path: Path) -> None:
+    environment = {**cpu_environment(), "TMPDIR": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    argv = [sys.executable, "-c", COMPILES, str(tmp_path)]
+    ended = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["1", "0", "True", "1"], ended.stderr

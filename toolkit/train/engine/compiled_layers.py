@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,12 +19,23 @@ from torch.utils._pytree import tree_leaves
 from toolkit.job.job import Compilation
 
 
-def probe_instructions(compilation: Compilation) -> None:
-    """Let inductor ask the CPU now, in a thread: g++ takes 3 s, for which the first step would wait with one core."""
+def start_compiler(compilation: Compilation) -> None:
+    """Compile what all kernels need, in a thread: the first step would wait for it, with one core."""
     if compilation.backend == "inductor":
-        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+        threading.Thread(target=_prepare_cpp, name="inductor-cpp", daemon=True).start()
 
-        threading.Thread(target=valid_vec_isa_list, name="cpu-instructions", daemon=True).start()
+
+def _prepare_cpp() -> None:
+    """Probe the CPU's instruction sets at once and precompile inductor's header, unless this node has them."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
+
+    with contextlib.suppress(Exception):  # the first kernel meets it again, and reports it
+        names = x86_isa_checker()
+        sets = [each for each in supported_vec_isa_list if all(name in names for name in str(each).split())]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(bool, sets))  # inductor itself compiles the probe of one after the other's
+        CppPythonBindingsCodeCache.load_async("", submit_fn=lambda _: None)  # compiles the header, and no kernel
 
 
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:
