@@ -21,8 +21,9 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
     """Return the figures of one finished run from what was recorded of it."""
     ranks = record["ranks"]
     numbers = range(untimed_steps, len(ranks[0]))
-    seconds = sum(end_of(ranks, number) - end_of(ranks, number - 1, resumed=True) for number in numbers)
-    cpu = sum(rank[numbers[-1]]["cpu_seconds"] - rank[untimed_steps - 1]["cpu_seconds"] for rank in ranks)
+    seconds = sum(last(ranks, number) - last(ranks, number - 1, goes_on=True) for number in numbers)
+    turns = [(resumed(rank[number - 1]), rank[number]) for rank in ranks for number in numbers]
+    cpu = sum(after["cpu_seconds"] - before["cpu_seconds"] for before, after in turns)
     tokens = len(numbers) * tokens_per_step
     peaks = [rank[-1]["peak_allocated_bytes"] for rank in ranks if "peak_allocated_bytes" in rank[-1]]
     return {
@@ -38,10 +39,15 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
     }
 
 
-def end_of(ranks: Sequence[Sequence[dict[str, Any]]], number: int, *, resumed: bool = False) -> float:
-    """Return when the last rank had done a step, or when it went on after it, if programs train in turns."""
+def resumed(step: dict[str, Any]) -> dict[str, float]:
+    """Return the clocks when a rank went on after a step: later than its end, where programs train in turns."""
+    return step.get("resumed", step)
+
+
+def last(ranks: Sequence[Sequence[dict[str, Any]]], number: int, *, goes_on: bool = False) -> float:
+    """Return when the last rank had done a step, or when it went on after it."""
     steps = [rank[number] for rank in ranks]
-    return max((step.get("resumed", step) if resumed else step)["time"] for step in steps)
+    return max((resumed(step) if goes_on else step)["time"] for step in steps)
 
 
 def differences(own: dict[str, Any], bare: dict[str, Any], job: Job) -> list[str]:
