@@ -54,8 +54,7 @@ RECORDED = {
     for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
 }
 RECORDED |= {"traced_grid": "plan_errors"}
-RECORDED |= dict.fromkeys(("observed", "first_step", "overhead_again"), "overhead")
-RECORDED |= dict.fromkeys(("overhead_fsdp2_lora", "overhead_single_lora"), "overhead")
+RECORDED |= dict.fromkeys(("observed", "first_step"), "overhead")
 RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_two_ranks_more"), "peers")
 RECORDED |= dict.fromkeys(("peers_zero2", "peers_zero2_lora"), "peers")
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +21,14 @@ from toolkit.job.job import Compilation
 def start_compiler(compilation: Compilation) -> None:
     """Compile what all kernels need, in a thread: the first step would wait for it, with one core."""
     if compilation.backend == "inductor":
-        threading.Thread(target=_prepare_cpp, name="inductor-cpp", daemon=True).start()
+        _start(_prepare_cpp)
+
+
+def _start(work: Callable[..., object], *args: object) -> threading.Thread:
+    """A daemon, which a run that ends early does not wait for."""
+    thread = threading.Thread(target=work, args=args, name="inductor-cpp", daemon=True)
+    thread.start()
+    return thread
 
 
 def _prepare_cpp() -> None:
@@ -33,8 +39,8 @@ def _prepare_cpp() -> None:
     with contextlib.suppress(Exception):  # the first kernel meets it again, and reports it
         names = x86_isa_checker()
         sets = [each for each in supported_vec_isa_list if all(name in names for name in str(each).split())]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(bool, sets))  # inductor itself compiles the probe of one after the other's
+        for probe in [_start(bool, each) for each in sets]:  # inductor itself probes one after the other
+            probe.join()
         CppPythonBindingsCodeCache.load_async("", submit_fn=lambda _: None)  # compiles the header, and no kernel
 
 
