@@ -102,7 +102,10 @@ def measure_side(program: str, job: Job, observed: bool, turns_port: int) -> Run
     """Run a program once, in turns with the other side."""
     with tempfile.TemporaryDirectory() as folder:
         where = {"environments_folder": Path(folder), "timeout": TIMEOUT_SECONDS, "turns_port": turns_port}
-        return run_program(program, job, Path(folder) / "run", **where, observed=observed)
+        run = run_program(program, job, Path(folder) / "run", **where, observed=observed)
+        if run.error is not None:
+            print((Path(folder) / "run" / "log").read_text(errors="replace")[-4000:])
+        return run
 
 
 def cases_of(pairs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

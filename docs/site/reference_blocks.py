@@ -56,7 +56,7 @@ RECORDED = {
 RECORDED |= {"traced_grid": "plan_errors"}
 RECORDED |= dict.fromkeys(("observed", "first_step"), "overhead")
 RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_two_ranks_more"), "peers")
-RECORDED |= dict.fromkeys(("peers_zero2", "peers_zero2_lora"), "peers")
+RECORDED |= dict.fromkeys(("peers_in_turns", "peers_zero2", "peers_zero2_lora"), "peers")
 
 UNFOLDED_ROWS = 10
 
