@@ -33,10 +33,10 @@ def _start(work: Callable[..., object], *args: object) -> threading.Thread:
 
 def _prepare_cpp() -> None:
     """Probe the CPU's instruction sets at once and precompile inductor's header, unless this node has them."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
-
     with contextlib.suppress(Exception):  # the first kernel meets it again, and reports it
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+        from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
+
         names = x86_isa_checker()
         sets = [each for each in supported_vec_isa_list if all(name in names for name in str(each).split())]
         for probe in [_start(bool, each) for each in sets]:  # inductor itself probes one after the other
