@@ -77,7 +77,7 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
     order = SIDES if number % 2 == 0 else tuple(reversed(SIDES))
     setting = sides[OURS][1].setting
     starts = [functools.partial(measure_side, *sides[side]) for side in order]
-    turns = run_in_turns(starts, ranks=sides[OURS][1].ranks, rounds=setting.steps - setting.untimed_steps)
+    turns = run_in_turns(starts, ranks=sides[OURS][1].ranks, rounds=setting.timed_steps)
     runs = dict(zip(order, turns, strict=True))
     figures = {}
     for side, run in runs.items():
@@ -88,11 +88,10 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
         if (ran_as := figures[side]["facts"]["engine"]) != job.preset:
             raise SystemExit(f"{case}, {side}: it ran as {ran_as}")
     losses = zip(*(figures[side]["losses"] for side in SIDES), strict=True)
-    steps = setting.steps - setting.untimed_steps
     return {
         "case": case,
         "number": number,
-        "cpu_seconds": {name: steps / own["tokens_per_cpu_second"] for name, own in figures.items()},
+        "cpu_seconds": {name: setting.timed_steps / own["tokens_per_cpu_second"] for name, own in figures.items()},
         "first_step_seconds": {name: own["first_step_seconds"] for name, own in figures.items()},
         "loss_difference": max(abs(ours - bare) / abs(bare) for ours, bare in losses),
     }

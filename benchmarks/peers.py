@@ -109,7 +109,7 @@ def measure(program: str, job: Job, given: argparse.Namespace, turns_port: int |
 
 def measure_in_turns(programs: Sequence[str], job: Job, given: argparse.Namespace) -> list[Record]:
     starts = [functools.partial(measure, program, job, given) for program in programs]
-    return run_in_turns(starts, ranks=job.ranks, rounds=job.setting.steps - job.setting.untimed_steps)
+    return run_in_turns(starts, ranks=job.ranks, rounds=job.setting.timed_steps)
 
 
 def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
@@ -238,7 +238,8 @@ def run_all(given: argparse.Namespace, done: list[Record]) -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the program that runs is ended too
+    # The program that runs is ended too; those that train in turns go on to their end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given = read_arguments()
     prepare(given.work, given.setting)
     given.unbuilt = build_all(given)

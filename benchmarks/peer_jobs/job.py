@@ -36,6 +36,10 @@ class Setting:
     precision: str = "fp32"
     learning_rate: float = 1e-3
 
+    @property
+    def timed_steps(self) -> int:
+        return self.steps - self.untimed_steps
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
