@@ -63,6 +63,7 @@ def test_model_method_batch_lengths_strategy_and_loss_come_from_the_file(
     assert (options.max_seq_length, options.per_device_train_batch_size) == (512, 2)
     assert (options.preset, options.lora_r, options.activation_checkpointing) == (preset, lora_r, checkpointing)
     assert options.loss == loss  # axolotl and LLaMA-Factory compute all logits at once unless Liger does not
+    assert options.gradient_as_bucket_view is (None if name == "ours.yaml" else False)
 
 
 def test_the_number_of_processes_and_the_epochs_come_from_the_file(tmp_path: Path) -> None:

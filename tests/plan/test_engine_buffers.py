@@ -10,6 +10,7 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.plan.engine_buffers import PROCESS_BYTES, EngineBuffers, HostMemory, engine_buffers
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.methods import Method
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
@@ -26,8 +27,30 @@ def buffers(preset: str, ranks: int, **job: Any) -> EngineBuffers:
     return engine_buffers(engine, weights, model_states(engine, weights), PlannedJob(**job))
 
 
-def test_ddp_has_a_second_copy_of_the_gradients_and_fsdp2_unsharded_ones_while_it_accumulates_whole() -> None:
-    assert (buffers("ddp", 2).lasting_bytes, buffers("ddp", 1).lasting_bytes) == (4 * LLAMA_8B_PARAMS, 0)
+def test_ddps_buckets_are_a_second_copy_of_gradients_that_are_no_views_of_them_or_that_wait() -> None:
+    def beside(ranks: int, **job: Any) -> tuple[int, int]:
+        found = buffers("ddp", ranks, **job)
+        return found.lasting_bytes, found.waiting_bytes
+
+    copy = 4 * LLAMA_8B_PARAMS
+    assert (beside(2), beside(2, gradient_accumulation_steps=2)) == ((0, 0), (0, copy))
+    copies: dict[str, Any] = {"gradient_as_bucket_view": False}
+    found = (beside(1, **copies), beside(2, **copies), beside(2, gradient_accumulation_steps=2, **copies))
+    assert found == ((0, 0), (copy, 0), (copy, 0))
+
+
+def test_views_of_ddps_buckets_exist_from_forward_to_step() -> None:
+    def gradients(**job: Any) -> list[int]:
+        plan = plan_memory(llama_8b(), load_preset("ddp"), world_size=2, job=PlannedJob(**job))
+        found = {each.phase: each.gradient_bytes for each in plan.phases}
+        return [found[name] for name in ("forward", "step")]
+
+    whole = 4 * LLAMA_8B_PARAMS
+    assert (gradients(), gradients(gradient_as_bucket_view=False)) == ([whole, whole], [0, whole])
+    assert gradients(method=Method(method="orpo")) == [0, whole]  # TRL leaves accelerate's default
+
+
+def test_fsdp2_has_unsharded_gradients_while_it_accumulates_whole() -> None:
     jobs: list[dict[str, Any]] = [{"accumulate": "whole"}, {"accumulate": "whole", "gradient_accumulation_steps": 2}]
     waiting = [buffers("fsdp2", 8, **job).accumulated_bytes for job in (*jobs, {"gradient_accumulation_steps": 2})]
     assert waiting == [0, 2 * LLAMA_8B_PARAMS, 0]

@@ -36,6 +36,31 @@ def defer_reduction() -> None:
     Trainer.create_accelerator_and_postprocess = forgetful
 
 
+def count_gradient_storages() -> None:
+    """Print before each optimizer step how many storages the gradients are in."""
+    from transformers.trainer_callback import CallbackHandler
+
+    handle = CallbackHandler.on_pre_optimizer_step
+
+    def count_and_handle(self, *given, **named):
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        print(f"{len(gradients)} gradients in {len(storages)} storages", flush=True)
+        return handle(self, *given, **named)
+
+    CallbackHandler.on_pre_optimizer_step = count_and_handle
+
+
+def gradients_beside_buckets() -> None:
+    """Leave DDP as accelerate makes it: each gradient is in a bucket, and on its own."""
+    from transformers import Trainer
+
+    from toolkit.train.trainer import SupervisedTrainer
+
+    SupervisedTrainer.create_accelerator_and_postprocess = Trainer.create_accelerator_and_postprocess
+    count_gradient_storages()
+
+
 def muon_in_fp32() -> None:
     """Run torch's Muon in fp32: it iterates in bf16, and amplifies the rounding."""
     import torch

@@ -63,7 +63,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
         found["dataset"] = data[0]
     described = f"{file}: our training arguments"
     if conversion is not None:
-        found["preset"] = (conversion.preset,)
+        found |= {"preset": (conversion.preset,), "gradient_as_bucket_view": False}
         found["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
         note = f" ({conversion.notes[PRESET]})" if PRESET in conversion.notes else ""
         loss = f"{found['loss']} loss" if method == SFT else method

@@ -61,6 +61,7 @@ class EngineBuffers:
     """Bytes on the GPU, by the time at which they are allocated."""
 
     lasting_bytes: int = 0  # during the entire run
+    waiting_bytes: int = 0  # until the last accumulation step is reduced: buckets beside the gradients that wait
     load_bytes: int = 0  # while the engine is built, in addition to the parameters
     forward_layer_bytes: int = 0  # while one layer runs forward
     forward_bytes: int = 0  # at the end of the forward
@@ -79,14 +80,19 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
         return _fsdp2(engine, weights, states, job)
     if engine.kind == "deepspeed":
         return _zero3(engine, weights) if engine.shards_parameters else _zero12(engine, weights)
-    # DDP's buckets are a second copy of the gradients, unless `gradient_as_bucket_view` is set; accelerate does not.
     buckets = FP32_BYTES * weights.num_trained if engine.kind == "ddp" else 0
+    # As views of them, gradients take nothing of their own, but for those of earlier accumulation steps.
+    views, waiting = job.has_bucket_views, job.gradient_accumulation_steps > 1
     cast_weight = 2 * (weights.largest_trained if weights.frozen else weights.largest_linear)
+    # A tied head's gradient waits outside of its bucket until the embedding's is added.
+    tied = buckets and views and weights.shape.tied_embeddings and not weights.frozen
+    head = FP32_BYTES * weights.embedding if tied else 0
     return EngineBuffers(
-        lasting_bytes=buckets,
+        lasting_bytes=0 if views else buckets,
+        waiting_bytes=buckets if views and waiting else 0,
         step_bytes=OPTIMIZERS[job.optim].step_copies * FP32_BYTES * weights.num_trained,
-        backward_bytes=cast_weight,
-        first_layer_bytes=cast_weight,
+        backward_bytes=cast_weight + head,
+        first_layer_bytes=cast_weight + head,
         load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES) if engine.kind == "ddp" else 0,
     )
 

@@ -206,8 +206,9 @@ class _Phases:
         self.parameters = states.persistent_bytes if engine.offload_param else states.parameter_bytes
         # On the GPU after the reduction; they go where the optimizer is.
         self.gradients = 0 if engine.offload_optimizer else states.gradient_bytes
-        # Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed.
+        # Those of earlier accumulation steps; what is never freed: ZeRO-3's partition, and views of DDP's buckets.
         never_freed = engine.kind == "deepspeed" and engine.shards_parameters
+        never_freed |= engine.kind == "ddp" and job.has_bucket_views
         waiting = never_freed or job.gradient_accumulation_steps > 1
         self.gradients_in_forward = self.gradients if waiting else 0
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
@@ -453,6 +454,7 @@ class _Phases:
         accumulated = self.buffers.accumulated_bytes if name != "step" else 0
         if accumulated:  # they are freed layer by layer as the last backward makes the shards, which are no larger
             gradients = 0
+        accumulated += self.buffers.waiting_bytes if name != "step" else 0
         return PhaseMemory(
             phase=name,
             parameter_bytes=self.parameters,

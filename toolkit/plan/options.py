@@ -116,6 +116,15 @@ class PlanOptions(JobAndGpuOptions):
         Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
     ] = None
     loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
+    gradient_as_bucket_view: Annotated[
+        bool | None,
+        Option(
+            "--gradient-as-bucket-view/--no-gradient-as-bucket-view",
+            help="ddp: gradients are views of DDP's buckets, as under `toolkit train`, and not a second copy; default:"
+            " for `sft` alone, since TRL's trainers keep both",
+            show_default=False,
+        ),
+    ] = None
     pp: Annotated[int | None, Option(help="pipeline parallelism: GPUs that hold different layers")] = None
     pipeline_schedule: Annotated[
         str | None, Option(help=f"order of the stages: {', '.join(SCHEDULES)}; default: {DEFAULT_SCHEDULE}")

@@ -77,8 +77,11 @@ class PlanVerification:
             return [f"{head}: not rehearsed: {self.why_not}"]
         rows = [("", "planned", "rehearsed", "difference")]
         for part in self.parts:
+            sizes = gib(part.planned_bytes), gib(part.rehearsed_bytes)
             share = NOT_AVAILABLE if part.relative is None else f"{part.relative:+.1%}"
-            rows.append((part.part, gib(part.planned_bytes), gib(part.rehearsed_bytes), share))
+            if sizes[1] == gib(0):  # the share of a few bytes says nothing
+                share = "+0.0%" if sizes[0] == sizes[1] else NOT_AVAILABLE
+            rows.append((part.part, *sizes, share))
         left, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         table = [
             f"  {label:<{left}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

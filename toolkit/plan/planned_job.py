@@ -58,6 +58,8 @@ class PlannedJob(Job):
     activation_checkpointing: bool = False
     gpus_per_node: int = 8
     method: Method = SUPERVISED
+    gradient_as_bucket_view: bool | None = None
+    """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
@@ -83,6 +85,7 @@ class PlannedJob(Job):
             "activation_checkpointing",
             "use_liger_kernel",
             "loss",
+            "gradient_as_bucket_view",
             "gpus_per_node",
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
@@ -90,6 +93,12 @@ class PlannedJob(Job):
         if given.get("use_liger_kernel") and given.get("loss", "chunked") == "chunked":
             given["loss"] = "fused"
         return cls(**given, method=Method.from_options(options), lengths_differ=False if full_length else None)
+
+    @property
+    def has_bucket_views(self) -> bool:
+        """True if DDP's gradients are views of its buckets."""
+        given = self.gradient_as_bucket_view
+        return self.method.method == SFT if given is None else given
 
     @property
     def keeps_whole_gradients(self) -> bool:

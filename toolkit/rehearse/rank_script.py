@@ -80,6 +80,7 @@ def trace_job(args: Arguments, launch: LaunchContext) -> Facts:
         model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
         with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
             trainer = Trainer(model=model, args=args.training)
+            trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # as `SupervisedTrainer`
             apply_loss(trainer, args.job)
         expected = ExpectedRun(preset=launch.preset, world_size=launch.world_size, dp_shard_size=launch.dp_shard_size)
         prepare(trainer, memory)

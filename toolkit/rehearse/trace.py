@@ -2,13 +2,15 @@
 
 The model has shapes and no memory; forward, backward and optimizer step run operator by operator, and every storage
 counts while it is alive. accelerate wraps the model (`fully_shard`), as in a run. DDP's own reducer is C++ and takes
-no fake tensors: its gradient buckets are counted as one tensor next to the model.
+no fake tensors: its buckets are tensors next to the model, and hooks copy gradients into them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -92,16 +94,17 @@ def trace_step(
     what the preset specifies.
     """
     trained = [parameter for parameter in trainer.model_wrapped.parameters() if parameter.requires_grad]
-    with memory.tagged("buckets"):  # DDP's are a second copy of all gradients
-        has_buckets = expected.preset is not None and expected.preset.engine == "ddp" and expected.world_size != 1
-        buckets = torch.empty(sum(parameter.numel() for parameter in trained)) if has_buckets else None
+    has_buckets = expected.preset is not None and expected.preset.engine == "ddp" and expected.world_size != 1
+    with memory.tagged("buckets"):
+        buckets = [torch.empty_like(parameter) for parameter in trained] if has_buckets else []
+    views = buckets if getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False) else []
     states = TracedModelStates(memory)
-    for parameter in trained:  # as a first step would, without its forward and backward
-        parameter.grad = torch.zeros_like(parameter)
+    for parameter, view in itertools.zip_longest(trained, views):  # as a first step would, without forward and backward
+        parameter.grad = torch.zeros_like(parameter) if view is None else view
     with memory.phase("step"):
         trainer.optimizer.step()
     trainer.model_wrapped.zero_grad()
-    run_step(trainer, batches, num_items, states)
+    run_step(trainer, batches, num_items, states, views)
     own = verified_facts(trainer, expected) | {f"{part}_bytes": size for part, size in states.bytes.items()}
     others = {}
     for name, model in (other_models or {}).items():
@@ -132,23 +135,35 @@ class TracedModelStates:
         self.bytes[part] = sum(sizes.values())  # each storage region counted once
 
 
-def run_step(trainer: Any, batches: list[Any], num_items: Any, states: TracedModelStates) -> None:
-    """Run one optimizer step as the Trainer's loop does, and record the model states."""
+def run_step(
+    trainer: Any, batches: list[Any], num_items: Any, states: TracedModelStates, bucket_views: list[torch.Tensor]
+) -> None:
+    """Run one optimizer step as the Trainer's loop does, and record the model states.
+
+    `bucket_views` are what DDP's reducer would make the gradients views of; none where it keeps copies.
+    """
     memory, model = states.memory, trainer.model_wrapped
+    trained = [p for p in model.parameters() if p.requires_grad]
     always = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     for accumulation_step, batch in enumerate(batches):
         reduces = always or accumulation_step == len(batches) - 1
+        for parameter, view in zip(trained, bucket_views if reduces else (), strict=False):
+            parameter.register_post_accumulate_grad_hook(functools.partial(copy_to_bucket, view))
         sync = contextlib.nullcontext() if reduces else trainer.accelerator.no_sync(model=model)
         with sync, memory.phase("backward"):
             trainer.training_step(model, copy.copy(batch), num_items)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    states.record("gradient", [local(p.grad) for p in trained if p.grad is not None])
+        states.record("gradient", [local(p.grad) for p in trained if p.grad is not None])
     with memory.phase("step"):
         trainer.accelerator.clip_grad_norm_(trained, trainer.args.max_grad_norm)
         trainer.optimizer.step()
     states.record("parameter", [local(p) for p in model.parameters()])
     states.record("optimizer", [local(state) for state in optimizer_state_tensors(trainer.optimizer)])
     model.zero_grad()
+
+
+def copy_to_bucket(view: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Make a gradient that is complete a view of its bucket."""
+    parameter.grad = view.copy_(parameter.grad)
 
 
 def verified_facts(trainer: Any, expected: ExpectedRun) -> Facts:

@@ -86,6 +86,11 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         self.evaluated: list[tuple[torch.Tensor, int]] = []
         """Mean loss and supervised tokens of each batch of the evaluation."""
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Trainer's accelerator; its DDP keeps no gradient twice, on its own and in a bucket."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.ddp_handler.gradient_as_bucket_view = True
+
     @property
     def counts_tokens(self) -> bool:
         """False on a rank that trains on the rows of another one: their tokens are counted there."""
