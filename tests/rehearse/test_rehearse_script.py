@@ -213,7 +213,9 @@ model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])
 tokens = list(range(64))
 rows = [{"input_ids": tokens, "labels": tokens, "position_ids": tokens} for _ in range(32)]
 args = TrainingArguments(output_dir="out", bf16=True, per_device_train_batch_size=4)
-Trainer(model=model, args=args, train_dataset=rows).train()
+trainer = Trainer(model=model, args=args, train_dataset=rows)
+trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # as our own
+trainer.train()
 """
 
 
