@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --work DIR --repeats 5
     python benchmarks/peers.py --work DIR --peers bare toolkit trl --jobs single-full ddp-lora --repeats 9
-    python benchmarks/peers.py --work DIR --in-turns      # closer ratios of speed, no memory
+    python benchmarks/peers.py --work DIR --in-turns      # speed, without the node's changes; no memory
     python benchmarks/peers.py --work DIR --device cuda --precision bf16 --size 1b --ranks 8 --environments DIR
 
 Each program that needs other versions gets an environment of its own, which is built first (`--build-only` stops
@@ -21,7 +21,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,11 @@ from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
 from peer_jobs.turns import run_in_turns
 from record import append_line, print_table, read_lines, write_result
 
-HEADER = ["job", "program", "runs", "tokens per second", "per CPU second", "peak memory", "first step"]
-HEADER += ["ours / theirs, per CPU second", "ours / theirs, per second"]
+# Figure of a run -> its column.
+SPEED = {"tokens_per_cpu_second": "tokens per CPU second", "tokens_per_second": "per second"}
+SPEED |= {"first_step_seconds": "first step"}
+MEMORY = {"peak_pss_bytes": "peak memory"}
+RATIO = "ours / theirs (95 % CI)"
 BASELINE, OURS = "bare", "toolkit"
 JOBS = [f"{preset}-{method}" for preset in PRESETS for method in METHODS]
 Record = dict[str, Any]
@@ -136,27 +139,35 @@ def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Recor
     return row | ({"differences": comparison.differences(figures, bare[0]["figures"], job)} if bare else {})
 
 
-def table_rows(_: Record, rows: Sequence[Record]) -> list[list[object]]:
+def header(figures: Mapping[str, str]) -> list[str]:
+    return ["job", "program", "runs", *(cell for column in figures.values() for cell in (column, RATIO))]
+
+
+def table_rows(_: Record, rows: Sequence[Record], *, figures: Mapping[str, str]) -> list[list[object]]:
     """Return the table of a record: figures, a reason where a program could not run, a note where it differs."""
-    return [cells_of(row) for row in rows]
+    return [cells_of(row, figures) for row in rows]
 
 
-def cells_of(row: Record) -> list[object]:
+def cells_of(row: Record, figures: Mapping[str, str]) -> list[object]:
     head = [f"`{row['job']}`", row["program"]]
     if "error" in row:
         code = "not run" if row["exit_code"] is None else f"exit {row['exit_code']}"
         reason = row["error"].replace("|", "/").replace("<", "&lt;")
-        return [*head, code, *["n/a"] * 4, reason, ""]
-    medians = row["medians"]
-    cells: list[object] = [*head, row["repeats"], f"{medians['tokens_per_second']:,.0f}"]
-    peak = medians.get("peak_pss_bytes")
-    cells += [f"{medians['tokens_per_cpu_second']:,.0f}", "n/a" if peak is None else f"{peak / 2**20:,.0f} MiB"]
-    cells += [f"{medians['first_step_seconds']:.1f} s"]
-    if row.get("differences"):
-        return [*cells, f"not the same job: {'; '.join(row['differences'])}", ""]
-    if row["program"] == OURS:
-        return [*cells, "", ""]
-    return [*cells, *(shown(row["ours_over_theirs"].get(f"tokens_per_{clock}")) for clock in ("cpu_second", "second"))]
+        return [*head, code, "n/a", reason, *["n/a"] * (2 * len(figures) - 2)]
+    different = f"not the same job: {'; '.join(row['differences'])}" if row.get("differences") else None
+    cells: list[object] = [*head, row["repeats"]]
+    for name in figures:
+        cells.append(format_figure(name, row["medians"].get(name)))
+        cells.append("" if row["program"] == OURS else different or shown(row["ours_over_theirs"].get(name)))
+    return cells
+
+
+def format_figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "n/a"
+    if name == "peak_pss_bytes":
+        return f"{value / 2**20:,.0f} MiB"
+    return f"{value:.1f} s" if name == "first_step_seconds" else f"{value:,.0f}"
 
 
 def shown(ratio: Record | None) -> str:
@@ -169,6 +180,13 @@ def shown(ratio: Record | None) -> str:
         return "n/a"
     interval = ratio["interval"]
     return f"{ratio['ratio']:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
+TABLES = {
+    f"peers{job}{turns}": (header(figures), functools.partial(table_rows, figures=figures))
+    for job in ("", "_one_process", "_two_ranks")
+    for turns, figures in (("_in_turns", SPEED), ("", MEMORY))
+}
 
 
 def job_of(name: str, given: argparse.Namespace) -> Job:
@@ -248,7 +266,8 @@ def main() -> None:
     done = read_lines(given.work / "runs.jsonl")
     left = run_all(given, done)
     rows = results(done, given)
-    print_table(HEADER, table_rows({}, rows))
+    for figures in (SPEED,) if given.in_turns else (SPEED, MEMORY):
+        print_table(header(figures), table_rows({}, rows, figures=figures))
     if left:
         raise SystemExit(f"{left} runs are left: the same command resumes")
     built = [program for program in given.peers if program not in given.unbuilt]

@@ -45,7 +45,7 @@ def test_plans_of_one_rank_of_many_agree_with_a_gpu(tmp_path: Path) -> None:
     plan, errors = validate.planner("h200", tmp_path), {}
     for name, row in (recorded("fits", "allocated") | recorded("peaks", "allocated")).items():
         case = cases[name] if isinstance(cases[name], dict) else fits.case_of(*cases[name])
-        planned = plan(case)
+        planned = plan(case | {"gradient_as_bucket_view": False})  # when these were measured, DDP's buckets were copies
         assert planned is not None
         allocated = max(phase["allocated_bytes"] for phase in planned["phases"].values())
         assert allocated == row["planned"], f"{name}: the record has the plan of another planner"

@@ -106,7 +106,8 @@ def planner(gpu: str, work: Path) -> Callable[[Case], Row | None]:
         return read_model(str(path))
 
     def plan(case: Case) -> Row | None:
-        job = PlannedJob(**{name: case[name] for name in JOB if name in case}, **adapters(case), lengths_differ=False)
+        given = {name: case[name] for name in (*JOB, "gradient_as_bucket_view") if name in case}
+        job = PlannedJob(**given, **adapters(case), lengths_differ=False)
         shape = shape_of(case["architecture"])
         names = {"presets": [load_preset(case["preset"])], "world_sizes": [case["world_size"]]}
         try:

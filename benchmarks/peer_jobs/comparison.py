@@ -22,13 +22,13 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
     ranks = record["ranks"]
     numbers = range(untimed_steps, len(ranks[0]))
     seconds = sum(last(ranks, number) - last(ranks, number - 1, goes_on=True) for number in numbers)
-    turns = [(resumed(rank[number - 1]), rank[number]) for rank in ranks for number in numbers]
-    cpu = sum(after["cpu_seconds"] - before["cpu_seconds"] for before, after in turns)
+    cpu = sum(step_cpu_seconds(ranks, number) for number in numbers)
     tokens = len(numbers) * tokens_per_step
     peaks = [rank[-1]["peak_allocated_bytes"] for rank in ranks if "peak_allocated_bytes" in rank[-1]]
     return {
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / cpu,
+        "median_step_cpu_seconds": statistics.median(step_cpu_seconds(ranks, number) for number in numbers),
         "first_step_seconds": max(rank[0]["time"] for rank in ranks) - record["started"],
         "peak_pss_bytes": record["peak_pss_bytes"],
         "peak_allocated_bytes": max(peaks) if peaks else None,
@@ -37,6 +37,12 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
         "facts": {name: value for name, value in ranks[0][0].items() if name not in FACTLESS},
         "num_ranks": len(ranks),
     }
+
+
+def step_cpu_seconds(ranks: Sequence[Sequence[dict[str, Any]]], number: int) -> float:
+    """Return the processor time of all ranks in a step."""
+    turns = [(resumed(rank[number - 1]), rank[number]) for rank in ranks]
+    return float(sum(after["cpu_seconds"] - before["cpu_seconds"] for before, after in turns))
 
 
 def resumed(step: dict[str, Any]) -> dict[str, float]:

@@ -54,9 +54,9 @@ RECORDED = {
     for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
 }
 RECORDED |= {"traced_grid": "plan_errors"}
-RECORDED |= dict.fromkeys(("observed", "first_step"), "overhead")
-RECORDED |= dict.fromkeys(("peers_one_process", "peers_two_ranks", "peers_two_ranks_more"), "peers")
-RECORDED |= dict.fromkeys(("peers_in_turns", "peers_zero2", "peers_zero2_lora"), "peers")
+RECORDED |= dict.fromkeys(("observed", "observed_pages_kept", "overhead_pages_kept", "first_step"), "overhead")
+RECORDED |= dict.fromkeys(("peers_in_turns", "peers_one_process"), "peers")
+RECORDED |= dict.fromkeys(("peers_two_ranks", "peers_two_ranks_in_turns"), "peers")
 
 UNFOLDED_ROWS = 10
 
