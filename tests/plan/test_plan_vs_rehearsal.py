@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.plan.plan_vs_rehearsal import PartDifference, compare_parts, training_argv
+from toolkit.plan.plan_vs_rehearsal import PartDifference, PlanVerification, compare_parts, training_argv
 from toolkit.plan.planned_job import PlannedJob
 
 PLAN = {
@@ -34,6 +34,13 @@ def test_parts_of_a_trace_on_fake_tensors_are_summed_up_to_parts_of_the_plan() -
     found = {"phase_peaks": {"backward": {"peak_allocated_bytes": 600, "peak_reserved_bytes": 900}}}
     assert [(row.part, row.rehearsed_bytes) for row in compare_parts(PLAN, found)] == [("backward: allocated", 600)]
     assert PartDifference(part="logits", planned_bytes=5, rehearsed_bytes=0).relative is None  # the plan's alone
+
+
+def test_no_share_of_a_few_bytes_is_shown() -> None:
+    sizes = [(3 * 2**30, 1024), (0, 1024), (3 * 2**30, 2 * 2**30), (3 * 2**30, 0)]
+    parts = tuple(PartDifference("buffer", *each) for each in sizes)
+    _, _, *lines = PlanVerification(preset="ddp", world_size=2, rehearsed_on="fake tensors", parts=parts).lines()
+    assert [line.split()[-1] for line in lines] == ["n/a", "+0.0%", "+50.0%", "n/a"]
 
 
 @pytest.mark.parametrize(("degrees", "loss"), [({}, "chunked"), ({"ep": 2}, "chunked"), ({"tp": 2, "ep": 4}, "full")])

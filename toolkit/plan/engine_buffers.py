@@ -82,14 +82,14 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
         return _zero3(engine, weights) if engine.shards_parameters else _zero12(engine, weights)
     buckets = FP32_BYTES * weights.num_trained if engine.kind == "ddp" else 0
     # As views of them, gradients take nothing of their own, but for those of earlier accumulation steps.
-    views, waiting = job.has_bucket_views, job.gradient_accumulation_steps > 1
+    views, accumulates = engine.kind == "ddp" and job.has_bucket_views, job.gradient_accumulation_steps > 1
     cast_weight = 2 * (weights.largest_trained if weights.frozen else weights.largest_linear)
     # A tied head's gradient waits outside of its bucket until the embedding's is added.
-    tied = buckets and views and weights.shape.tied_embeddings and not weights.frozen
+    tied = views and weights.shape.tied_embeddings and not weights.frozen
     head = FP32_BYTES * weights.embedding if tied else 0
     return EngineBuffers(
         lasting_bytes=0 if views else buckets,
-        waiting_bytes=buckets if views and waiting else 0,
+        waiting_bytes=buckets if views and accumulates else 0,
         step_bytes=OPTIMIZERS[job.optim].step_copies * FP32_BYTES * weights.num_trained,
         backward_bytes=cast_weight + head,
         first_layer_bytes=cast_weight + head,

@@ -451,10 +451,11 @@ class _Phases:
         generation: int = 0,
     ) -> PhaseMemory:
         resident = name != "generate" and not self.method.vllm_enable_sleep_mode
-        accumulated = self.buffers.accumulated_bytes if name != "step" else 0
+        accumulated, waiting = self.buffers.accumulated_bytes, self.buffers.waiting_bytes
+        if name == "step":
+            accumulated = waiting = 0
         if accumulated:  # they are freed layer by layer as the last backward makes the shards, which are no larger
             gradients = 0
-        accumulated += self.buffers.waiting_bytes if name != "step" else 0
         return PhaseMemory(
             phase=name,
             parameter_bytes=self.parameters,
@@ -464,7 +465,7 @@ class _Phases:
             generation_bytes=generation + (self.method.vllm_bytes if resident else 0),
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
-            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated,
+            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated + waiting,
         )
 
     @property

@@ -78,9 +78,8 @@ class PlanVerification:
         rows = [("", "planned", "rehearsed", "difference")]
         for part in self.parts:
             sizes = gib(part.planned_bytes), gib(part.rehearsed_bytes)
-            share = NOT_AVAILABLE if part.relative is None else f"{part.relative:+.1%}"
-            if sizes[1] == gib(0):  # the share of a few bytes says nothing
-                share = "+0.0%" if sizes[0] == sizes[1] else NOT_AVAILABLE
+            share = f"{part.relative:+.1%}" if sizes[1] != gib(0) else NOT_AVAILABLE  # of a few bytes it says nothing
+            share = "+0.0%" if sizes == (gib(0), gib(0)) else share
             rows.append((part.part, *sizes, share))
         left, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         table = [
