@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, accelerate_launch, preset_job, read
+from launching import ROOT, SCRIPTS, accelerate_launch, preset_job, read
 
+MMAP_FROM_64_KIB = "glibc.malloc.mmap_threshold=65536"
+KEPT = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from count_faults import faults_of_freed_memory
+from toolkit.observe.rank_process import keep_freed_pages
+
+print(faults_of_freed_memory())
+keep_freed_pages()
+print(faults_of_freed_memory())
+"""
 pytestmark = pytest.mark.launch
 
 
@@ -24,3 +38,21 @@ def test_a_rank_imports_neither_bitsandbytes_nor_inductor_asks_no_numactl_and_le
     buffers = [line for line in rank["mapped"] if "deepspeed_allreduce_buffer" in line]
     assert len(buffers) == 2, "one of each rank"
     assert all(line.endswith("(deleted)") for line in buffers), "DeepSpeed leaves 64 MiB per rank in /dev/shm"
+    assert rank["faults_of_freed_memory"] < 100, "of 16,384 pages"
+
+
+def test_under_zero2_freed_memory_is_given_back(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
+    words = [*preset_job("zero2", tiny_model, faq_alpaca), "--output_dir", str(tmp_path / "out")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *words, script="rank_costs.py")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert read(tmp_path / "out.json")["faults_of_freed_memory"] >= 16_384
+
+
+@pytest.mark.parametrize("settings", [{}, {"MALLOC_MMAP_THRESHOLD_": "65536"}, {"GLIBC_TUNABLES": MMAP_FROM_64_KIB}])
+def test_pages_of_freed_memory_are_kept_unless_the_user_has_set_malloc(settings: dict[str, str]) -> None:
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")} | settings
+    counted = subprocess.run([sys.executable, "-c", KEPT], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert counted.stderr == ""
+    before, after = (int(number) for number in counted.stdout.split())
+    assert before >= 16_384, "glibc maps 64 MiB anew each time"
+    assert after >= 16_384 if settings else after < 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import logging
@@ -10,7 +11,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,10 @@ from toolkit.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from toolkit.observe.progress import Progress
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+"""Of glibc's malloc.h: -1 never gives the heap's end back, 0 puts large tensors into the heap, 1 is one for threads."""
 
 
 def prepare_environment() -> None:
@@ -40,6 +45,29 @@ def prepare_environment() -> None:
     FileBaton.wait = _announced(FileBaton.wait)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def share_one_heap() -> None:
+    """Let all threads that are started from now on use one heap: gloo's else keep what a step has freed from it."""
+    _set_malloc({M_ARENA_MAX: 1})
+
+
+def keep_freed_pages() -> None:
+    """Let glibc keep the memory of freed tensors for the next step, on a rank whose tensors are in host memory.
+
+    Otherwise the kernel gets it back, and clears every page that it gives out again.
+    """
+    _set_malloc({M_TRIM_THRESHOLD: -1, M_MMAP_MAX: 0})
+
+
+def _set_malloc(options: Mapping[int, int]) -> None:
+    """Set glibc's malloc, unless the user's own settings do; another C library is left as it is."""
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 def _announced(wait: Callable[[Any], None]) -> Callable[[Any], None]:
