@@ -41,13 +41,6 @@ def test_a_rank_imports_neither_bitsandbytes_nor_inductor_asks_no_numactl_and_le
     assert rank["faults_of_freed_memory"] < 100, "of 16,384 pages"
 
 
-def test_under_zero2_freed_memory_is_given_back(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
-    words = [*preset_job("zero2", tiny_model, faq_alpaca), "--output_dir", str(tmp_path / "out")]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *words, script="rank_costs.py")
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert read(tmp_path / "out.json")["faults_of_freed_memory"] >= 16_384
-
-
 @pytest.mark.parametrize("settings", [{}, {"MALLOC_MMAP_THRESHOLD_": "65536"}, {"GLIBC_TUNABLES": MMAP_FROM_64_KIB}])
 def test_pages_of_freed_memory_are_kept_unless_the_user_has_set_malloc(settings: dict[str, str]) -> None:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")} | settings

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from toolkit.observe.progress import Progress
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
-"""Of glibc's malloc.h: -1 never gives the heap's end back, 0 puts large tensors into the heap, 1 is one for threads."""
+# Of glibc's malloc.h: free bytes at which a heap's end is given back (-1: never), bytes from which memory is mapped on
+# its own instead of lying in a heap, and heaps that threads may have.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+# A bucket of ZeRO-1 and ZeRO-2 is larger: all of it is allocated in each step, and a part is used.
+MAPPED_BYTES = 2**27
 
 
 def prepare_environment() -> None:
@@ -48,8 +51,10 @@ def prepare_environment() -> None:
 
 
 def share_one_heap() -> None:
-    """Let all threads that are started from now on use one heap: gloo's else keep what a step has freed from it."""
-    _set_malloc({M_ARENA_MAX: 1})
+    """Let the threads that are started from now on use one heap, so that one has what another has freed."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
 
 
 def keep_freed_pages() -> None:
@@ -57,17 +62,16 @@ def keep_freed_pages() -> None:
 
     Otherwise the kernel gets it back, and clears every page that it gives out again.
     """
-    _set_malloc({M_TRIM_THRESHOLD: -1, M_MMAP_MAX: 0})
+    mallopt = _mallopt()
+    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES):  # glibc before 2.35 refuses so much
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def _set_malloc(options: Mapping[int, int]) -> None:
-    """Set glibc's malloc, unless the user's own settings do; another C library is left as it is."""
+def _mallopt() -> Callable[[int, int], int] | None:
+    """Return glibc's function; None with another C library, or where the user's own settings are to stay."""
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    with suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in options.items():
-            mallopt(option, value)
+        return None
+    return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def _announced(wait: Callable[[Any], None]) -> Callable[[Any], None]:

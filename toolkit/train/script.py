@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
@@ -46,19 +46,10 @@ def main(argv: Sequence[str], progress: Progress) -> None:
             parts = TrainerParts(trainer=PipelineTrainer)
             model = load_pipeline(args, compute_dtype=dtype, checkpoint=checkpoint)
         trainer = build_trainer(run, model, tokenizer, data, parts)
-        if keeps_freed_pages(args.training):
+        if args.training.device.type == "cpu":
             keep_freed_pages()
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         progress.enter("save")
         if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
         run.complete(untimed_steps=args.job.untimed_steps, saves=trainer.observer.saver.saves)
-
-
-def keeps_freed_pages(training: TrainingArguments) -> bool:
-    """Return whether steps are to reuse the memory that they free: on a CPU, but under ZeRO-1 and ZeRO-2.
-
-    There it would take a sixth more: their buffers of many sizes do not fit into each other's place.
-    """
-    engine = training.deepspeed_plugin
-    return training.device.type == "cpu" and (engine is None or engine.zero_stage == 3)
