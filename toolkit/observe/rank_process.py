@@ -63,7 +63,7 @@ def keep_freed_pages() -> None:
     Otherwise the kernel gets it back, and clears every page that it gives out again.
     """
     mallopt = _mallopt()
-    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES):  # glibc before 2.35 refuses so much
+    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES):  # an older glibc refuses more than 32 MiB
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
