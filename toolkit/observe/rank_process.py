@@ -52,9 +52,7 @@ def prepare_environment() -> None:
 
 def share_one_heap() -> None:
     """Let the threads that are started from now on use one heap, so that one has what another has freed."""
-    mallopt = _mallopt()
-    if mallopt is not None:
-        mallopt(M_ARENA_MAX, 1)
+    _set_malloc(M_ARENA_MAX, 1)
 
 
 def keep_freed_pages() -> None:
@@ -62,16 +60,20 @@ def keep_freed_pages() -> None:
 
     Otherwise the kernel gets it back, and clears every page that it gives out again.
     """
-    mallopt = _mallopt()
-    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES):  # an older glibc refuses more than 32 MiB
-        mallopt(M_TRIM_THRESHOLD, -1)
+    if _set_malloc(M_MMAP_THRESHOLD, MAPPED_BYTES):
+        _set_malloc(M_TRIM_THRESHOLD, -1)
 
 
-def _mallopt() -> Callable[[int, int], int] | None:
-    """Return glibc's function; None with another C library, or where the user's own settings are to stay."""
+def _set_malloc(option: int, value: int) -> bool:
+    """Set an option of glibc's malloc, and return whether it is set.
+
+    It is not with another C library, where the user's own settings are to stay, or where an older glibc refuses a
+    threshold above 32 MiB.
+    """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return None
-    return getattr(ctypes.CDLL(None), "mallopt", None)
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(option, value))
 
 
 def _announced(wait: Callable[[Any], None]) -> Callable[[Any], None]:

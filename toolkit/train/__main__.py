@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +12,6 @@ from toolkit.observe.rank_process import (
     leave,
     prepare_environment,
     run_reporting_failures,
-    share_one_heap,
     without_bitsandbytes,
 )
 
@@ -26,8 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     with garbage_collector_off(), without_bitsandbytes():
         prepare_environment()
-        if os.environ.get("DS_ACCELERATOR") == "cpu":
-            share_one_heap()
         from toolkit.train import script
     return run_reporting_failures(lambda progress: script.main(words, progress))
 

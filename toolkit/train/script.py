@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import set_seed
 
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
-from toolkit.observe.rank_process import keep_freed_pages
+from toolkit.observe.rank_process import keep_freed_pages, share_one_heap
 from toolkit.train.active_run import open_run
 from toolkit.train.arguments import LaunchContext, parse_args, set_up_libraries
 from toolkit.train.checkpointing import save_final_model
@@ -27,6 +28,8 @@ from toolkit.train.trainer import TrainerParts, build_trainer
 def main(argv: Sequence[str], progress: Progress) -> None:
     """Train as the arguments say. Raises whatever went wrong, which `toolkit.train.__main__` reports."""
     progress.enter("arguments")
+    if not torch.cuda.is_available():
+        share_one_heap()
     launch = LaunchContext.from_env()
     set_up_libraries(progress)
     args = parse_args(argv, launch)
