@@ -181,6 +181,7 @@ class Candidate:
             "activation_checkpointing": job.activation_checkpointing,
             "verdict": self.verdict,
             "planned_peak_bytes": memory.planned_peak_bytes,
+            "possible_peak_bytes": memory.possible_peak_bytes,
             "headroom_bytes": self.request.gpu.memory_bytes - memory.planned_peak_bytes,
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,
