@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from toolkit.hardware.gpu_table import GIGA
 from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, RecommendRequest, host_assumption
 from toolkit.plan.failures import FailingJob
+from toolkit.plan.finish import ANY_GPU, EXPECT, Work, finish_of
 from toolkit.plan.interconnect import Range
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command
 from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION, StepTime
-from toolkit.units import SECONDS_PER_HOUR, gib, seconds
+from toolkit.units import SECONDS_PER_HOUR, dollars, gib, percent, seconds, tenths_of_gib
 
 SHOWN, COMPARED = 3, 2  # alternatives and rejected presets that are shown without `--all`; alternatives to measure
 # Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
@@ -77,20 +79,31 @@ def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime
 
 
 def recommendation_json(
-    recommendation: Recommendation, request: RecommendRequest, *, model: str, objective: str, price: float | None
+    recommendation: Recommendation,
+    request: RecommendRequest,
+    *,
+    model: str,
+    objective: str,
+    price: float | None,
+    work: Work | None = None,
 ) -> dict[str, Any]:
     """Return the recommendation as `toolkit recommend --json` prints it; `price` is in dollars per GPU-hour."""
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
+
+    def row(candidate: Candidate) -> dict[str, Any]:
+        return _row(candidate, request, price, work)
+
     return {
         "model": model,
         "num_params": request.shape.num_params,
         "gpu": request.gpu.name,
         "world_size": request.world_size,
         "objective": objective,
-        "choice": _row(choice, request, price),
+        "choice": row(choice),
         "reasons": list(recommendation.reasons),
-        "others": [_row(other, request, price) | {"why_not": why_not[other.preset.name]} for other in others],
+        "others": [row(other) | {"why_not": why_not[other.preset.name]} for other in others],
         "why_not": why_not,
+        "instead": list(recommendation.instead),
         "rule_of_thumb": recommendation.rule_of_thumb,
         "scaling": [asdict(point) for point in scaling_curve(choice, request)],
         "command": train_command(choice, request, model),
@@ -98,7 +111,9 @@ def recommendation_json(
     }
 
 
-def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -> dict[str, Any]:
+def _row(
+    candidate: Candidate, request: RecommendRequest, price: float | None, work: Work | None = None
+) -> dict[str, Any]:
     speed = candidate.speed
     return {
         **candidate.as_row(),
@@ -106,7 +121,13 @@ def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -
         "global_batch_size": request.global_batch_size,
         **{name: getattr(speed, name, None) for name in ("communication_bytes_per_step", "communication_seconds")},
         "dollars_per_million_tokens": dollars_per_million_tokens(price, speed),
+        "finish": None if work is None else asdict(finish_of(candidate, work, prices_of(price))),
     }
+
+
+def prices_of(price: float | None) -> dict[str, float]:
+    """Return the one price of a recommendation as the prices of `toolkit plan`."""
+    return {} if price is None else {ANY_GPU: price}
 
 
 def recommendation_lines(
@@ -115,74 +136,85 @@ def recommendation_lines(
     *,
     model: str,
     price: float | None = None,
+    work: Work | None = None,
     scaling: bool = False,
     show_all: bool = False,
 ) -> list[str]:
     """Return the recommendation as lines of text that are legible without colour."""
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
-    every_row = " in every row" if request.job.lengths_differ is False else ""
-    need = f"; needs {gib(choice.memory.host.peak_bytes)} of host memory per node" if choice.preset.offloads else ""
+    equal = ", all of equal length" if request.job.lengths_differ is False else ""
+    host = f"; needs {tenths_of_gib(choice.memory.host.peak_bytes)} GiB of host memory per node"
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
-        f"{request.job.tokens_per_row:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
-        f"on {request.world_size} × {request.gpu.name}",
+        f"{request.job.tokens_per_row:,} tokens per sequence{equal}, {request.global_batch_size} sequences per step, "
+        f"on {request.world_size} x {request.gpu.name}",
         "",
-        f"  use       {choice.preset.name}: {choice.settings}{need}",
-        *_facts(choice, request, price),
-        *(f"  because   {reason}" for reason in recommendation.reasons),
-        "",
+        f"use       {choice.preset.name}: {choice.settings}{host if choice.preset.offloads else ''}",
+        *(f"because   {reason}" for reason in recommendation.reasons),
+        *_facts(choice, request, price, work),
+        *(f"instead   {way}" for way in recommendation.instead),
     ]
+    if recommendation.instead and not request.job.is_lora:
+        lines.append("instead   bf16 weights without fp32 master weights, as other tools train, are not planned")
     shown = None if show_all else SHOWN
     fitting = [other.preset.name for other in others]
-    rejected = [name for name in why_not if name not in fitting]
-    lines += [f"  or        {name}: {why_not[name]}" for name in fitting[:shown]]
-    lines += [f"  rejected  {name}: {why_not[name]}" for name in rejected[:shown]]
-    hidden = 0 if show_all else len(fitting[SHOWN:]) + len(rejected[SHOWN:])
-    lines += [f"  {hidden} more with `--all`"] if hidden else []
+    rejected = [name for name in why_not if name not in fitting] if show_all else list(recommendation.too_large)
+    lines += ["", *(f"or        {name}: {why_not[name]}" for name in fitting[:shown])]
+    lines += [f"rejected  {name}: {why_not[name]}" for name in rejected[:shown]]
+    hidden = 0 if show_all else len(why_not) - len(fitting[:SHOWN]) - len(rejected[:SHOWN])
+    lines += [f"{hidden} more with `--all`"] if hidden else []
     lines += ["", *_scaling_lines(scaling_curve(choice, request))] if scaling else []
-    lines += ["", "run it:", broken(train_command(choice, request, model))]
+    trainer = request.job.method.spec.trainer
+    lines += [
+        "",
+        "run it:" if trainer is None else f"run it, with a script of yours: TRL has none, but {trainer}:",
+        broken(train_command(choice, request, model)),
+        "",
+    ]
     compare = compare_command([choice, *others[:COMPARED]], request, model)
     if compare is None:
         measures = f"a run with `--max_steps {COMPARED_STEPS}` measures"
         if request.interconnect.num_nodes > 1:
             measures = "`toolkit compare` measures on one node"
-        return [*lines, "", f"No figure above is measured; {measures}."]
-    return [*lines, "", "No figure above is measured; this measures:", broken(compare)]
+        return [*lines, f"No figure above is measured; {measures}."]
+    return [*lines, "No figure above is measured; this measures:", broken(compare)]
 
 
-def _facts(choice: Candidate, request: RecommendRequest, price: float | None) -> list[str]:
+def _facts(choice: Candidate, request: RecommendRequest, price: float | None, work: Work | None) -> list[str]:
     memory, speed = choice.memory, choice.speed
-    left = gib(request.gpu.memory_bytes - memory.planned_peak_bytes)
     disk = f", {gib(memory.host.disk_bytes)} on its disk" if memory.host.disk_bytes else ""
-    lines = [
-        f"  memory    {gib(memory.planned_peak_bytes)} of {gib(request.gpu.memory_bytes)} per GPU, {left} left; "
-        f"{gib(memory.host.peak_bytes)} of host memory per node{disk}"
-    ]
+    host = f"{tenths_of_gib(memory.host.peak_bytes)} GiB of host memory per node{disk}"
+    lines = [f"memory    {choice.peak_text} per GPU; {host}"]
     if choice.preset.offloads and request.host_memory_bytes is None:
-        lines.append(f"  host      {host_assumption(request)}")
+        lines.append(f"host      {host_assumption(request)}")
     if speed is None:
-        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
+        return [*lines, "speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
     low, high = speed.tokens_per_second_per_gpu
-    lines += [
-        f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
-        f"MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, {seconds(speed.estimate_seconds)} per step "
-        f"({seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])})"
-    ]
-    lines += [f"  without   {NO_GENERATION}"] if speed.without_generation else []
-    lines += [f"  wider     because of {', '.join(speed.wider_for)}"] if speed.wider_for else []
+    wider = f"; the range is wide because of {' and '.join(speed.wider_for)}" if speed.wider_for else ""
+    without = f"; without {NO_GENERATION}" if speed.without_generation else ""
+    lines.append(
+        f"speed     {low:,.0f} to {high:,.0f} tokens/s per GPU (expect the lower end), "
+        f"{seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])} per step, "
+        f"MFU {percent(speed.mfu[0])} to {percent(speed.mfu[1])}{wider}{without}"
+    )
     if speed.communication_bytes_per_step:
         fast, slow = speed.communication_seconds
-        lines.append(
-            f"  network   {speed.communication_bytes_per_step / 1e9:,.1f} GB sent per step and GPU: {seconds(fast)} to "
-            f"{seconds(slow)} without overlap"
-        )
+        sent = f"{speed.communication_bytes_per_step / GIGA:,.1f} GB sent per step and GPU"
+        lines.append(f"network   {sent}: {seconds(fast)} to {seconds(slow)} without overlap")
     if speed.offload_efficiency is not None:
         worst, best = speed.offload_efficiency
-        lines.append(f"  offload   leaves {worst:.0%} to {best:.0%} of the time to the GPU without overlap")
-    dollars = dollars_per_million_tokens(price, speed)
-    if dollars is not None:
+        shares = f"{percent(worst)} to {percent(best)} of the time to the GPU"
+        lines.append(f"offload   leaves {shares}, without overlap")
+    if work is not None:
+        finish = finish_of(choice, work, prices_of(price))
+        least = "at least " if speed.without_generation else ""
+        lines.append(f"time      {least}{finish.time_text} ({EXPECT}): {finish.steps:,} steps for {work.text}")
+        lines += [f"cost      {least}{finish.cost_text} ({EXPECT})"] if price is not None else []
+    per_million = dollars_per_million_tokens(price, speed)
+    if price is not None and per_million is not None:
+        low_price, high_price = map(dollars, per_million)
         lines.append(
-            f"  price     ${dollars[0]:.3f} to ${dollars[1]:.3f} per million tokens at ${price:.2f} per GPU-hour"
+            f"price     {low_price} to {high_price} per million tokens ({EXPECT}), at {dollars(price)} per GPU-hour"
         )
     return lines
 

@@ -9,7 +9,7 @@ from functools import cache
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
 from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate
-from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
+from toolkit.plan.finish import dollars_per_million_tokens, price_of
 from toolkit.plan.planner import (
     Plan,
     PlanRequest,
@@ -33,7 +33,7 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
     check_request(request)
     presets = [each for each in request.presets if request.strict or not each.offloads]
     sizes = request.world_sizes or [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
-    gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in prices or not set(prices) - {ANY_GPU})]
+    gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in prices or not prices)]
 
     @cache
     def smallest(preset: PresetSpec, size: int) -> Candidate | None:
@@ -59,7 +59,7 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
 
     found = sorted(filter(None, map(fewest, gpus)), key=cost)
     if not found:
-        kinds = ", ".join(sorted(set(prices) - {ANY_GPU})) or "any GPU"
+        kinds = ", ".join(sorted(prices)) or "any GPU"
         raise ToolkitError(
             f"nothing fits on up to {max(sizes):,} of {kinds}",
             hint="`--activation-checkpointing`, `--lora-r 16`, or a smaller `--per-device-train-batch-size`",
