@@ -187,7 +187,7 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
 
 def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate]) -> NothingFits:
     """The smallest candidate, and the next doubling of the GPUs on which something fits, or other ways to save."""
-    hardware = f"{request.world_size} × {request.gpu.name}"
+    hardware = f"{request.world_size} x {request.gpu.name}"
     if not candidates:
         reasons = "; ".join(f"{preset.name} {why_refused(request, preset)}" for preset in presets)
         return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
@@ -212,7 +212,7 @@ def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candida
         fitting = [candidate for candidate in _candidates(usual, presets) if candidate.fits]
         if fitting:
             best = best_first(fitting)[0]
-            excluded = f", which `--optim {request.job.optim}` excludes" if best.preset.offloads else ""
+            excluded = f", which `--optim {request.job.optim}` excludes," if best.preset.offloads else ""
             ways.append(f"`{best.preset.name}`{excluded} fits: `--optim {DEFAULT_OPTIMIZER}`")
     gpu_bytes = request.gpu.memory_bytes
     short = [each for each in candidates if memory_verdict(each.memory, memory_bytes=gpu_bytes) == FITS]
