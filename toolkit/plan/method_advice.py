@@ -10,10 +10,9 @@ from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets.spec import PresetSpec
-from toolkit.units import GIB, MIB, gib, percent, tenths_of_gib
+from toolkit.units import GIB, gib, percent, tenths_of_gib
 
-MANY_LOGITS = 0.25  # of what torch allocates at the peak
-LEAST_SHOWN_BYTES = 50 * MIB
+MANY_LOGITS, NOTHING = 0.25, 0.001  # of what torch allocates at the peak
 
 
 def method_advice(
@@ -31,7 +30,7 @@ def method_advice(
         yield "no reference model: adapters are switched off for its log-probabilities, so precomputing saves no memory"
     if method.has_reference(lora=is_lora):
         held = max(phase.reference_bytes for phase in memory.phases)
-        if held >= LEAST_SHOWN_BYTES:
+        if held > NOTHING * peak.allocated_bytes:
             yield from _reference_advice(shape, preset, world_size, job, memory, held)
     logits = max(phase.logits_bytes for phase in memory.phases)
     if method.spec.loss in ("orpo", "simpo"):
@@ -69,7 +68,7 @@ def _reference_advice(
             memory.peak.allocated_bytes
             - plan_memory(shape, preset, world_size=world_size, job=without).peak.allocated_bytes
         )
-        if saved >= LEAST_SHOWN_BYTES:
+        if saved > NOTHING * memory.peak.allocated_bytes:
             yield f"`--precompute-ref-log-probs` lowers the peak by {gib(saved)}"
     if preset.engine == "fsdp2" and world_size > 1:
         gathers = "FSDP2 gathers the whole reference, and a copy of it, for its forward"

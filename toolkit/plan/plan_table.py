@@ -12,7 +12,7 @@ from toolkit.models.read_model import is_checked
 from toolkit.plan.candidates import host_assumption, tolerance_text
 from toolkit.plan.finish import EXPECT, Work, dollars_per_million_tokens, finish_of, finish_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
-from toolkit.plan.method_advice import LEAST_SHOWN_BYTES
+from toolkit.plan.method_advice import NOTHING
 from toolkit.plan.planner import (
     VERDICT_TEXT,
     Plan,
@@ -232,7 +232,7 @@ def _part_lines(plan: Plan) -> Iterator[str]:
     rows = [["", *(phase.phase for phase in memory.phases)]]
     for part in (*PARTS, "allocated"):
         sizes = [getattr(phase, f"{part}_bytes") for phase in memory.phases]
-        if max(sizes) >= LEAST_SHOWN_BYTES:
+        if max(sizes) > NOTHING * peak.allocated_bytes:
             rows.append([{"buffer": "buffers"}.get(part, part), *map(tenths_of_gib, sizes)])
     yield from (f"  {line}" for line in table_lines(rows))
     allocated, overhead = tenths_of_gib(peak.allocated_bytes), tenths_of_gib(memory.overhead_bytes)
