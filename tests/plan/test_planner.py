@@ -199,7 +199,7 @@ def test_the_json_has_the_promised_keys_and_each_is_in_the_docs() -> None:
             1,
             r"fits on 2 x h100-sxm with `fsdp2`: 66\.\d GiB planned, up to 6\d\.\d possible, of 79\.1; the next larger",
         ),
-        (8, 1, r"fits on 8 x h100-sxm with `\w+`: .* possible, of 79\.1; a per-GPU batch of up to \d+ does"),
+        (8, 1, r"fits on 8 x h100-sxm with `\w+`: .* possible, of 79\.1; a per-GPU batch of up to \d+ fits too"),
         (1, 1, r"does not fit on 1 x h100-sxm with `ddp`: 12\d\.\d GiB of 79\.1"),
     ],
 )

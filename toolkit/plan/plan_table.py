@@ -131,7 +131,7 @@ def summary(answer: PlanAnswer) -> str:
 def _next_batch(plan: Plan) -> str:
     size = plan.job.per_device_train_batch_size
     if plan.largest_micro_batch is not None and plan.largest_micro_batch > size:
-        return f"a per-GPU batch of up to {plan.largest_micro_batch} does"
+        return f"a per-GPU batch of up to {plan.largest_micro_batch} fits too"
     is_close = with_batch(plan, size + 1).verdict == TOO_CLOSE
     return f"the next larger batch {'is too close to call' if is_close else 'does not fit'}"
 
