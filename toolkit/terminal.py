@@ -31,23 +31,17 @@ def shown_on(stream: TextIO, text: str, *, verdicts: bool = False) -> str:
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
-    lines = [part for line in text.split("\n") for part in wrapped(line, width)]
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", None):
-        return "\n".join(lines)
-    colours = _LEVELS | (_VERDICTS if verdicts else {})
-    return "\n".join(_coloured(line, colours) for line in lines)
+    text = "\n".join(part for line in text.split("\n") for part in wrapped(line, width))
+    if not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", None):
+        for words, colour in (_LEVELS | (_VERDICTS if verdicts else {})).items():
+            text = re.sub(words, f"\x1b[{colour}m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
+    return text
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print the lines of an answer to stdout, with verdicts in colour on a terminal."""
     for line in lines:
         print(shown_on(sys.stdout, line, verdicts=True))
-
-
-def _coloured(line: str, colours: dict[str, str]) -> str:
-    for words, colour in colours.items():
-        line = re.sub(words, f"\x1b[{colour}m\\g<0>\x1b[0m", line)
-    return line
 
 
 def wrapped(line: str, width: int) -> list[str]:

@@ -42,7 +42,7 @@ def plan(
 
     Shows for each preset what fits. Without a GPU here and without --gpu: which GPUs, and how many, the job needs.
     """
-    from toolkit.plan.finish import check_prices, read_prices, work_of
+    from toolkit.plan.finish import Cost, read_prices, work_of
     from toolkit.plan.plan_table import PlanAnswer, plan_lines, print_json
     from toolkit.plan.planner import asks_which_gpus, make_plans, plan_request
     from toolkit.plan.which_gpus import gpus_for
@@ -58,10 +58,10 @@ def plan(
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
     request, compared = _calibrated(partial(plan_request, model), options)
     any_gpu, prices = compared is None and asks_which_gpus(options), read_prices(options.price_per_gpu_hour)
-    check_prices(prices, None if any_gpu else request.gpu.name.partition(",")[0])
-    plans = gpus_for(request, prices) if any_gpu else make_plans(request)
-    work = work_of(options, request.job, model)
-    answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
+    cost = Cost(work=work_of(options, request.job, model), prices=prices)
+    cost.check(None if any_gpu else request.gpu.name.partition(",")[0])
+    plans = gpus_for(request, cost) if any_gpu else make_plans(request)
+    answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, cost=cost)
     if not as_json:
         print_lines(plan_lines(answer, parts=options.parts))
         print_lines([] if compared is None else compared.lines())
@@ -89,7 +89,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
     from toolkit.plan.candidates import NothingFits
-    from toolkit.plan.finish import work_of
+    from toolkit.plan.finish import ANY_GPU, Cost, work_of
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommend import recommend_request
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
@@ -98,8 +98,8 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
 
     request, compared = _calibrated(partial(recommend_request, model), options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
-    described: dict[str, Any] = {"request": request, "model": model, "price": options.price_per_gpu_hour}
-    described["work"] = work_of(options, request.job, model)
+    price = options.price_per_gpu_hour
+    cost = Cost(work=work_of(options, request.job, model), prices={} if price is None else {ANY_GPU: price})
     try:
         found = choose(request, presets, objective=options.objective)
     except NothingFits as error:
@@ -109,8 +109,9 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
         values = layout_json(layout, request, model=model, error=error)
         lines = layout_lines(layout, request, model=model, error=error)
     else:
-        values = recommendation_json(found, objective=options.objective, **described)
-        lines = recommendation_lines(found, scaling=options.scaling, show_all=options.show_all, **described)
+        values = recommendation_json(found, request, model=model, objective=options.objective, cost=cost)
+        shown = {"scaling": options.scaling, "show_all": options.show_all}
+        lines = recommendation_lines(found, request, model=model, cost=cost, **shown)
     if compared is not None:
         values["measured"], lines = compared.as_row(), [*lines, "", *compared.lines()]
     if as_json:

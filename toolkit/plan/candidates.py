@@ -141,8 +141,11 @@ class Candidate:
 
     @property
     def peak_text(self) -> str:
-        """Planned and possible peak, and what the GPU has, for people."""
-        return peak_text(self.memory.planned_peak_bytes, self.memory.possible_peak_bytes, self.request.gpu)
+        """Planned and possible peak, and what the GPU has, for people; above that, there is no range."""
+        sizes = self.memory.planned_peak_bytes, self.memory.possible_peak_bytes, self.request.gpu.memory_bytes
+        planned, possible, memory = map(tenths_of_gib, sizes)
+        more = "" if sizes[0] > sizes[2] else f" planned, up to {possible} possible,"
+        return f"{planned} GiB{more} of {memory}"
 
     @property
     def host_refusal(self) -> str | None:
@@ -340,8 +343,8 @@ def tolerance_text(choice: Candidate, fitting: Sequence[Candidate], objective: s
         return "it shards and offloads least; `--gpu-tflops` plans speeds too"
     if len(fitting) == 1:
         return "it is the only one that fits"
-    resident = choice.job.load_in_4bit and choice.preset.offload_param is None
-    compared = [each for each in fitting if not resident or each.preset.offload_param is None]
+    on_gpu = choice.job.load_in_4bit and choice.preset.offload_param is None
+    compared = [each for each in fitting if each.preset.offload_param is None] if on_gpu else fitting
     fastest = min(compared, key=lambda candidate: candidate.seconds)
     if fastest is choice:
         return f"it is the fastest{' that keeps the weights on the GPU' if len(compared) < len(fitting) else ''}"
@@ -385,17 +388,6 @@ def host_assumption(request: RecommendRequest) -> str:
 
 class NothingFits(ToolkitError):
     """No preset fits on the GPUs, or none is for them."""
-
-
-def peak_text(planned_bytes: int, possible_bytes: int, gpu: Gpu) -> str:
-    """Return a planned peak with the upper end of its range, and the memory of the GPU: above that, there is no range.
-
-    >>> from toolkit.hardware.gpu_table import find_gpu
-    >>> peak_text(64 * GIB, 70 * GIB, find_gpu("h100")), peak_text(90 * GIB, 99 * GIB, find_gpu("h100"))
-    ('64.0 GiB planned, up to 70.0 possible, of 79.1', '90.0 GiB of 79.1')
-    """
-    more = "" if planned_bytes > gpu.memory_bytes else f" planned, up to {tenths_of_gib(possible_bytes)} possible,"
-    return f"{tenths_of_gib(planned_bytes)} GiB{more} of {tenths_of_gib(gpu.memory_bytes)}"
 
 
 def memory_refusal(candidate: Candidate) -> str:

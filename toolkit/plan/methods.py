@@ -49,12 +49,7 @@ class MethodSpec:
     beta: float | None = None  # TRL's default; None: no reference model
     num_generations: int = 0  # TRL's default; 0: completions are in the data
     options: tuple[str, ...] = ()
-    trainer: str | None = None  # of TRL, where it has no script of its own, `trl.scripts.METHOD`
-
-    @property
-    def has_script(self) -> bool:
-        """True if TRL has a script for the method."""
-        return self.trainer is None
+    trainer: str | None = None  # of TRL, where it has no script for the method, `trl.scripts.METHOD`
 
 
 METHODS = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import host_assumption, tolerance_text
-from toolkit.plan.finish import EXPECT, Work, dollars_per_million_tokens, finish_of, finish_row
+from toolkit.plan.candidates import host_assumption
+from toolkit.plan.finish import EXPECT, NO_COST, Cost
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
 from toolkit.plan.planner import (
@@ -18,7 +18,6 @@ from toolkit.plan.planner import (
     Plan,
     PlanRequest,
     best_plan,
-    with_batch,
 )
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.terminal import table_lines
@@ -36,21 +35,20 @@ class PlanAnswer:
     request: PlanRequest
     plans: Sequence[Plan]
     any_gpu: bool = False  # each plan has the fewest of one kind of GPU
-    work: Work | None = None
-    prices: Mapping[str, float] = field(default_factory=dict)
+    cost: Cost = NO_COST
 
     @property
-    def chosen(self) -> Plan:
-        """The plan that the answer is about: the fewest GPUs that fit, and the simplest of the fastest presets there.
+    def chosen(self) -> tuple[Plan, str]:
+        """The plan that the answer is about, and why: on the fewest GPUs that fit, the simplest of the fastest presets.
 
         Where nothing fits, the one with the least memory.
         """
         fitting = [plan for plan in self.plans if plan.verdict == FITS]
         if self.any_gpu:
-            return self.plans[0]
+            return self.plans[0], ""
         if fitting:
             return best_plan([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])
-        return min(self.plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes))
+        return min(self.plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes)), ""
 
     @property
     def ordered(self) -> list[Plan]:
@@ -71,17 +69,17 @@ def print_json(model: str, answer: PlanAnswer, **more: Any) -> None:
     head: dict[str, Any] = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
     head |= {"activations_from": shape.activations_from, "model_states_checked": are_states_checked(request)}
     head["summary"] = summary(answer)
-    rows = [plan.as_row() | finish_row(plan, answer.work, answer.prices) for plan in answer.plans]
+    rows = [plan.as_row() | answer.cost.as_row(plan) for plan in answer.plans]
     print(json.dumps(head | {"plans": rows} | more, indent=2))
 
 
 def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     """Yield the answer, a table of the plans, time and cost if they are asked for, and with `parts` all details."""
-    request, chosen, plans = answer.request, answer.chosen, answer.ordered
+    request, plans, (chosen, _) = answer.request, answer.ordered, answer.chosen
     yield from (summary(answer), _heading(answer), "")
     yield from _table(answer)
     yield ""
-    if answer.work is not None:
+    if answer.cost.work is not None:
         yield from _finish_lines(plans, answer)
     memory = "" if answer.any_gpu else f" of {tenths_of_gib(request.gpu.memory_bytes)}"
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
@@ -91,37 +89,32 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield from (f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused)
     if request.host_memory_bytes is None and (refused or chosen.preset.offloads):
         yield f"Host memory: {host_assumption(chosen.request)}."
+    if not answer.any_gpu and not parts:
+        yield from (f"{line[:1].upper()}{line[1:]}." for line in chosen.advice)
+    if parts:
+        for plan in plans if request.strict and not answer.any_gpu else [chosen]:
+            yield from ("", *_part_lines(plan))
+        reasons = dict.fromkeys(reason for plan in plans if plan.speed for reason in plan.speed.wider_for)
+        yield from ("", *([f"Ranges of speeds are wide for {'; '.join(reasons)}."] if reasons else []))
+    checked = f"{request.shape.model_type}, {request.job.method_text}"
     if not are_states_checked(request):
-        checked = f"{request.shape.model_type}, {request.job.method_text}"
         yield f"Model states are counted from config.json, and not checked for {checked}."
-    if not answer.any_gpu:
-        yield from (f"{line[:1].upper()}{line[1:]}." for line in chosen.advice if not parts)
-    if not parts:
-        more = "; `--preset` names presets that offload to the host" if answer.any_gpu else ""
-        yield f"What the memory is for: `--parts`{more}. Compared with one H200, never with several GPUs."
-        return
-    for plan in plans if request.strict and not answer.any_gpu else [chosen]:
-        yield from ("", *_part_lines(plan))
-    yield ""
-    if are_states_checked(request):
-        checked = f"{request.shape.model_type}, {request.job.method_text}"
+    elif parts:
         yield f"Model states are exact: tests compare them with the libraries ({checked})."
-    yield from _wider_lines(plans)
-    yield "Compared with one H200, never with several GPUs."
+    more = "; `--preset` names presets that offload to the host" if answer.any_gpu else ""
+    what = "" if parts else f"What the memory is for: `--parts`{more}. "
+    yield f"{what}Compared with one H200, never with several GPUs."
 
 
 def summary(answer: PlanAnswer) -> str:
     """Return the verdict in one line."""
-    best, found = answer.chosen, answer.request.finds_batch
+    (best, why), found = answer.chosen, answer.request.finds_batch
     where = f"{best.world_size} x {best.request.gpu.name} with `{best.preset.name}`"
     where += f": {f'{best.settings}, ' if found else ''}{best.peak_text}"
     if answer.any_gpu:
-        return f"{'cheapest of those with a price' if answer.prices else 'the least memory in all'}: {where}"
+        return f"{'cheapest of those with a price' if answer.cost.prices else 'the least memory in all'}: {where}"
     if best.verdict == FITS:
-        fastest = tolerance_text(
-            best, [plan for plan in answer.plans if plan.fits and plan.world_size == best.world_size]
-        )
-        return f"fits on {where}; {fastest if found else _next_batch(best)}"
+        return f"fits on {where}; {why if found else _next_batch(best)}"
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
@@ -132,8 +125,7 @@ def _next_batch(plan: Plan) -> str:
     size = plan.job.per_device_train_batch_size
     if plan.largest_micro_batch is not None and plan.largest_micro_batch > size:
         return f"a per-GPU batch of up to {plan.largest_micro_batch} fits too"
-    is_close = with_batch(plan, size + 1).verdict == TOO_CLOSE
-    return f"the next larger batch {'is too close to call' if is_close else 'does not fit'}"
+    return "no larger batch does"
 
 
 def _heading(answer: PlanAnswer) -> str:
@@ -165,41 +157,38 @@ def _heading(answer: PlanAnswer) -> str:
 
 def _table(answer: PlanAnswer) -> Iterator[str]:
     """A row per plan; what does not differ between the rows is in the lines around them."""
-    any_gpu, several = answer.any_gpu, len(answer.request.world_sizes) > 1
-    shown = {
-        "GPU": any_gpu,
-        "preset": True,
-        "GPUs": any_gpu or several,
-        "verdict": not any_gpu,
-        "batch": answer.request.finds_batch,
-        "GiB": True,
-        "up to": True,
-        "of": any_gpu,
-        "tokens/s per GPU": True,
-        "$ per M": bool(any_gpu and answer.prices),
-    }
-    names = [name for name, is_shown in shown.items() if is_shown]
-    rows = [names]
-    for plan in answer.ordered:
-        speed, memory = plan.speed, plan.memory
-        batch = f"{plan.job.per_device_train_batch_size}{' + ckpt' if plan.job.activation_checkpointing else ''}"
-        price = dollars_per_million_tokens(plan, answer.prices)
-        cells = {
-            "GPU": plan.request.gpu.name,
-            "preset": plan.preset.name,
-            "GPUs": str(plan.world_size),
-            "verdict": plan.verdict.replace("_", " "),
-            "batch": batch,
-            "GiB": tenths_of_gib(memory.planned_peak_bytes),
-            "up to": "" if plan.verdict == DOES_NOT_FIT else tenths_of_gib(memory.possible_peak_bytes),
-            "of": tenths_of_gib(plan.request.gpu.memory_bytes),
-            "tokens/s per GPU": " to ".join(map(_short, speed.tokens_per_second_per_gpu)) if speed else NOT_AVAILABLE,
-            "$ per M": NOT_AVAILABLE if price is None else dollars(price),
-        }
-        rows.append([cells[name] for name in names])
-    left = {at for at, name in enumerate(names) if name in ("GPU", "preset", "verdict", "batch")}
-    yield from table_lines(rows, left=left)
-    if answer.request.finds_batch and any(plan.job.activation_checkpointing for plan in answer.ordered):
+    any_gpu, request, cost = answer.any_gpu, answer.request, answer.cost
+    recomputes = any(plan.job.activation_checkpointing for plan in answer.ordered)
+
+    def batch(plan: Plan) -> str:
+        return f"{plan.job.per_device_train_batch_size}{' + ckpt' if plan.job.activation_checkpointing else ''}"
+
+    def most(plan: Plan) -> str:
+        return "" if plan.verdict == DOES_NOT_FIT else tenths_of_gib(plan.memory.possible_peak_bytes)
+
+    def speed(plan: Plan) -> str:
+        return " to ".join(map(_short, plan.speed.tokens_per_second_per_gpu)) if plan.speed else NOT_AVAILABLE
+
+    def price(plan: Plan) -> str:
+        return NOT_AVAILABLE if (value := cost.per_million_tokens(plan)) is None else dollars(value)
+
+    columns: list[tuple[str, bool, Callable[[Plan], str]]] = [
+        ("GPU", any_gpu, lambda plan: plan.request.gpu.name),
+        ("preset", True, lambda plan: plan.preset.name),
+        ("GPUs", any_gpu or len(request.world_sizes) > 1, lambda plan: str(plan.world_size)),
+        ("verdict", not any_gpu, lambda plan: plan.verdict.replace("_", " ")),
+        ("batch", request.finds_batch, batch),
+        ("GiB", True, lambda plan: tenths_of_gib(plan.memory.planned_peak_bytes)),
+        ("up to", True, most),
+        ("of", any_gpu, lambda plan: tenths_of_gib(plan.request.gpu.memory_bytes)),
+        ("tokens/s per GPU", True, speed),
+        ("$ per M", any_gpu and bool(cost.prices), price),
+    ]
+    names = [name for name, is_shown, _ in columns if is_shown]
+    rows = [[cell(plan) for _, is_shown, cell in columns if is_shown] for plan in answer.ordered]
+    left = {names.index(name) for name in ("GPU", "preset", "verdict", "batch") if name in names}
+    yield from table_lines([names, *rows], left=left)
+    if request.finds_batch and recomputes:
         yield "batch: per GPU; ckpt: activation checkpointing"
 
 
@@ -210,17 +199,13 @@ def _short(speed: float) -> str:
 
 def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
     """Steps, hours and dollars of each plan that may fit."""
-    assert answer.work is not None
-    yield f"To finish {answer.work.text}, without loading, evaluation and saving; {EXPECT}:"
+    assert answer.cost.work is not None
+    yield f"To finish {answer.cost.work.text}, without loading, evaluation and saving; {EXPECT}:"
     rows = []
     for plan in plans:
         if plan.verdict != DOES_NOT_FIT:
-            finish = finish_of(plan, answer.work, answer.prices)
-            least = "at least " if plan.speed is not None and plan.speed.without_generation else ""
-            first = f", {60 * finish.precompute_hours:,.1f} min of it to precompute" if finish.precompute_hours else ""
-            where = f"{plan.world_size} x {plan.request.gpu.name}"
-            steps = f"{finish.steps:,} steps"
-            rows.append((where, plan.preset.name, steps, f"{least}{finish.time_text}{first}", finish.cost_text))
+            finish, where = answer.cost.finish(plan), f"{plan.world_size} x {plan.request.gpu.name}"
+            rows.append((where, plan.preset.name, f"{finish.steps:,} steps", finish.time_text, finish.cost_text))
     yield from table_lines(rows, left=(0, 1)) if rows else ()
     yield ""
 
@@ -253,18 +238,6 @@ def _part_lines(plan: Plan) -> Iterator[str]:
             )
             yield f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}"
     yield from plan.advice
-
-
-def _wider_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Presets whose range of speeds is wider than that of published rows, by the reason."""
-    by_reason: dict[str, list[str]] = {}
-    for plan in plans:
-        for reason in plan.speed.wider_for if plan.speed else ():
-            names = by_reason.setdefault(reason, [])
-            names += [plan.preset.name] if plan.preset.name not in names else []
-    every = {plan.preset.name for plan in plans}
-    for reason, names in by_reason.items():
-        yield f"The range of speeds is wider for {reason} ({'all' if set(names) == every else ', '.join(names)})."
 
 
 def are_states_checked(request: PlanRequest) -> bool:

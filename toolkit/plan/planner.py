@@ -29,6 +29,7 @@ from toolkit.plan.candidates import (
     default_global_batch,
     divided_request,
     refusal,
+    tolerance_text,
 )
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
@@ -248,9 +249,11 @@ def smallest_plan(request: PlanRequest, preset: PresetSpec, world_size: int) -> 
     return candidate_of(on_gpus, preset, job)
 
 
-def best_plan(plans: Sequence[Plan]) -> Plan:
-    """Return the plan that `toolkit recommend` would choose; of presets that it never names, if there are no others."""
-    return best_first([plan for plan in plans if refusal(plan.request, plan.preset) is None] or plans)[0]
+def best_plan(plans: Sequence[Plan]) -> tuple[Plan, str]:
+    """Return the plan that `toolkit recommend` would choose, and why; of presets that it never names, if need be."""
+    named = [plan for plan in plans if refusal(plan.request, plan.preset) is None] or plans
+    best = best_first(named)[0]
+    return best, tolerance_text(best, named)
 
 
 def with_batch(candidate: Candidate, micro_batch: int) -> Candidate:

@@ -163,20 +163,7 @@ def _compared(candidate: Candidate, choice: Candidate) -> str:
         text += ", which a plan cannot tell apart"
     elif low < 1 < high:
         text += ", depending on the interconnect"
-    advantages = _advantages(candidate, choice)
-    return f"{text}; {planned}{'; saves ' if advantages else ''}{', '.join(advantages)}"
-
-
-def _advantages(candidate: Candidate, choice: Candidate) -> list[str]:
-    """What a candidate that was not chosen needs less of, from 1 GiB and 1 GB on."""
-    own, chosen = candidate.memory, choice.memory
-    saved = {"per GPU": chosen.planned_peak_bytes - own.planned_peak_bytes}
-    saved["of host memory per node"] = chosen.host.peak_bytes - own.host.peak_bytes
-    found = [f"{tenths_of_gib(size)} GiB {where}" for where, size in saved.items() if size >= GIB]
-    if candidate.speed is not None and choice.speed is not None:
-        unsent = choice.speed.communication_bytes_per_step - candidate.speed.communication_bytes_per_step
-        found += [f"{unsent / GIGA:,.1f} GB sent per step"] if unsent >= GIGA else []
-    return found
+    return f"{text}; {planned}"
 
 
 def ratios_text(one: Candidate, other: Candidate) -> str:
@@ -207,13 +194,6 @@ def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], cand
 def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate]) -> list[str]:
     """What fits on these GPUs: other ways to train, and an offload for which a node needs more memory than it has."""
     ways = list(_other_trainings(request, presets))
-    if request.job.optim != DEFAULT_OPTIMIZER:
-        usual = replace(request, job=replace(request.job, optim=DEFAULT_OPTIMIZER))
-        fitting = [candidate for candidate in _candidates(usual, presets) if candidate.fits]
-        if fitting:
-            best = best_first(fitting)[0]
-            excluded = f", which `--optim {request.job.optim}` excludes," if best.preset.offloads else ""
-            ways.append(f"`{best.preset.name}`{excluded} fits: `--optim {DEFAULT_OPTIMIZER}`")
     gpu_bytes = request.gpu.memory_bytes
     short = [each for each in candidates if memory_verdict(each.memory, memory_bytes=gpu_bytes) == FITS]
     if short:
@@ -226,22 +206,23 @@ def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candida
 def _other_trainings(
     request: RecommendRequest, presets: Sequence[PresetSpec], *, offloads: bool = True
 ) -> Iterator[str]:
-    """What fits on these GPUs where less is trained, or less kept of it; without `offloads` in the GPUs' memory."""
+    """Adapters and other optimizer states that fit on these GPUs; without `offloads` in the memory of the GPUs."""
     job = request.job
     others: list[tuple[str, str, dict[str, Any]]] = []
+    if job.optim != DEFAULT_OPTIMIZER:
+        others.append(("AdamW", f"--optim {DEFAULT_OPTIMIZER}", {"optim": DEFAULT_OPTIMIZER}))
+    elif not job.is_lora:
+        others.append(("AdamW with 8-bit states", f"--optim {EIGHT_BIT}", {"optim": EIGHT_BIT}))
     if not job.is_lora:
         others.append(("LoRA", "--lora-r 16", {"lora_r": 16}))
-        if job.optim != EIGHT_BIT:
-            others.insert(0, ("8-bit optimizer states", f"--optim {EIGHT_BIT}", {"optim": EIGHT_BIT}))
     if not job.load_in_4bit:
         flags = "--load-in-4bit" if job.is_lora else "--lora-r 16 --load-in-4bit"
         others.append(("QLoRA", flags, {"lora_r": job.lora_r or 16, "load_in_4bit": True}))
     for name, flags, changes in others:
-        trained = replace(request, job=replace(job, **changes))
-        planned = _candidates(trained, presets)
+        planned = _candidates(replace(request, job=replace(job, **changes)), presets)
         fitting = [each for each in planned if each.fits and (offloads or not each.preset.offloads)]
         if fitting:
             best = best_first(fitting)[0]
-            peak = tenths_of_gib(best.memory.planned_peak_bytes)
-            ways = "fit" if name.endswith("s") else "fits"
-            yield f"{name} {ways} here, {peak} GiB per GPU with `{best.preset.name}`: `{flags}`"
+            where = f"{tenths_of_gib(best.memory.planned_peak_bytes)} GiB per GPU with `{best.preset.name}`"
+            where += f", which {job.optim} excludes" if best.preset.offloads and "optim" in changes else ""
+            yield f"{name} fits here, {where}: `{flags}`"

@@ -59,7 +59,7 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     preset, nodes = candidate.preset, request.interconnect.num_nodes
     if candidate.job.method.method != SFT:
         name = candidate.job.method.method
-        script = f"--module trl.scripts.{name}" if candidate.job.method.spec.has_script else f"--script {name}.py"
+        script = f"--module trl.scripts.{name}" if candidate.job.method.spec.trainer is None else f"--script {name}.py"
         return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script} -- {words}"
     if nodes == 1:
         return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
