@@ -114,7 +114,7 @@ def summary(answer: PlanAnswer) -> str:
     if answer.any_gpu:
         return f"{'cheapest of those with a price' if answer.cost.prices else 'the least memory in all'}: {where}"
     if best.verdict == FITS:
-        return f"fits on {where}; {why if found else _next_batch(best)}"
+        return f"fits on {where}; {why if found and len(answer.plans) > 1 else _next_batch(best)}"
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"

@@ -9,6 +9,7 @@ they are compared at the same end of their ranges and never across.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,8 +177,8 @@ def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], cand
     """The smallest candidate, and the next doubling of the GPUs on which something fits, or other ways to save."""
     hardware = f"{request.world_size} x {request.gpu.name}"
     if not candidates:
-        reasons = "; ".join(f"{preset.name} {why_refused(request, preset)}" for preset in presets)
-        return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
+        ((why, _),) = Counter(str(why_refused(request, preset)) for preset in presets).most_common(1)
+        return NothingFits(f"no preset is for {hardware}: the usual one {why}", hint="see `toolkit presets`")
     smallest = min(candidates, key=lambda each: (each.host_refusal is not None, each.memory.planned_peak_bytes))
     reason = memory_refusal(smallest).removeprefix("it ")
     ways, size = _ways_here(request, presets, candidates), 2 * request.world_size

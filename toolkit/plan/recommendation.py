@@ -174,8 +174,9 @@ def _facts(choice: Candidate, request: RecommendRequest, cost: Cost) -> Iterator
         yield f"offload   leaves {shares} of the time to the GPU, without overlap"
     if cost.work is not None:
         finish = cost.finish(choice)
+        of_data = "" if cost.work.max_steps else f" for {cost.work.text}"
         total = f", {finish.cost_text}" if finish.cost_text else ""
-        yield f"total     {finish.time_text}{total} ({EXPECT}): {finish.steps:,} steps for {cost.work.text}"
+        yield f"total     {finish.time_text}{total} ({EXPECT}): {finish.steps:,} steps{of_data}"
     if per_million := cost.range_per_million_tokens(choice):
         yield f"price     {' to '.join(map(dollars, per_million))} per million tokens ({EXPECT})"
 
