@@ -23,7 +23,7 @@ from typing import TextIO
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.installation import documentation_address, missing_package
-from toolkit.terminal import shown_on
+from toolkit.screen_text import shown_on
 
 DEBUG_VARIABLE = "TOOLKIT_DEBUG"
 REPORT_PAGE = "how-to/report-a-problem.md"

@@ -36,7 +36,7 @@ from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.timeline import Goodput
-from toolkit.terminal import wrapped
+from toolkit.screen_text import wrapped
 from toolkit.units import counted
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import typer
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
-from toolkit.terminal import shown_on
+from toolkit.screen_text import shown_on
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
 

@@ -19,7 +19,7 @@ from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 from toolkit.job.argument_values import Range, check_range
 from toolkit.launch.options import ScriptOptions
 from toolkit.plan.options import JobAndGpuOptions, PlanOptions, RecommendOptions
-from toolkit.terminal import print_lines
+from toolkit.screen_text import print_lines
 
 if TYPE_CHECKING:  # loaded by the command that needs it
     from toolkit.plan.candidates import PlannedModel

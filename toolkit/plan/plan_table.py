@@ -20,7 +20,7 @@ from toolkit.plan.planner import (
     best_plan,
 )
 from toolkit.plan.step_time import NO_GENERATION
-from toolkit.terminal import table_lines
+from toolkit.screen_text import table_lines
 from toolkit.units import NOT_AVAILABLE, dollars, gib, number, percent, seconds, tenths_of_gib
 
 MAX_GPUS_SHOWN = 12

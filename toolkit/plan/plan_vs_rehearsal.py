@@ -20,7 +20,7 @@ from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
 from toolkit.presets.support import unsupported
 from toolkit.rehearse.rehearsal import Rehearsal, plan_rehearsal, rehearse_once
-from toolkit.terminal import table_lines
+from toolkit.screen_text import table_lines
 from toolkit.units import NOT_AVAILABLE, gib
 
 STATES = PARTS[:3]

@@ -15,7 +15,7 @@ from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command
 from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION
-from toolkit.terminal import table_lines
+from toolkit.screen_text import table_lines
 from toolkit.units import dollars, gib, percent, seconds, tenths_of_gib
 
 SHOWN, COMPARED = 3, 2  # alternatives and rejected presets that are shown without `--all`; alternatives to measure

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launching import LLAMA_8B_CONFIG
 
-from toolkit.terminal import wrapped
+from toolkit.screen_text import wrapped
 
 COLUMNS = 80
 H100 = ["--gpu", "h100", "--num-processes", "8"]
