@@ -114,18 +114,14 @@ def summary(answer: PlanAnswer) -> str:
     if answer.any_gpu:
         return f"{'cheapest of those with a price' if answer.cost.prices else 'the least memory in all'}: {where}"
     if best.verdict == FITS:
-        return f"fits on {where}; {why if found and len(answer.plans) > 1 else _next_batch(best)}"
+        largest = best.largest_micro_batch or 0
+        is_larger = largest > best.job.per_device_train_batch_size
+        batch = f"a per-GPU batch of up to {largest} fits too" if is_larger else "no larger batch does"
+        return f"fits on {where}; {why if found and len(answer.plans) > 1 else batch}"
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
     return text if more is None else f"{text}; `{more.preset.name}` fits on {more.smallest_world_size} GPUs"
-
-
-def _next_batch(plan: Plan) -> str:
-    size = plan.job.per_device_train_batch_size
-    if plan.largest_micro_batch is not None and plan.largest_micro_batch > size:
-        return f"a per-GPU batch of up to {plan.largest_micro_batch} fits too"
-    return "no larger batch does"
 
 
 def _heading(answer: PlanAnswer) -> str:

@@ -256,12 +256,6 @@ def best_plan(plans: Sequence[Plan]) -> tuple[Plan, str]:
     return best, tolerance_text(best, named)
 
 
-def with_batch(candidate: Candidate, micro_batch: int) -> Candidate:
-    """Return a candidate with another micro-batch."""
-    job = replace(candidate.job, per_device_train_batch_size=micro_batch)
-    return candidate_of(candidate.request, candidate.preset, job)
-
-
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
     """The smallest power of two, up to 1,024, on which the job fits, with the smallest batch if that is to be found.
 
@@ -310,7 +304,8 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
         communication_bytes_per_step=communication_bytes(collectives),
         traffic=dimension_traffic(collectives, on_gpus.interconnect),
         largest_micro_batch=largest_micro_batch(
-            lambda size: with_batch(candidate, size).fits, near=job.per_device_train_batch_size
+            lambda size: candidate_of(candidate.request, preset, replace(job, per_device_train_batch_size=size)).fits,
+            near=job.per_device_train_batch_size,
         ),
         smallest_world_size=smallest,
         advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=candidate.memory)),
