@@ -253,7 +253,7 @@ def best_plan(plans: Sequence[Plan]) -> tuple[Plan, str]:
     """Return the plan that `toolkit recommend` would choose, and why; of presets that it never names, if need be."""
     named = [plan for plan in plans if refusal(plan.request, plan.preset) is None] or plans
     best = best_first(named)[0]
-    return best, tolerance_text(best, named)
+    return best, tolerance_text(best, named if len(named) > 1 else plans)
 
 
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
