@@ -23,6 +23,7 @@ from typing import TextIO
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.installation import documentation_address, missing_package
+from toolkit.screen_text import shown_on
 
 DEBUG_VARIABLE = "TOOLKIT_DEBUG"
 REPORT_PAGE = "how-to/report-a-problem.md"
@@ -90,7 +91,7 @@ def print_message(text: str) -> None:
     A terminal that is gone, or a full disk, does not end the work.
     """
     try:
-        print(visible(hide_secrets(text), keep="\n\t"), file=sys.stderr, flush=True)
+        print(shown_on(sys.stderr, visible(hide_secrets(text), keep="\n\t")), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: closed
         _discard(sys.stderr)
 

@@ -27,6 +27,24 @@ def gib(num_bytes: int | None) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def tenths_of_gib(num_bytes: int) -> str:
+    """Format bytes as a number of GiB, as plans show peaks and the memory of a GPU.
+
+    >>> tenths_of_gib(25_250_000_000)
+    '23.5'
+    """
+    return number(num_bytes / GIB, 1)
+
+
+def dollars(value: float) -> str:
+    """Format a price, with tenths of a cent below a dollar.
+
+    >>> dollars(0.1184), dollars(0.4), dollars(1234.5)
+    ('$0.118', '$0.40', '$1,234.50')
+    """
+    return f"${value:,.{2 if value >= 1 or value == round(value, 2) else 3}f}"
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """Format a number with thousands separators, or `n/a`."""
     return NOT_AVAILABLE if value is None else f"{value:,.{digits}f}"

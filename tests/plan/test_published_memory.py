@@ -195,12 +195,15 @@ def mpt_plan(row: dict[str, str], accumulate: str | None = None) -> MemoryPlan:
     return plan_memory(shape, load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
 
 
-@pytest.mark.parametrize(("accumulate", "refused", "gib_of_30b"), [(None, 0, 70), ("whole", 20, 112)])
-def test_what_ran_at_mosaicml_on_full_rows_is_not_called_impossible_except_with_whole_gradients(
-    accumulate: str | None, refused: int, gib_of_30b: int
+@pytest.mark.parametrize(
+    ("accumulate", "above", "far_above", "gib_of_30b"), [(None, 14, 0, 70), ("whole", 42, 26, 112)]
+)
+def test_what_ran_at_mosaicml_is_planned_at_most_7_percent_above_its_gpu_except_with_whole_gradients(
+    accumulate: str | None, above: int, far_above: int, gib_of_30b: int
 ) -> None:
     plans = [(row, mpt_plan(row, accumulate)) for row in RAN]
-    verdicts = [memory_verdict(plan, memory_bytes=GPU_BYTES[row["gpu"]]) for row, plan in plans]
-    assert (len(RAN), verdicts.count(DOES_NOT_FIT)) == (191, refused)
+    over = [plan.planned_peak_bytes / GPU_BYTES[row["gpu"]] - 1 for row, plan in plans]
+    refused = [memory_verdict(plan, memory_bytes=GPU_BYTES[row["gpu"]]) for row, plan in plans].count(DOES_NOT_FIT)
+    assert (len(RAN), refused, sum(each > 0.07 for each in over)) == (191, above, far_above)
     job = {"model": "30b", "seq": "2048", "gpu": "h100_80gb", "gpus": "8"}  # 21 accumulation steps
     assert round(next(plan for row, plan in plans if row.items() >= job.items()).planned_peak_bytes / GIB) == gib_of_30b

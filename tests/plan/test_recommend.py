@@ -5,6 +5,7 @@ PYTHONPATH=tests:. python tests/plan/test_recommend.py    # rewrites the table i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -20,6 +21,8 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.plan import recommendation
 from toolkit.plan.candidates import RecommendRequest, best_candidates
+from toolkit.plan.finish import ANY_GPU, Cost
+from toolkit.plan.methods import METHODS, SFT
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.recommend import Recommendation, recommend, recommend_request
@@ -52,8 +55,8 @@ def by_memory() -> str:
         answer = found(request(memory_gib=memory_gib))
         job, rule = answer.choice.job, answer.rule_of_thumb
         recomputes = ", checkpointing" if job.activation_checkpointing else ""
-        cost = "" if rule == answer.choice.preset.name else re.sub("; for it: [^;]*", "", answer.why_not[rule])
-        chosen = f"`{answer.choice.preset.name}`, micro-batch {job.per_device_train_batch_size}{recomputes}"
+        cost = "" if rule == answer.choice.preset.name else answer.why_not[rule]
+        chosen = f"`{answer.choice.preset.name}`, per-GPU batch {job.per_device_train_batch_size}{recomputes}"
         lines.append(f"| {memory_gib} | {chosen} | `{rule}` | {cost} |")
     return "\n".join(lines) + "\n"
 
@@ -84,7 +87,7 @@ def test_every_other_preset_has_a_reason_against_it() -> None:
     assert why_not["zero3_nvme_offload"].startswith("needs a local NVMe disk")
     assert "changes the training problem" in why_not["zeropp"]
     assert why_not["ddp"].startswith("does not fit: ")
-    assert "GiB of 79.14 GiB (micro-batch 1" in why_not["ddp"]
+    assert "GiB of 79.1 (per-GPU batch 1" in why_not["ddp"]
     names = {preset.name for preset in list_presets()}
     assert names - why_not.keys() == {found(request()).choice.preset.name}
 
@@ -113,10 +116,15 @@ def test_4_bit_weights_that_fit_are_replicated() -> None:
 @pytest.mark.parametrize(
     ("changes", "presets", "message", "hint"),
     [
-        ({"memory_gib": 20}, ["fsdp2", "zero3"], r"on 8 × h100-sxm.*fit: .* GiB of 20.00 GiB", "LoRA fits here, "),
+        (
+            {"memory_gib": 20},
+            ["fsdp2", "zero3"],
+            r"on 8 x h100-sxm.*fit: .* GiB of 20.0 ",
+            "AdamW with 8-bit states fits here, ",
+        ),
         ({"memory_gib": 2}, ["fsdp2"], "nothing fits", "a shorter `--max-seq-length`, or a larger GPU"),
-        ({"gpu": find_gpu("v100-32gb")}, ["ddp"], r"no preset is for 8 × v100-32gb: .*has no hardware", "see `toolkit"),
-        ({"host_memory_bytes": 64 * GIB}, ["zero3_cpu_offload"], "of host memory per node, which has 64.00 GiB", ""),
+        ({"gpu": find_gpu("v100-32gb")}, ["ddp"], r"no preset is for 8 x v100-32gb: .*has no hardware", "see `toolkit"),
+        ({"host_memory_bytes": 64 * GIB}, ["zero3_cpu_offload"], "of host memory per node, which has 64.0", ""),
     ],
 )
 def test_an_error_names_the_smallest_plan(changes: dict[str, Any], presets: list[str], message: str, hint: str) -> None:
@@ -127,7 +135,7 @@ def test_an_error_names_the_smallest_plan(changes: dict[str, Any], presets: list
 
 def test_where_nothing_fits_the_hint_has_what_fits_here_before_more_gpus() -> None:
     options = RecommendOptions(gpu="4090", num_processes=2, host_memory_gib=64)
-    with pytest.raises(ToolkitError, match="nothing fits on 2 × rtx-4090") as refused:
+    with pytest.raises(ToolkitError, match="nothing fits on 2 x rtx-4090") as refused:
         recommend(recommend_request(MODEL, options), list_presets())
     ways = [way.rpartition(": ")[2] for way in (refused.value.hint or "").split("; ")]
     assert ways == ["`--lora-r 16`", "`--lora-r 16 --load-in-4bit`", "`--host-memory-gib 121`", "`--num-processes 8`"]
@@ -138,23 +146,104 @@ def test_where_nothing_fits_the_hint_has_what_fits_here_before_more_gpus() -> No
 def test_the_first_line_of_an_offload_has_the_host_memory_it_needs() -> None:
     asked = recommend_request(MODEL, RecommendOptions(gpu="rtx-4090", num_processes=2))
     lines = recommendation.recommendation_lines(found(asked), asked, model="m")
-    assert lines[2].startswith("  use       fsdp2_cpu_offload: ")
+    assert lines[2].startswith("use       fsdp2_cpu_offload: ")
     assert lines[2].endswith(" GiB of host memory per node")
-    assert any(line.startswith("  host      128 GiB per node assumed, 64 per GPU (") for line in lines)
+    assert any(line.startswith("host      128 GiB per node assumed, 64 per GPU (") for line in lines)
 
 
-def test_three_alternatives_with_what_speaks_for_them_and_three_rejected_are_shown_without_all() -> None:
+def test_beside_an_offload_is_what_fits_on_the_gpus_instead() -> None:
+    options = RecommendOptions(gpu="rtx-4090", num_processes=1)
+    asked = recommend_request("Qwen/Qwen3-1.7B", options)
+    answer = found(asked)
+    assert answer.choice.preset.offloads
+    ways = dict(re.findall(r"^(.*) fits here, .* with `\w+`: `(.*)`$", "\n".join(answer.instead), re.MULTILINE))
+    assert ways == {"LoRA": "--lora-r 16", "QLoRA": "--lora-r 16 --load-in-4bit"}
+    for changes in ({"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}):
+        choice = recommend(recommend_request("Qwen/Qwen3-1.7B", replace(options, **changes)), list_presets()).choice
+        assert not choice.preset.offloads
+    lines = recommendation.recommendation_lines(answer, asked, model="m")
+    assert "instead   bf16 weights without fp32 master weights, as other tools train, are not planned" in lines
+    assert recommendation_json(answer, asked, model="m", objective="fastest")["instead"] == list(answer.instead)
+    assert found(request()).instead == ()
+
+
+def test_an_optimizer_that_excludes_the_offload_that_would_fit_says_so() -> None:
+    options = RecommendOptions(gpu="rtx-4090", num_processes=1, optim="adamw_8bit")
+    with pytest.raises(ToolkitError, match="nothing fits on 1 x rtx-4090") as refused:
+        recommend(recommend_request("Qwen/Qwen3-1.7B", options), list_presets())
+    assert re.match(
+        r"AdamW fits here, .*_cpu_offload`, which adamw_8bit excludes: `--optim adamw_torch_fused`",
+        str(refused.value.hint),
+    )
+
+
+def test_the_reason_is_the_rule_and_says_what_the_other_checkpointing_would_take() -> None:
+    asked = recommend_request("Qwen/Qwen3-8B", RecommendOptions(gpu="h100", num_processes=8, max_seq_length=2048))
+    rule, checkpointing = found(asked).reasons
+    assert rule == "it is within 15 % of the fastest (`fsdp2`), and shards least"
+    assert re.fullmatch(
+        r"with activation checkpointing \(per-GPU batch 4\) a step takes 1.\d\d to 1.\d\d times as long", checkpointing
+    )
+    assert found(request(), objective="least-memory").reasons[0] == "it needs the least memory per GPU"
+
+
+def test_the_measuring_command_measures_the_recommended_setting() -> None:
+    for model, options in (
+        ("Qwen/Qwen3-8B", RecommendOptions(gpu="h100", num_processes=8, max_seq_length=2048)),
+        (
+            "meta-llama/Llama-3.3-70B-Instruct",
+            RecommendOptions(gpu="a100-80gb", num_processes=2, lora_r=16, load_in_4bit=True),
+        ),
+    ):
+        asked = recommend_request(model, options)
+        answer = found(asked)
+        command, measuring = (
+            train_command(answer.choice, asked, model),
+            compare_command([answer.choice, *answer.others[:2]], asked, model),
+        )
+        assert measuring is not None
+        words, measured = (text.split(" -- ")[1].split(" --") for text in (command, measuring))
+        assert set(measured) - set(words) == {"max_steps 20"}
+        assert {word.split()[0] for word in set(words) - set(measured)} == {"output_dir"}
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != SFT])
+def test_a_method_has_trls_own_script_or_says_that_there_is_none(method: str) -> None:
+    options = RecommendOptions(gpu="h100", num_processes=8, method=method, lora_r=16)
+    asked = recommend_request("Qwen/Qwen3-1.7B", options)
+    answer = found(asked)
+    command = train_command(answer.choice, asked, "m")
+    trl = Path(str(importlib.util.find_spec("trl").origin)).parent  # type: ignore[union-attr]
+    exists = (trl / "scripts" / f"{method}.py").exists()
+    assert (f" --module trl.scripts.{method} -- " in command) == exists
+    assert (f" --script {method}.py -- " in command) != exists
+    said = [line for line in recommendation.recommendation_lines(answer, asked, model="m") if line.startswith("run it")]
+    assert ("run it, in a script around trl.experimental." in said[0]) != exists
+    trainer = METHODS[method].trainer
+    if trainer is not None:
+        folder, name = trainer.split()[0].split(".")[2:]
+        assert f"class {name}" in (trl / "experimental" / folder / f"{folder}_trainer.py").read_text()
+    assert ("--learning_rate 5e-6" in command) == (method == "dpo")
+
+
+def test_adapters_have_a_learning_rate_in_the_command() -> None:
+    asked = request(job=PlannedJob(max_seq_length=2048, lora_r=16))
+    assert "--learning_rate 0.0002 " in train_command(found(asked).choice, asked, "m")
+    asked = request()
+    assert "learning_rate" not in train_command(found(asked).choice, asked, "m")
+
+
+def test_three_alternatives_and_what_does_not_fit_are_shown_without_all() -> None:
     asked = request()
     shown, everything = (
-        [line.split()[0] for line in lines if line.startswith("  ")]
+        [line.split()[0] for line in lines if line]
         for lines in (
             recommendation.recommendation_lines(found(asked), asked, model="m", show_all=show_all)
             for show_all in (False, True)
         )
     )
-    assert (shown.count("or"), shown.count("rejected")) == (3, 3)
+    assert (shown.count("or"), shown.count("rejected")) == (3, 1)  # ddp
     assert everything.count("or") + everything.count("rejected") == len(list_presets()) - 1
-    assert "GiB less per GPU" in found(asked).why_not["fsdp2"]
 
 
 def test_without_a_known_peak_no_speed_is_shown() -> None:
@@ -197,7 +286,11 @@ def test_several_nodes_are_launched_by_accelerate_and_deepspeed_without_pdsh() -
 
 def test_the_json_has_numbers_and_a_reason_for_each_preset() -> None:
     asked = request()
-    answer = json.loads(json.dumps(recommendation_json(found(asked), asked, model="m", objective="fastest", price=2.0)))
+    answer = json.loads(
+        json.dumps(
+            recommendation_json(found(asked), asked, model="m", objective="fastest", cost=Cost(prices={ANY_GPU: 2.0}))
+        )
+    )
     choice = answer["choice"]
     assert choice["planned_peak_bytes"] + choice["headroom_bytes"] == asked.gpu.memory_bytes
     assert len(choice["step_seconds"]) == 2

@@ -128,7 +128,7 @@ def test_where_no_preset_fits_a_layout_is_planned_with_memory_by_stage(capsys: p
     assert len(layout["planned_peak_bytes"]) == 4
     preset = found["trained_pipeline"]
     assert preset["command"] is None
-    assert preset["why_not"] == "needs 32.56 GiB of host memory per node, which has 30.00 GiB"
+    assert preset["why_not"] == "needs 32.6 GiB of host memory per node, which has 30.0"
     text = run_command(NO_PRESET, capsys)[1]
     assert "Preset pipeline_1f1b, which has neither tensor parallelism nor" in text
     assert "dp 1 x tp 4 x pp 4 (data x tensor x pipeline parallelism)" in text

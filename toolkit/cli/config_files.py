@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
+from toolkit.screen_text import shown_on
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
 
@@ -54,9 +56,12 @@ def lint(
         for finding in result.findings:
             place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
             key = f" {shorten(finding.key)}:" if finding.key else ""
-            print(visible(f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"))
-            print(visible(f"  write {finding.fix}  (checked with {finding.checked_against})"))
-            print(visible(f"  see {finding.documentation}"))
+            lines = [f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"]
+            lines += [
+                f"  fix: {finding.fix} (checked with {finding.checked_against})",
+                f"  see {finding.documentation}",
+            ]
+            print(shown_on(sys.stdout, "\n".join(map(visible, lines))))
     levels = Counter(finding.level for finding in result.findings)
     counts = ", ".join(counted(count, level) for level, count in levels.items())
     print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}")

@@ -19,6 +19,7 @@ from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 from toolkit.job.argument_values import Range, check_range
 from toolkit.launch.options import ScriptOptions
 from toolkit.plan.options import JobAndGpuOptions, PlanOptions, RecommendOptions
+from toolkit.screen_text import print_lines
 
 if TYPE_CHECKING:  # loaded by the command that needs it
     from toolkit.plan.candidates import PlannedModel
@@ -41,8 +42,8 @@ def plan(
 
     Shows for each preset what fits. Without a GPU here and without --gpu: which GPUs, and how many, the job needs.
     """
-    from toolkit.plan.finish import read_prices, work_of
-    from toolkit.plan.plan_table import PlanAnswer, print_json, print_plans
+    from toolkit.plan.finish import Cost, read_prices, work_of
+    from toolkit.plan.plan_table import PlanAnswer, plan_lines, print_json
     from toolkit.plan.planner import asks_which_gpus, make_plans, plan_request
     from toolkit.plan.which_gpus import gpus_for
 
@@ -56,13 +57,14 @@ def plan(
     if model is None:
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
     request, compared = _calibrated(partial(plan_request, model), options)
-    any_gpu, prices = compared is None and asks_which_gpus(options), read_prices(options.price)
-    plans = gpus_for(request, prices) if any_gpu else make_plans(request)
-    work = work_of(options, request.job, model)
-    answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, work=work, prices=prices)
+    any_gpu, prices = compared is None and asks_which_gpus(options), read_prices(options.price_per_gpu_hour)
+    cost = Cost(work=work_of(options, request.job, model), prices=prices)
+    cost.check(None if any_gpu else request.gpu.name.partition(",")[0])
+    plans = gpus_for(request, cost) if any_gpu else make_plans(request)
+    answer = PlanAnswer(request=request, plans=plans, any_gpu=any_gpu, cost=cost)
     if not as_json:
-        print_plans(answer)
-        print(*([] if compared is None else compared.lines()), sep="\n", end="" if compared is None else "\n")
+        print_lines(plan_lines(answer, parts=options.parts))
+        print_lines([] if compared is None else compared.lines())
     verified = []
     if options.verify:
         from toolkit.plan.plan_vs_rehearsal import verify_plans
@@ -70,7 +72,7 @@ def plan(
         for verification in verify_plans(model, plans, cpu=trains_on_cpu(cpu), say=print_message):
             verified.append(verification)
             if not as_json:  # each when its rehearsal of rank 0 ends
-                print("\n" + "\n".join(verification.lines()))
+                print_lines(["", *verification.lines()])
     if as_json:
         more: dict[str, Any] = {} if compared is None else {"measured": compared.as_row()}
         more |= {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
@@ -87,6 +89,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
     from toolkit.plan.candidates import NothingFits
+    from toolkit.plan.finish import ANY_GPU, Cost, work_of
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommend import recommend_request
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines
@@ -95,6 +98,8 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
 
     request, compared = _calibrated(partial(recommend_request, model), options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
+    price = options.price_per_gpu_hour
+    cost = Cost(work=work_of(options, request.job, model), prices={} if price is None else {ANY_GPU: price})
     try:
         found = choose(request, presets, objective=options.objective)
     except NothingFits as error:
@@ -104,19 +109,14 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
         values = layout_json(layout, request, model=model, error=error)
         lines = layout_lines(layout, request, model=model, error=error)
     else:
-        price = options.price_per_gpu_hour
-        values = recommendation_json(found, request, model=model, objective=options.objective, price=price)
+        values = recommendation_json(found, request, model=model, objective=options.objective, cost=cost)
         shown = {"scaling": options.scaling, "show_all": options.show_all}
-        lines = recommendation_lines(found, request, model=model, price=price, **shown)
+        lines = recommendation_lines(found, request, model=model, cost=cost, **shown)
     if compared is not None:
         values["measured"], lines = compared.as_row(), [*lines, "", *compared.lines()]
     if as_json:
         return print(json.dumps(values, indent=2))
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    for line in lines:
-        console.print(line, markup=False, style="bold" if line.startswith("  use ") else None)
+    print_lines(lines)
 
 
 def _calibrated(request_of: Callable[[Options], Request], options: Options) -> tuple[Request, ComparedRun | None]:

@@ -136,4 +136,6 @@ def _print_usage_error(error: Any) -> None:
     option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
     belongs_after_dashes = kind == "NoSuchOption" and (option in ALIASES or option in argument_types())
     hint = "training arguments go after `--`" if belongs_after_dashes else f"see `{command} --help`"
+    if kind == "NoSuchOption" and option == "price":
+        message, hint = "no such option: --price", "it is `--price-per-gpu-hour`"
     print_message(f"error: {message[:1].lower()}{message[1:].rstrip('.')}\n  hint: {hint}")

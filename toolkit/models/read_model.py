@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
 from toolkit.files.documents import parse_json, read_json
 from toolkit.files.paths import cache_folder, user_path
+from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import require
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
@@ -182,7 +183,31 @@ def config_path(model: str, *, known: bool = True) -> Path:
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
     name = hub_id(model)
-    return (known_models().get(name) if known else None) or download_config(name)
+    if known and name in known_models():
+        return known_models()[name]
+    try:
+        return download_config(name)
+    except ToolkitError as error:
+        names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
+        close = nearest(name.lower(), names, cutoff=0.85)
+        if close is None or names[close] == name:
+            raise
+        raise ToolkitError(error.message, hint=f"did you mean `{names[close]}`? Or {error.hint}") from None
+
+
+def model_and_gpu(model: str, find_gpu: Callable[[], Gpu]) -> tuple[ModelShape, Gpu]:
+    """Return a model's shape and a GPU. Raises ToolkitError with what is wrong about both."""
+    try:
+        check_unquantized(model)
+        shape = read_model(model)
+    except ToolkitError as error:
+        try:
+            find_gpu()
+        except ToolkitError as other:
+            hint = "; ".join(filter(None, (error.hint, other.hint)))
+            raise ToolkitError(f"{error.message}; {other.message}", hint=hint) from None
+        raise
+    return shape, find_gpu()
 
 
 def _check_type(fields: ConfigFields) -> None:

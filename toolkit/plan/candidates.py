@@ -26,7 +26,7 @@ from toolkit.plan.step_time import MeasuredStep, StepTime, speed_row, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported
-from toolkit.units import GIB, gib
+from toolkit.units import GIB, percent, tenths_of_gib
 
 # Of 237 pairs of published rows with the same model, GPU and method and another preset, 89 % have a ratio of speeds
 # that is planned within 15 % (tests/plan/test_step_time.py): what a plan does not know of a GPU cancels.
@@ -140,10 +140,19 @@ class Candidate:
         return memory_verdict(self.memory, memory_bytes=gpu, host_bytes=host)
 
     @property
+    def peak_text(self) -> str:
+        """Planned and possible peak, and what the GPU has, for people; above that, there is no range."""
+        sizes = self.memory.planned_peak_bytes, self.memory.possible_peak_bytes, self.request.gpu.memory_bytes
+        planned, possible, memory = map(tenths_of_gib, sizes)
+        more = "" if sizes[0] > sizes[2] else f" planned, up to {possible} possible,"
+        return f"{planned} GiB{more} of {memory}"
+
+    @property
     def host_refusal(self) -> str | None:
         """Why the node's host memory is too small; None if it is not."""
         needed, host = self.memory.host.peak_bytes, self.request.node_memory_bytes
-        return f"needs {gib(needed)} of host memory per node, which has {gib(host)}" if needed > host else None
+        sizes = f"{tenths_of_gib(needed)} GiB of host memory per node, which has {tenths_of_gib(host)}"
+        return f"needs {sizes}" if needed > host else None
 
     @property
     def preset(self) -> PresetSpec:
@@ -181,6 +190,7 @@ class Candidate:
             "activation_checkpointing": job.activation_checkpointing,
             "verdict": self.verdict,
             "planned_peak_bytes": memory.planned_peak_bytes,
+            "possible_peak_bytes": memory.possible_peak_bytes,
             "headroom_bytes": self.request.gpu.memory_bytes - memory.planned_peak_bytes,
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,
@@ -189,9 +199,9 @@ class Candidate:
 
     @property
     def settings(self) -> str:
-        """Micro-batch, accumulation and checkpointing, for people."""
+        """Batch, accumulation and checkpointing, for people."""
         degrees = "".join(f"{name} {degree}, " for name, degree in self.job.degrees.items())
-        text = f"{degrees}micro-batch {self.job.per_device_train_batch_size}"
+        text = f"{degrees}per-GPU batch {self.job.per_device_train_batch_size}"
         if self.job.gradient_accumulation_steps > 1:
             text += f", accumulation {self.job.gradient_accumulation_steps}"
         if self.job.keeps_whole_gradients:
@@ -325,6 +335,22 @@ def best_first(fitting: Sequence[AnyCandidate], objective: str = OBJECTIVES[0]) 
     return sorted(equal, key=sharding) + sorted(slower, key=lambda candidate: candidate.seconds)
 
 
+def tolerance_text(choice: Candidate, fitting: Sequence[Candidate], objective: str = OBJECTIVES[0]) -> str:
+    """Return the rule of `best_first` by which one of several candidates was chosen, for people."""
+    if objective == OBJECTIVES[1]:
+        return "it needs the least memory per GPU"
+    if choice.speed is None:
+        return "it shards and offloads least; `--gpu-tflops` plans speeds too"
+    if len(fitting) == 1:
+        return "it is the only one that fits"
+    on_gpu = choice.job.load_in_4bit and choice.preset.offload_param is None
+    compared = [each for each in fitting if each.preset.offload_param is None] if on_gpu else fitting
+    fastest = min(compared, key=lambda candidate: candidate.seconds)
+    if fastest is choice:
+        return f"it is the fastest{' that keeps the weights on the GPU' if len(compared) < len(fitting) else ''}"
+    return f"it is within {percent(EQUAL_WITHIN - 1)} of the fastest (`{fastest.preset.name}`), and shards least"
+
+
 def sharding(candidate: Candidate) -> tuple[int, int, int, bool, float, str]:
     """Return offloads, dimensions beside data parallelism, sharded parts, hybrid sharding; then seconds."""
     preset = candidate.preset
@@ -364,13 +390,12 @@ class NothingFits(ToolkitError):
     """No preset fits on the GPUs, or none is for them."""
 
 
-def memory_refusal(request: RecommendRequest, candidate: Candidate) -> str:
+def memory_refusal(candidate: Candidate) -> str:
     """Return why a candidate that does not fit does not, with its bytes: `it does not fit: ...`."""
     if candidate.host_refusal is not None:
         return f"it {candidate.host_refusal}"
-    needed, available = gib(candidate.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
     verdict = "it is too close to call" if candidate.verdict == TOO_CLOSE else "it does not fit"
-    return f"{verdict}: {needed} of {available} ({candidate.settings})"
+    return f"{verdict}: {candidate.peak_text} ({candidate.settings})"
 
 
 def why_refused(request: RecommendRequest, preset: PresetSpec, *, purpose: Purpose = "recommend") -> str | None:

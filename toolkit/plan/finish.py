@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,17 @@ from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import config_path
+from toolkit.plan.candidates import Candidate
 from toolkit.plan.interconnect import Range
 from toolkit.plan.methods import SFT
-from toolkit.plan.options import PlanOptions
+from toolkit.plan.options import JobAndGpuOptions
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.planner import Plan
-from toolkit.units import SECONDS_PER_HOUR
+from toolkit.units import SECONDS_PER_HOUR, dollars
 
+PRICE = "--price-per-gpu-hour"
 ANY_GPU = ""
+# Steps measured on one H200 took 1.0 to 1.4 times the best estimate (docs/evidence/gpu.md).
+EXPECT = "expect the upper end"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ class Work:
             return f"{self.max_steps:,} steps"
         if self.tokens is not None:
             return f"{self.epochs:g} x {self.tokens:,} tokens"
-        return f"{self.epochs:g} x {self.rows:,} rows, all planned as long as the longest"
+        return f"{self.epochs:g} x {self.rows:,} rows of data, each planned at full length"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +74,25 @@ class Finish:
     precompute_hours: float = 0.0  # part of them: the reference's scores of all rows, before training
     dollars: float | None = None  # None without a price
     dollars_range: Range | None = None
+    is_least: bool = False  # True: without the time of generation
+
+    @property
+    def time_text(self) -> str:
+        """Hours or minutes, for people."""
+        if self.hours is None or self.hours_range is None:
+            return "n/a"
+        unit, scale = ("h", 1) if self.hours >= 2 else ("min", 60)
+        low, high = (f"{scale * hours:,.1f}" for hours in self.hours_range)
+        first = f", {scale * self.precompute_hours:,.1f} {unit} of it to precompute" if self.precompute_hours else ""
+        return f"{'at least ' if self.is_least else ''}{low} to {high} {unit}{first}"
+
+    @property
+    def cost_text(self) -> str:
+        """Dollars, for people; empty without a price."""
+        return "" if self.dollars_range is None else " to ".join(map(dollars, self.dollars_range))
 
 
-def work_of(options: PlanOptions, job: PlannedJob, model: str) -> Work | None:
+def work_of(options: JobAndGpuOptions, job: PlannedJob, model: str) -> Work | None:
     """Return what the options say that is trained on; None if they say nothing.
 
     Raises ToolkitError for a data file that cannot be read, and for packed rows without a tokenizer.
@@ -131,50 +150,79 @@ def read_prices(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             price = -1.0
         if not 0 <= price < 10**6:
-            hint = "dollars per GPU and hour: `--price 2.50`, or `--price h100=2.50`"
-            raise ToolkitError(f"--price is {word[:80]!r}, expected a number below a million", hint=hint)
+            hint = f"dollars per GPU and hour: `{PRICE} 2.50`, or `{PRICE} h100=2.50`"
+            raise ToolkitError(f"{PRICE} is {word[:80]!r}, expected a number below a million", hint=hint)
         prices[find_gpu(name).name if name else ANY_GPU] = price
     return prices
 
 
-def price_of(plan: Plan, prices: Mapping[str, float]) -> float | None:
-    """Return the price of one of a plan's GPUs per hour; None if none was given."""
-    return prices.get(plan.request.gpu.name.partition(",")[0], prices.get(ANY_GPU))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a job trains on, and dollars per GPU and hour by the GPU's name."""
+
+    work: Work | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, gpu: str | None) -> None:
+        """Raise ToolkitError for a price without a GPU where several are compared (`gpu` None), or for another only."""
+        if gpu is None and ANY_GPU in self.prices:
+            price = f"{self.prices[ANY_GPU]:g}"
+            raise ToolkitError(
+                f"{PRICE} {price} does not say of which GPU, and several are compared",
+                hint=f"name it, as in `{PRICE} h100={price}`, or plan for one: `--gpu h100`",
+            )
+        if gpu is not None and self.prices and not self.prices.keys() & {gpu, ANY_GPU}:
+            raise ToolkitError(f"{PRICE} has no price of {gpu}, which is planned", hint=f"`{PRICE} {gpu}=PRICE`")
+
+    def per_hour(self, plan: Candidate) -> float | None:
+        """Return the price of one of a plan's GPUs per hour; None if none was given."""
+        return self.prices.get(plan.request.gpu.name.partition(",")[0], self.prices.get(ANY_GPU))
+
+    def per_million_tokens(self, plan: Candidate) -> float | None:
+        """Return the price of a million tokens at the best estimate; None without a price or a speed."""
+        price = self.per_hour(plan)
+        if price is None or plan.speed is None:
+            return None
+        return price * plan.speed.estimate_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
+
+    def range_per_million_tokens(self, plan: Candidate) -> Range | None:
+        """Return the same at the fast and at the slow end."""
+        estimate = self.per_million_tokens(plan)
+        if estimate is None or plan.speed is None:
+            return None
+        low, high = (estimate * seconds / plan.speed.estimate_seconds for seconds in plan.speed.step_seconds)
+        return low, high
+
+    def finish(self, plan: Candidate) -> Finish:
+        """Return the time and the cost of a plan's work."""
+        assert self.work is not None
+        job, work, speed, price = plan.job, self.work, plan.speed, self.per_hour(plan)
+        groups = plan.world_size // (1 if plan.setup.layout is None else plan.setup.layout.ranks_per_batch)
+        steps = work.steps(job, groups=groups)
+        if speed is None:
+            return Finish(steps=steps)
+        epoch = replace(work, epochs=1.0, max_steps=None)
+        precompute = (epoch.steps(job, groups=groups) * speed.precompute_seconds) / speed.estimate_seconds
+        low, high = ((steps + precompute) * seconds / SECONDS_PER_HOUR for seconds in speed.step_seconds)
+        hours = (steps + precompute) * speed.estimate_seconds / SECONDS_PER_HOUR
+        hourly = None if price is None else price * plan.world_size
+        return Finish(
+            steps=steps,
+            hours=hours,
+            hours_range=(low, high),
+            precompute_hours=precompute * speed.estimate_seconds / SECONDS_PER_HOUR,
+            dollars=None if hourly is None else hourly * hours,
+            dollars_range=None if hourly is None else (hourly * low, hourly * high),
+            is_least=speed.without_generation,
+        )
+
+    def as_row(self, plan: Candidate) -> dict[str, Any]:
+        """Return the keys that time and cost add to a plan with `--json`."""
+        return {
+            "finish": None if self.work is None else asdict(self.finish(plan)),
+            "price_per_gpu_hour": self.per_hour(plan),
+            "dollars_per_million_tokens": self.per_million_tokens(plan),
+        }
 
 
-def dollars_per_million_tokens(plan: Plan, prices: Mapping[str, float]) -> float | None:
-    """Return the price of a million tokens at the best estimate; None without a price or a speed."""
-    price = price_of(plan, prices)
-    if price is None or plan.speed is None:
-        return None
-    return price * plan.speed.estimate_seconds / SECONDS_PER_HOUR / plan.speed.tokens_per_step_per_gpu * 1e6
-
-
-def finish_of(plan: Plan, job: PlannedJob, work: Work, prices: Mapping[str, float]) -> Finish:
-    """Return the time and the cost of a plan."""
-    groups = plan.world_size // (1 if plan.setup.layout is None else plan.setup.layout.ranks_per_batch)
-    steps = work.steps(job, groups=groups)
-    if plan.speed is None:
-        return Finish(steps=steps)
-    epoch = replace(work, epochs=1.0, max_steps=None)
-    precompute = (epoch.steps(job, groups=groups) * plan.speed.precompute_seconds) / plan.speed.estimate_seconds
-    low, high = ((steps + precompute) * seconds / SECONDS_PER_HOUR for seconds in plan.speed.step_seconds)
-    hours, price = (steps + precompute) * plan.speed.estimate_seconds / SECONDS_PER_HOUR, price_of(plan, prices)
-    hourly = None if price is None else price * plan.world_size
-    return Finish(
-        steps=steps,
-        hours=hours,
-        hours_range=(low, high),
-        precompute_hours=precompute * plan.speed.estimate_seconds / SECONDS_PER_HOUR,
-        dollars=None if hourly is None else hourly * hours,
-        dollars_range=None if hourly is None else (hourly * low, hourly * high),
-    )
-
-
-def finish_row(plan: Plan, job: PlannedJob, work: Work | None, prices: Mapping[str, float]) -> dict[str, Any]:
-    """Return the keys that time and cost add to a row of `toolkit plan --json`."""
-    return {
-        "finish": None if work is None else asdict(finish_of(plan, job, work, prices)),
-        "price_per_gpu_hour": price_of(plan, prices),
-        "dollars_per_million_tokens": dollars_per_million_tokens(plan, prices),
-    }
+NO_COST = Cost()

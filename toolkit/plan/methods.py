@@ -49,14 +49,17 @@ class MethodSpec:
     beta: float | None = None  # TRL's default; None: no reference model
     num_generations: int = 0  # TRL's default; 0: completions are in the data
     options: tuple[str, ...] = ()
+    trainer: str | None = None  # of TRL, where it has no script for the method, `trl.scripts.METHOD`
 
 
 METHODS = {
     SFT: MethodSpec(loss=SFT),
     "dpo": MethodSpec(rows=2, beta=0.1, options=_REFERENCE),
     "kto": MethodSpec(beta=0.1, options=_REFERENCE),
-    "orpo": MethodSpec(rows=2, loss="orpo", options=("beta",)),
-    "simpo": MethodSpec(rows=2, loss="simpo", options=("beta",)),
+    "orpo": MethodSpec(rows=2, loss="orpo", options=("beta",), trainer="trl.experimental.orpo.ORPOTrainer"),
+    "simpo": MethodSpec(
+        rows=2, loss="simpo", options=("beta",), trainer='trl.experimental.cpo.CPOTrainer with loss_type="simpo"'
+    ),
     "reward": MethodSpec(rows=2, loss="scores"),
     "grpo": MethodSpec(beta=0.0, num_generations=8, options=_GENERATION),
     "rloo": MethodSpec(beta=0.05, num_generations=2, options=_GENERATION),

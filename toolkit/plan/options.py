@@ -47,7 +47,7 @@ class JobAndGpuOptions:
     optim: Annotated[str, Option(help="optimizer, by its name in the training arguments")] = DEFAULT_OPTIMIZER
     equal_lengths: Annotated[
         bool,
-        Option("--equal-lengths", help="all rows have the full length: micro-batches above one need no attention mask"),
+        Option("--equal-lengths", help="all sequences have the full length: batches above one need no attention mask"),
     ] = False
     accumulate: Annotated[
         str | None,
@@ -76,6 +76,12 @@ class JobAndGpuOptions:
         Path | None,
         Option(help="run folder of the same model on GPUs of yours: its measured step calibrates the speeds"),
     ] = None
+    dataset: Annotated[
+        Path | None, Option(help="a data file whose rows are counted, for the time and the cost to finish")
+    ] = None
+    dataset_tokens: Annotated[int | None, Option(help="tokens of an epoch, instead of --dataset")] = None
+    num_train_epochs: Annotated[float, Option(help="epochs of the data", min=0)] = 1.0
+    max_steps: Annotated[int | None, Option(help="optimizer steps, instead of epochs")] = None
     use_liger_kernel: Annotated[bool, Option("--use-liger-kernel", help="Liger's kernels; sft: its fused loss too")] = (
         False
     )
@@ -142,18 +148,16 @@ class PlanOptions(JobAndGpuOptions):
             " on the command line win"
         ),
     ] = None
-    dataset: Annotated[
-        Path | None, Option(help="a data file whose rows are counted, for the time and the cost to finish")
-    ] = None
-    dataset_tokens: Annotated[int | None, Option(help="tokens of an epoch, instead of --dataset")] = None
-    num_train_epochs: Annotated[float, Option(help="epochs of the data", min=0)] = 1.0
-    max_steps: Annotated[int | None, Option(help="optimizer steps, instead of epochs")] = None
-    price: Annotated[
+    price_per_gpu_hour: Annotated[
         tuple[str, ...],
         Option(
-            help="dollars per GPU and hour: 2.50 for the planned GPU, or NAME=2.50; repeatable", metavar="[GPU=]PRICE"
+            help="dollars per GPU and hour: 2.50 with --gpu, h100=2.50 where several are compared; repeatable",
+            metavar="[GPU=]PRICE",
         ),
     ] = ()
+    parts: Annotated[
+        bool, Option("--parts", help="what the memory is for, phase by phase: of the chosen preset, or of each named")
+    ] = False
     verify: Annotated[
         bool, Option("--verify", help="rehearse rank 0 of each plan, and compare the two part by part")
     ] = False
@@ -169,9 +173,7 @@ class RecommendOptions(JobAndGpuOptions):
         int | None, Option(help="sequences per optimizer step; by default 32, rounded up to a multiple of the GPUs")
     ] = None
     objective: Annotated[str, Option(help="fastest, or least-memory")] = "fastest"
-    price_per_gpu_hour: Annotated[
-        float | None, Option(help="price of one GPU per hour, in dollars", min=0, max=1_000_000)
-    ] = None
+    price_per_gpu_hour: Annotated[float | None, Option(help="dollars per GPU and hour", min=0, max=1_000_000)] = None
     network_gb_per_second: Annotated[
         float | None, Option(help="network bandwidth of a node, all cards, one direction")
     ] = None

@@ -20,6 +20,7 @@ from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
 from toolkit.presets.support import unsupported
 from toolkit.rehearse.rehearsal import Rehearsal, plan_rehearsal, rehearse_once
+from toolkit.screen_text import table_lines
 from toolkit.units import NOT_AVAILABLE, gib
 
 STATES = PARTS[:3]
@@ -81,11 +82,7 @@ class PlanVerification:
             share = f"{part.relative:+.1%}" if sizes[1] != gib(0) else NOT_AVAILABLE  # of a few bytes it says nothing
             share = "+0.0%" if sizes == (gib(0), gib(0)) else share
             rows.append((part.part, *sizes, share))
-        left, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-        table = [
-            f"  {label:<{left}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            for label, *cells in rows
-        ]
+        table = [f"  {line}" for line in table_lines(rows)]
         return [f"{head}, rehearsed on {self.rehearsed_on}:", *table]
 
 

@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
-from toolkit.models.read_model import check_unquantized, read_model
+from toolkit.models.read_model import model_and_gpu, read_model
 from toolkit.plan.candidates import (
     LARGEST_WORLD_SIZE,
     Candidate,
@@ -29,6 +29,7 @@ from toolkit.plan.candidates import (
     default_global_batch,
     divided_request,
     refusal,
+    tolerance_text,
 )
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
@@ -43,7 +44,6 @@ from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import unsupported
-from toolkit.units import gib
 
 LARGEST_MICRO_BATCH = 4096
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
@@ -113,8 +113,9 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
 
     Where no GPU is named or visible, the GPU is the first of the table, and the world sizes are those of the options.
     """
-    gpu = GPUS[0] if (any_gpu := asks_which_gpus(options)) else None
-    gpu = gpu or chosen_gpu(options.gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
+    any_gpu = asks_which_gpus(options)
+    given = {"memory_gib": options.gpu_memory_gib, "tflops": options.gpu_tflops}
+    shape, gpu = model_and_gpu(model, lambda: GPUS[0] if any_gpu else chosen_gpu(options.gpu, **given))
     if options.packing and options.equal_lengths:
         raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
@@ -122,14 +123,13 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         raise ToolkitError(f"--verify rehearses --method {SFT} only", hint="leave it out")
     if any_gpu and options.vllm == "colocate":
         raise ToolkitError("--vllm colocate takes a share of a GPU, and none is named", hint="add `--gpu h100`")
-    check_unquantized(model)
     full_length = options.equal_lengths or options.verify  # a rehearsal's rows all have the full length
     job, recomputes = PlannedJob.from_options(options, full_length=full_length), options.activation_checkpointing
     finds_batch = options.per_device_train_batch_size is None
     if finds_batch and options.gradient_accumulation_steps is None and job.pp:  # any number that suits the stages
         job = replace(job, gradient_accumulation_steps=job.pp)
     return PlanRequest(
-        shape=read_model(model),
+        shape=shape,
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or ([] if any_gpu else [visible_world_size()]),
         job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
@@ -202,9 +202,8 @@ def plan_run_here(
 
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
-    peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.request.gpu.memory_bytes)
     verdict = plan.host_refusal or VERDICT_TEXT[plan.verdict]
-    return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {verdict}"
+    return f"GPU memory: {plan.peak_text} ({plan.memory.peak.phase}): {verdict}"
 
 
 def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
@@ -250,15 +249,11 @@ def smallest_plan(request: PlanRequest, preset: PresetSpec, world_size: int) -> 
     return candidate_of(on_gpus, preset, job)
 
 
-def best_plan(plans: Sequence[Plan]) -> Plan:
-    """Return the plan that `toolkit recommend` would choose; of presets that it never names, if there are no others."""
-    return best_first([plan for plan in plans if refusal(plan.request, plan.preset) is None] or plans)[0]
-
-
-def with_batch(candidate: Candidate, micro_batch: int) -> Candidate:
-    """Return a candidate with another micro-batch."""
-    job = replace(candidate.job, per_device_train_batch_size=micro_batch)
-    return candidate_of(candidate.request, candidate.preset, job)
+def best_plan(plans: Sequence[Plan]) -> tuple[Plan, str]:
+    """Return the plan that `toolkit recommend` would choose, and why; of presets that it never names, if need be."""
+    named = [plan for plan in plans if refusal(plan.request, plan.preset) is None] or plans
+    best = best_first(named)[0]
+    return best, tolerance_text(best, named if len(named) > 1 else plans)
 
 
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
@@ -309,7 +304,8 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
         communication_bytes_per_step=communication_bytes(collectives),
         traffic=dimension_traffic(collectives, on_gpus.interconnect),
         largest_micro_batch=largest_micro_batch(
-            lambda size: with_batch(candidate, size).fits, near=job.per_device_train_batch_size
+            lambda size: candidate_of(candidate.request, preset, replace(job, per_device_train_batch_size=size)).fits,
+            near=job.per_device_train_batch_size,
         ),
         smallest_world_size=smallest,
         advice=tuple(method_advice(shape, preset, world_size=world_size, job=job, memory=candidate.memory)),

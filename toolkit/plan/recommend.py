@@ -9,13 +9,16 @@ they are compared at the same end of their ranges and never across.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA, chosen_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.job.argument_values import check_word
-from toolkit.models.read_model import check_unquantized, read_model
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER
+from toolkit.models.read_model import model_and_gpu
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
     LARGEST_WORLD_SIZE,
@@ -30,6 +33,7 @@ from toolkit.plan.candidates import (
     largest_candidate,
     memory_refusal,
     sharding,
+    tolerance_text,
     why_refused,
 )
 from toolkit.plan.memory import FITS, memory_verdict
@@ -37,9 +41,10 @@ from toolkit.plan.methods import check_generations
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, node_memory, scaled
 from toolkit.presets.spec import PresetSpec
-from toolkit.units import GIB, gib
+from toolkit.units import GIB, tenths_of_gib
 
 LARGEST_GLOBAL_BATCH = 2**20
+EIGHT_BIT = "adamw_8bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +55,30 @@ class Recommendation:
     others: tuple[Candidate, ...]  # all others that fit, the best first
     reasons: tuple[str, ...]
     why_not: dict[str, str]  # reason against every other preset, by name
+    too_large: tuple[str, ...]  # those of them that were planned and do not fit
+    instead: tuple[str, ...]  # what would fit on the GPUs, where the choice offloads
     rule_of_thumb: str  # the preset that fits with the least sharding, regardless of speed
 
 
 def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest:
     """Return the request with model and GPU read. Raises ToolkitError for what cannot be read or trained."""
     check_word("--objective", options.objective, OBJECTIVES)
-    check_unquantized(model)
-    shape, job = read_model(model), PlannedJob.from_options(options, full_length=options.equal_lengths)
+    shape, gpu = model_and_gpu(
+        model,
+        lambda: chosen_gpu(
+            options.gpu,
+            memory_gib=options.gpu_memory_gib,
+            tflops=options.gpu_tflops,
+            link_gb_per_second=options.gpu_link_gb_per_second,
+        ),
+    )
+    job = PlannedJob.from_options(options, full_length=options.equal_lengths)
     # the micro-batch is to be found
     check_planned_job(replace(job, per_device_train_batch_size=job.method.smallest_batch), shape)
     world_size = visible_world_size() if options.num_processes is None else options.num_processes
     check_world_size(world_size)
     if options.global_batch_size is not None:
         check_size("--global-batch-size", options.global_batch_size, LARGEST_GLOBAL_BATCH)
-    gpu = chosen_gpu(
-        options.gpu,
-        memory_gib=options.gpu_memory_gib,
-        tflops=options.gpu_tflops,
-        link_gb_per_second=options.gpu_link_gb_per_second,
-    )
     global_batch_size = options.global_batch_size or default_global_batch(job.method, world_size)
     check_generations(job.method, global_batch_size)
     return RecommendRequest(
@@ -101,14 +110,16 @@ def recommend(
     why_not: dict[str, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.memory.planned_peak_bytes):
         if candidate is not choice:
-            too_large = memory_refusal(request, candidate).removeprefix("it ").removeprefix("is ")
+            too_large = memory_refusal(candidate).removeprefix("it ").removeprefix("is ")
             why_not[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
     why_not |= {name: reason for name, reason in refused.items() if reason is not None and name not in why_not}
     return Recommendation(
         choice=choice,
         others=tuple(others),
-        reasons=tuple(_reasons(request, choice, fitting, rule_of_thumb)),
+        reasons=tuple(_reasons(request, choice, fitting, rule_of_thumb, objective)),
         why_not=why_not,
+        too_large=tuple(name for name in why_not if name in {each.preset.name for each in candidates if not each.fits}),
+        instead=tuple(_other_trainings(request, presets, offloads=False)) if choice.preset.offloads else (),
         rule_of_thumb=rule_of_thumb.preset.name,
     )
 
@@ -125,51 +136,35 @@ def _candidates(request: RecommendRequest, presets: Sequence[PresetSpec]) -> lis
 
 
 def _reasons(
-    request: RecommendRequest, choice: Candidate, fitting: list[Candidate], rule_of_thumb: Candidate
+    request: RecommendRequest, choice: Candidate, fitting: list[Candidate], rule_of_thumb: Candidate, objective: str
 ) -> list[str]:
-    preset, peak, gpu = choice.preset, gib(choice.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
-    reasons = [f"planned peak {peak} of {gpu} per GPU, in the {choice.memory.peak.phase}"]
-    fastest = min(fitting, key=lambda candidate: candidate.seconds)
-    if fastest is not choice and choice.speed is not None:
-        reasons.append(f"{preset.name} takes {ratios_text(choice, fastest)} as long as {fastest.preset.name}")
-    if choice.job.activation_checkpointing:
+    preset, recomputes = choice.preset, choice.job.activation_checkpointing
+    reasons = [tolerance_text(choice, fitting, objective)]
+    if recomputes or (len(request.checkpointing) > 1 and choice.job.gradient_accumulation_steps > 1):
         divided = divided_request(request, preset, choice.job.degrees)
-        without = largest_candidate(divided, preset, checkpointing=False)
-        against = memory_refusal(request, without)
-        if without.fits:
-            against = f"({without.settings}) it takes {ratios_text(without, choice)} as long"
-        reasons.append(f"without activation checkpointing {against}")
+        other = largest_candidate(divided, preset, checkpointing=not recomputes)
+        against, batch = memory_refusal(other), other.settings.removesuffix(", activation checkpointing")
+        if other.fits:
+            against = f"({batch}) a step takes {ratios_text(other, choice)} as long"
+        if recomputes or (other.fits and other.speed is not None):
+            reasons.append(f"{'without' if recomputes else 'with'} activation checkpointing {against}")
     if rule_of_thumb.preset.name != preset.name:
-        compared = f"{rule_of_thumb.preset.name}: {_compared(rule_of_thumb, choice)}"
-        reasons.append(f"the rule of thumb, the least sharding that fits, is {compared}")
+        reasons.append(f"less sharding, `{rule_of_thumb.preset.name}`, takes {_compared(rule_of_thumb, choice)}")
     return reasons
 
 
 def _compared(candidate: Candidate, choice: Candidate) -> str:
     """Time at both ends of the range, and memory, compared with the choice."""
-    planned = f"{gib(candidate.memory.planned_peak_bytes)} per GPU ({candidate.settings})"
+    planned = f"{tenths_of_gib(candidate.memory.planned_peak_bytes)} GiB per GPU ({candidate.settings})"
     if candidate.speed is None:
         return f"fits too, and shards or offloads more: {planned}"
     low, high = sorted(candidate.time_ratios(choice))
-    text = f"{ratios_text(candidate, choice)} as long"
+    text = f"{ratios_text(candidate, choice)} the time of a step"
     if high <= EQUAL_WITHIN and low >= 1 / EQUAL_WITHIN:
-        text += ", too close for the plan to separate"
+        text += ", which a plan cannot tell apart"
     elif low < 1 < high:
-        text += ", so faster or slower depending on the interconnect"
-    advantages = _advantages(candidate, choice)
-    return f"{text}{'; for it: ' if advantages else ''}{', '.join(advantages)}; {planned}"
-
-
-def _advantages(candidate: Candidate, choice: Candidate) -> list[str]:
-    """What speaks for a candidate that was not chosen: what it needs less of, from 1 GiB and 1 GB on."""
-    own, chosen = candidate.memory, choice.memory
-    saved = {"per GPU": chosen.planned_peak_bytes - own.planned_peak_bytes}
-    saved["of host memory per node"] = chosen.host.peak_bytes - own.host.peak_bytes
-    found = [f"{gib(size)} less {where}" for where, size in saved.items() if size >= GIB]
-    if candidate.speed is not None and choice.speed is not None:
-        unsent = choice.speed.communication_bytes_per_step - candidate.speed.communication_bytes_per_step
-        found += [f"{unsent / GIGA:,.1f} GB less sent per step"] if unsent >= GIGA else []
-    return found
+        text += ", depending on the interconnect"
+    return f"{text}; {planned}"
 
 
 def ratios_text(one: Candidate, other: Candidate) -> str:
@@ -180,12 +175,12 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
 
 def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate]) -> NothingFits:
     """The smallest candidate, and the next doubling of the GPUs on which something fits, or other ways to save."""
-    hardware = f"{request.world_size} × {request.gpu.name}"
+    hardware = f"{request.world_size} x {request.gpu.name}"
     if not candidates:
-        reasons = "; ".join(f"{preset.name} {why_refused(request, preset)}" for preset in presets)
-        return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
+        ((why, _),) = Counter(str(why_refused(request, preset)) for preset in presets).most_common(1)
+        return NothingFits(f"no preset is for {hardware}: the usual one {why}", hint="see `toolkit presets`")
     smallest = min(candidates, key=lambda each: (each.host_refusal is not None, each.memory.planned_peak_bytes))
-    reason = memory_refusal(request, smallest).removeprefix("it ")
+    reason = memory_refusal(smallest).removeprefix("it ")
     ways, size = _ways_here(request, presets, candidates), 2 * request.world_size
     while size <= LARGEST_WORLD_SIZE:
         larger = replace(request, world_size=size, global_batch_size=-(-request.global_batch_size // size) * size)
@@ -198,17 +193,8 @@ def _nothing_fits(request: RecommendRequest, presets: Sequence[PresetSpec], cand
 
 
 def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candidates: list[Candidate]) -> list[str]:
-    """What fits on these GPUs: adapters, and an offload for which a node needs more memory than it has."""
-    job, ways = request.job, []
-    adapters = [] if job.is_lora else [("LoRA", "--lora-r 16", False)]
-    adapters += [] if job.load_in_4bit else [("QLoRA", f"{'' if job.is_lora else '--lora-r 16 '}--load-in-4bit", True)]
-    for name, flags, in_4bit in adapters:
-        trained = replace(request, job=replace(job, lora_r=job.lora_r or 16, load_in_4bit=in_4bit))
-        fitting = [candidate for candidate in _candidates(trained, presets) if candidate.fits]
-        if fitting:
-            best = best_first(fitting)[0]
-            peak = gib(best.memory.planned_peak_bytes)
-            ways.append(f"{name} fits here, {peak} per GPU with {best.preset.name}: `{flags}`")
+    """What fits on these GPUs: other ways to train, and an offload for which a node needs more memory than it has."""
+    ways = list(_other_trainings(request, presets))
     gpu_bytes = request.gpu.memory_bytes
     short = [each for each in candidates if memory_verdict(each.memory, memory_bytes=gpu_bytes) == FITS]
     if short:
@@ -216,3 +202,28 @@ def _ways_here(request: RecommendRequest, presets: Sequence[PresetSpec], candida
         needed = math.ceil(least.memory.host.peak_bytes / GIB)
         ways.append(f"with enough host memory {least.preset.name} fits: `--host-memory-gib {needed}`")
     return ways
+
+
+def _other_trainings(
+    request: RecommendRequest, presets: Sequence[PresetSpec], *, offloads: bool = True
+) -> Iterator[str]:
+    """Adapters and other optimizer states that fit on these GPUs; without `offloads` in the memory of the GPUs."""
+    job = request.job
+    others: list[tuple[str, str, dict[str, Any]]] = []
+    if job.optim != DEFAULT_OPTIMIZER:
+        others.append(("AdamW", f"--optim {DEFAULT_OPTIMIZER}", {"optim": DEFAULT_OPTIMIZER}))
+    elif not job.is_lora:
+        others.append(("AdamW with 8-bit states", f"--optim {EIGHT_BIT}", {"optim": EIGHT_BIT}))
+    if not job.is_lora:
+        others.append(("LoRA", "--lora-r 16", {"lora_r": 16}))
+    if not job.load_in_4bit:
+        flags = "--load-in-4bit" if job.is_lora else "--lora-r 16 --load-in-4bit"
+        others.append(("QLoRA", flags, {"lora_r": job.lora_r or 16, "load_in_4bit": True}))
+    for name, flags, changes in others:
+        planned = _candidates(replace(request, job=replace(job, **changes)), presets)
+        fitting = [each for each in planned if each.fits and (offloads or not each.preset.offloads)]
+        if fitting:
+            best = best_first(fitting)[0]
+            where = f"{tenths_of_gib(best.memory.planned_peak_bytes)} GiB per GPU with `{best.preset.name}`"
+            where += f", which {job.optim} excludes" if best.preset.offloads and "optim" in changes else ""
+            yield f"{name} fits here, {where}: `{flags}`"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from toolkit.hardware.gpu_table import GIGA
 from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, RecommendRequest, host_assumption
 from toolkit.plan.failures import FailingJob
+from toolkit.plan.finish import EXPECT, NO_COST, Cost
 from toolkit.plan.interconnect import Range
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command
-from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION, StepTime
-from toolkit.units import SECONDS_PER_HOUR, gib, seconds
+from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION
+from toolkit.screen_text import table_lines
+from toolkit.units import dollars, gib, percent, seconds, tenths_of_gib
 
 SHOWN, COMPARED = 3, 2  # alternatives and rejected presets that are shown without `--all`; alternatives to measure
 # Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
@@ -68,138 +71,124 @@ def failure_loss(world_size: int) -> float:
     return round(1 - costs.exact_time_ratio, ALIKE_DIGITS)
 
 
-def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Range | None:
-    """Return the price at the fast and at the slow end; None without a price or a speed."""
-    if price_per_gpu_hour is None or speed is None:
-        return None
-    slow, fast = speed.tokens_per_second_per_gpu
-    return price_per_gpu_hour / (fast * SECONDS_PER_HOUR) * 1e6, price_per_gpu_hour / (slow * SECONDS_PER_HOUR) * 1e6
-
-
 def recommendation_json(
-    recommendation: Recommendation, request: RecommendRequest, *, model: str, objective: str, price: float | None
+    found: Recommendation, request: RecommendRequest, *, model: str, objective: str, cost: Cost = NO_COST
 ) -> dict[str, Any]:
-    """Return the recommendation as `toolkit recommend --json` prints it; `price` is in dollars per GPU-hour."""
-    choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
+    """Return the recommendation as `toolkit recommend --json` prints it."""
+    choice, others, why_not = found.choice, found.others, found.why_not
+
+    def row(candidate: Candidate) -> dict[str, Any]:
+        names = ("communication_bytes_per_step", "communication_seconds")
+        return {
+            **candidate.as_row(),
+            "degrees": candidate.job.degrees,
+            "global_batch_size": request.global_batch_size,
+            **{name: getattr(candidate.speed, name, None) for name in names},
+            **cost.as_row(candidate),
+            "dollars_per_million_tokens": cost.range_per_million_tokens(candidate),
+        }
+
     return {
         "model": model,
         "num_params": request.shape.num_params,
         "gpu": request.gpu.name,
         "world_size": request.world_size,
         "objective": objective,
-        "choice": _row(choice, request, price),
-        "reasons": list(recommendation.reasons),
-        "others": [_row(other, request, price) | {"why_not": why_not[other.preset.name]} for other in others],
+        "choice": row(choice),
+        "reasons": list(found.reasons),
+        "others": [row(other) | {"why_not": why_not[other.preset.name]} for other in others],
         "why_not": why_not,
-        "rule_of_thumb": recommendation.rule_of_thumb,
+        "instead": list(found.instead),
+        "rule_of_thumb": found.rule_of_thumb,
         "scaling": [asdict(point) for point in scaling_curve(choice, request)],
         "command": train_command(choice, request, model),
         "compare_command": compare_command([choice, *others[:COMPARED]], request, model),
     }
 
 
-def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -> dict[str, Any]:
-    speed = candidate.speed
-    return {
-        **candidate.as_row(),
-        "degrees": candidate.job.degrees,
-        "global_batch_size": request.global_batch_size,
-        **{name: getattr(speed, name, None) for name in ("communication_bytes_per_step", "communication_seconds")},
-        "dollars_per_million_tokens": dollars_per_million_tokens(price, speed),
-    }
-
-
 def recommendation_lines(
-    recommendation: Recommendation,
+    found: Recommendation,
     request: RecommendRequest,
     *,
     model: str,
-    price: float | None = None,
+    cost: Cost = NO_COST,
     scaling: bool = False,
     show_all: bool = False,
 ) -> list[str]:
     """Return the recommendation as lines of text that are legible without colour."""
-    choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
-    every_row = " in every row" if request.job.lengths_differ is False else ""
-    need = f"; needs {gib(choice.memory.host.peak_bytes)} of host memory per node" if choice.preset.offloads else ""
+    choice, why_not, job = found.choice, found.why_not, request.job
+    where = f"{request.world_size} x {request.gpu.name}"
+    equal = ", all of equal length" if job.lengths_differ is False else ""
+    host = f"; needs {tenths_of_gib(choice.memory.host.peak_bytes)} GiB of host memory per node"
+    masters = "bf16 weights without fp32 master weights, as other tools train, are not planned"
+    fitting = [other.preset.name for other in found.others]
+    rejected = [name for name in why_not if name not in fitting] if show_all else list(found.too_large)
+    shown = [*(("or", name) for name in fitting[: None if show_all else SHOWN])]
+    shown += [("rejected", name) for name in rejected[: None if show_all else SHOWN]]
     lines = [
-        f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
-        f"{request.job.tokens_per_row:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
-        f"on {request.world_size} × {request.gpu.name}",
+        f"{model}: {request.shape.num_params:,} parameters, {job.method_text}, {job.tokens_per_row:,} tokens per "
+        f"sequence{equal}, {request.global_batch_size} sequences per step, on {where}",
         "",
-        f"  use       {choice.preset.name}: {choice.settings}{need}",
-        *_facts(choice, request, price),
-        *(f"  because   {reason}" for reason in recommendation.reasons),
+        f"use       {choice.preset.name}: {choice.settings}{host if choice.preset.offloads else ''}",
+        *(f"because   {reason}" for reason in found.reasons),
+        *_facts(choice, request, cost),
+        *(f"instead   {way}" for way in (*found.instead, *([masters] if found.instead and not job.is_lora else ()))),
+        "",
+        *(f"{label:<9} {name}: {why_not[name]}" for label, name in shown),
+        *([f"{len(why_not) - len(shown)} more with `--all`"] if len(shown) < len(why_not) else []),
+        *(["", *_scaling_lines(scaling_curve(choice, request))] if scaling else []),
+        "",
+        "run it:" if (trainer := job.method.spec.trainer) is None else f"run it, in a script around {trainer}:",
+        broken(train_command(choice, request, model)),
         "",
     ]
-    shown = None if show_all else SHOWN
-    fitting = [other.preset.name for other in others]
-    rejected = [name for name in why_not if name not in fitting]
-    lines += [f"  or        {name}: {why_not[name]}" for name in fitting[:shown]]
-    lines += [f"  rejected  {name}: {why_not[name]}" for name in rejected[:shown]]
-    hidden = 0 if show_all else len(fitting[SHOWN:]) + len(rejected[SHOWN:])
-    lines += [f"  {hidden} more with `--all`"] if hidden else []
-    lines += ["", *_scaling_lines(scaling_curve(choice, request))] if scaling else []
-    lines += ["", "run it:", broken(train_command(choice, request, model))]
-    compare = compare_command([choice, *others[:COMPARED]], request, model)
-    if compare is None:
-        measures = f"a run with `--max_steps {COMPARED_STEPS}` measures"
-        if request.interconnect.num_nodes > 1:
-            measures = "`toolkit compare` measures on one node"
-        return [*lines, "", f"No figure above is measured; {measures}."]
-    return [*lines, "", "No figure above is measured; this measures:", broken(compare)]
+    compare = compare_command([choice, *found.others[:COMPARED]], request, model)
+    if compare is not None:
+        return [*lines, "No figure above is measured; this measures:", broken(compare)]
+    short = f"a run with `--max_steps {COMPARED_STEPS}`"
+    measuring = "`toolkit compare` on one node" if request.interconnect.num_nodes > 1 else short
+    return [*lines, f"No figure above is measured; {measuring} measures."]
 
 
-def _facts(choice: Candidate, request: RecommendRequest, price: float | None) -> list[str]:
-    memory, speed = choice.memory, choice.speed
-    left = gib(request.gpu.memory_bytes - memory.planned_peak_bytes)
-    disk = f", {gib(memory.host.disk_bytes)} on its disk" if memory.host.disk_bytes else ""
-    lines = [
-        f"  memory    {gib(memory.planned_peak_bytes)} of {gib(request.gpu.memory_bytes)} per GPU, {left} left; "
-        f"{gib(memory.host.peak_bytes)} of host memory per node{disk}"
-    ]
+def _facts(choice: Candidate, request: RecommendRequest, cost: Cost) -> Iterator[str]:
+    host, speed = choice.memory.host, choice.speed
+    disk = f", {gib(host.disk_bytes)} on its disk" if host.disk_bytes else ""
+    yield f"memory    {choice.peak_text} per GPU; {tenths_of_gib(host.peak_bytes)} GiB of host memory per node{disk}"
     if choice.preset.offloads and request.host_memory_bytes is None:
-        lines.append(f"  host      {host_assumption(request)}")
+        yield f"host      {host_assumption(request)}"
     if speed is None:
-        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
+        yield "speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"
+        return
     low, high = speed.tokens_per_second_per_gpu
-    lines += [
-        f"  speed     {speed.tokens_per_second_per_gpu_estimate:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), "
-        f"MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, {seconds(speed.estimate_seconds)} per step "
-        f"({seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])})"
-    ]
-    lines += [f"  without   {NO_GENERATION}"] if speed.without_generation else []
-    lines += [f"  wider     because of {', '.join(speed.wider_for)}"] if speed.wider_for else []
+    wide = f"; the range is wide because of {' and '.join(speed.wider_for)}" if speed.wider_for else ""
+    yield (
+        f"speed     {low:,.0f} to {high:,.0f} tokens/s per GPU (expect the lower end), "
+        f"{' to '.join(map(seconds, speed.step_seconds))} per step, MFU {' to '.join(map(percent, speed.mfu))}{wide}"
+        f"{f'; without {NO_GENERATION}' if speed.without_generation else ''}"
+    )
     if speed.communication_bytes_per_step:
-        fast, slow = speed.communication_seconds
-        lines.append(
-            f"  network   {speed.communication_bytes_per_step / 1e9:,.1f} GB sent per step and GPU: {seconds(fast)} to "
-            f"{seconds(slow)} without overlap"
-        )
+        sent = f"{speed.communication_bytes_per_step / GIGA:,.1f} GB sent per step and GPU"
+        yield f"network   {sent}: {' to '.join(map(seconds, speed.communication_seconds))} without overlap"
     if speed.offload_efficiency is not None:
-        worst, best = speed.offload_efficiency
-        lines.append(f"  offload   leaves {worst:.0%} to {best:.0%} of the time to the GPU without overlap")
-    dollars = dollars_per_million_tokens(price, speed)
-    if dollars is not None:
-        lines.append(
-            f"  price     ${dollars[0]:.3f} to ${dollars[1]:.3f} per million tokens at ${price:.2f} per GPU-hour"
-        )
-    return lines
+        shares = " to ".join(map(percent, speed.offload_efficiency))
+        yield f"offload   leaves {shares} of the time to the GPU, without overlap"
+    if cost.work is not None:
+        finish = cost.finish(choice)
+        of_data = "" if cost.work.max_steps else f" for {cost.work.text}"
+        total = f", {finish.cost_text}" if finish.cost_text else ""
+        yield f"total     {finish.time_text}{total} ({EXPECT}): {finish.steps:,} steps{of_data}"
+    if per_million := cost.range_per_million_tokens(choice):
+        yield f"price     {' to '.join(map(dollars, per_million))} per million tokens ({EXPECT})"
 
 
 def _scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
     if not points:
         return ["  scaling   n/a: the GPU's peak is not known (`--gpu-tflops`)"]
     relative = f"relative to {points[0].world_size:,} GPUs"
-    lines = [
-        "  GPUs   tokens/s of all GPUs            tokens/s per GPU,      share of time",
-        f"         (low to high end)               {relative:<21}  lost to failures",
-    ]
+    rows = [("GPUs", "tokens/s, all GPUs", "tokens/s per GPU", "share of time"), ("", "", relative, "lost to failures")]
     for point in points:
         low, high = point.tokens_per_second
         worst, best = sorted(point.scaling_efficiency)
-        lines.append(
-            f"  {point.world_size:>5}  {f'{low:,.0f} to {high:,.0f}':<30}  {f'{worst:.0%} to {best:.0%}':<21}  "
-            f"{point.failure_loss:.1%}"
-        )
-    return lines
+        efficiency, lost = f"{percent(worst)} to {percent(best)}", percent(point.failure_loss, 1)
+        rows.append((f"{point.world_size:,}", f"{low:,.0f} to {high:,.0f}", efficiency, lost))
+    return [*table_lines(rows, left=())]

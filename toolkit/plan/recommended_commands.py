@@ -10,39 +10,47 @@ from pathlib import Path
 
 from toolkit.job.job import Job
 from toolkit.models.read_model import hub_id
-from toolkit.plan.candidates import Candidate, RecommendRequest
+from toolkit.plan.candidates import Candidate, RecommendRequest, candidate_of
 from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import PlannedJob
 
 COMPARED_STEPS = 20
+# For adapters the defaults are too low: 5e-5 of transformers, 1e-6 of TRL's DPO. As README trains, and as TRL's own
+# `trl/scripts/dpo.py` does.
+LORA_LEARNING_RATES = {SFT: "2e-4", "dpo": "5e-6"}
 
 
 def compare_command(compared: Sequence[Candidate], request: RecommendRequest, model: str) -> str | None:
-    """Return the command that compares candidates on settings that all of them fit; None for several nodes.
+    """Return the command that compares the first candidate, with its settings, with the others that fit with them.
 
-    A comparison has one degree per dimension, and gives ranks that share a batch as many times its size: candidates
-    that need something else are left out, and if the first does there is no command.
+    None for several nodes. A comparison has one degree per dimension, and gives ranks that share a batch as many times
+    its size: candidates that need something else are left out, and if the first does there is no command.
     """
     if request.interconnect.num_nodes > 1 or request.job.method.method != SFT:
         return None
-    sizes, degrees = dict[str, int](), dict[str, int]()
-    for candidate in compared:
-        layout = candidate.preset.layout(request.world_size, candidate.job.degrees)
-        size, rest = divmod(candidate.job.per_device_train_batch_size, layout.ranks_per_batch if layout else 1)
-        if rest == 0 and all(degrees.get(name, degree) == degree for name, degree in candidate.job.degrees.items()):
-            degrees |= candidate.job.degrees
-            sizes[candidate.preset.name] = size
-    if compared[0].preset.name not in sizes:
+    first, *others = compared
+    recomputes = first.job.activation_checkpointing
+    size, rest = divmod(first.job.per_device_train_batch_size, _ranks_per_batch(first))
+    if rest:
         return None
-    compared = [candidate for candidate in compared if candidate.preset.name in sizes]
-    checkpointing = any(candidate.job.activation_checkpointing for candidate in compared)
-    job = request.job_with(micro_batch=min(sizes.values()), checkpointing=checkpointing)
-    job = replace(job, **degrees)  # type: ignore[arg-type]
-    presets = " ".join(f"--preset {candidate.preset.name}" for candidate in compared)
+    degrees, presets = dict(first.job.degrees), [first.preset.name]
+    for other in others:
+        job = other.request.job_with(micro_batch=size * _ranks_per_batch(other), checkpointing=recomputes)
+        same = all(degrees.get(name, degree) == degree for name, degree in other.job.degrees.items())
+        if same and candidate_of(other.request, other.preset, job).fits:
+            degrees |= other.job.degrees
+            presets.append(other.preset.name)
+    job = replace(request.job_with(micro_batch=size, checkpointing=recomputes), **degrees)  # type: ignore[arg-type]
+    named = " ".join(f"--preset {name}" for name in presets)
     return (
-        f"toolkit compare {presets} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
+        f"toolkit compare {named} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
         f"{training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
     )
+
+
+def _ranks_per_batch(candidate: Candidate) -> int:
+    layout = candidate.setup.layout
+    return layout.ranks_per_batch if layout else 1
 
 
 def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
@@ -50,8 +58,9 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     words = training_words(candidate.job, model, output="OUTPUT_DIR")
     preset, nodes = candidate.preset, request.interconnect.num_nodes
     if candidate.job.method.method != SFT:
-        script = f"--script {candidate.job.method.method}.py -- {words}"
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script}"
+        name = candidate.job.method.method
+        script = f"--module trl.scripts.{name}" if candidate.job.method.spec.trainer is None else f"--script {name}.py"
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script} -- {words}"
     if nodes == 1:
         return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
     config = f"accelerate_configs/{preset.name}.yaml"
@@ -65,15 +74,15 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
 
 
 def broken(command: str) -> str:
-    """Return a command in lines of at most 100 columns, if its words allow it, for a shell.
+    """Return a command in lines of at most 80 columns, if its words allow it, for a shell.
 
-    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {60 * 'D'} --max_steps 2"))
+    >>> print(broken(f"toolkit train --preset zero2 -- --dataset {40 * 'D'} --max_steps 2"))
       toolkit train --preset zero2 -- \\
-        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
+        --dataset DDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDDD --max_steps 2
     """
     lines = [" "]
     for words in re.split(r" (?=--)", command):
-        if len(lines[-1]) + len(words) > 96:
+        if len(lines[-1]) + len(words) > 76:
             lines[-1] += " \\"
             lines.append("   ")
         lines[-1] += f" {words}"
@@ -86,6 +95,7 @@ def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     if job.method.method != SFT:
         return shlex.join(trl_words(job, folder, output=output))
     values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+    values |= {"learning_rate": LORA_LEARNING_RATES[SFT]} if job.is_lora else {}
     return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
 
 
@@ -100,6 +110,8 @@ def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
     if job.lora_r is not None:
         values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
         values |= {"load_in_4bit": True} if job.load_in_4bit else {}
+        values |= {"learning_rate": rate} if (rate := LORA_LEARNING_RATES.get(method.method)) else {}
+    values |= {"reward_funcs": "REWARD_FUNCTION"} if method.generates else {}
     trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
     if method.vllm in ("colocate", "server"):
         trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}

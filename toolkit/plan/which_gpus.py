@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
 from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate
-from toolkit.plan.finish import ANY_GPU, dollars_per_million_tokens, price_of
+from toolkit.plan.finish import Cost
 from toolkit.plan.planner import (
     Plan,
     PlanRequest,
@@ -22,7 +21,7 @@ from toolkit.plan.planner import (
 from toolkit.presets.spec import PresetSpec
 
 
-def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
+def gpus_for(request: PlanRequest, costs: Cost) -> list[Plan]:
     """Return a plan for each GPU of the table that the job fits on, with the fewest of them, the cheapest first.
 
     Each has the simplest of the fastest presets that fit; those that offload to the host count
@@ -33,7 +32,7 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
     check_request(request)
     presets = [each for each in request.presets if request.strict or not each.offloads]
     sizes = request.world_sizes or [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
-    gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in prices or not set(prices) - {ANY_GPU})]
+    gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in costs.prices or not costs.prices)]
 
     @cache
     def smallest(preset: PresetSpec, size: int) -> Candidate | None:
@@ -49,17 +48,17 @@ def gpus_for(request: PlanRequest, prices: Mapping[str, float]) -> list[Plan]:
                 if each and replace(each, request=replace(each.request, gpu=gpu)).fits
             ]
             if plans:
-                return best_plan(plans)
+                return best_plan(plans)[0]
         return None
 
     def cost(plan: Plan) -> tuple[float, int]:
-        dollars, hourly = dollars_per_million_tokens(plan, prices), price_of(plan, prices) or 0.0
+        dollars, hourly = costs.per_million_tokens(plan), costs.per_hour(plan) or 0.0
         dollars = hourly * plan.world_size if dollars is None else dollars
         return dollars, plan.world_size * plan.request.gpu.memory_bytes
 
     found = sorted(filter(None, map(fewest, gpus)), key=cost)
     if not found:
-        kinds = ", ".join(sorted(set(prices) - {ANY_GPU})) or "any GPU"
+        kinds = ", ".join(sorted(costs.prices)) or "any GPU"
         raise ToolkitError(
             f"nothing fits on up to {max(sizes):,} of {kinds}",
             hint="`--activation-checkpointing`, `--lora-r 16`, or a smaller `--per-device-train-batch-size`",

@@ -357,7 +357,7 @@ def trained_pipeline(request: RecommendRequest) -> tuple[Candidate | None, str |
     if not found:
         return None, why_refused(request, preset, purpose="plan")
     if not found[0].fits:
-        return None, memory_refusal(request, found[0]).removeprefix("it ")
+        return None, memory_refusal(found[0]).removeprefix("it ")
     return found[0], None
 
 

@@ -98,7 +98,7 @@ def options_of(name: str, fields: dict[str, str]) -> dict[str, str]:
     given["num_processes"] = str(gpus * nodes)
     if nodes > 1:
         given["gpus_per_node"] = str(gpus)
-    if name == "recommend" and "price" in given:
+    if "price" in given:
         given["price_per_gpu_hour"] = given["price"]
     sizes = ["per_device_train_batch_size", "gradient_accumulation_steps"]
     if "global_batch_size" not in given and all(size in given for size in sizes):
