@@ -15,7 +15,7 @@ from toolkit.models.read_model import known_models
 pytestmark = pytest.mark.browser
 
 # The width that a select needs for its longest option, with its arrow and padding; and its own.
-SELECT_WIDTHS = """() => [...document.querySelectorAll("select")].filter((each) => each.checkVisibility()).map((each) => {
+SELECT_WIDTHS = """() => [...document.querySelectorAll("select")].map((each) => {
   const line = document.body.appendChild(document.createElement("span"))
   line.style.font = getComputedStyle(each).font
   line.textContent = each.selectedOptions[0].text
@@ -161,10 +161,8 @@ def test_a_card_has_one_number_for_its_memory_and_its_vendors_group(page: Page, 
     assert groups == ["NVIDIA", "AMD", "without bf16"]
     memory = {gpu.name: gpu.memory_gib for gpu in GPUS}
     for group in groups:
-        names = page.evaluate(
-            "label => [...document.querySelectorAll(`#gpu optgroup[label='${label}'] option`)].map((each) => each.value)",
-            group,
-        )
+        options = page.locator(f"#gpu optgroup[label='{group}'] option")
+        names = options.evaluate_all("options => options.map((each) => each.value)")
         assert sorted(names, key=lambda name: -memory[name]) == names
 
 
