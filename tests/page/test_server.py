@@ -180,7 +180,7 @@ def test_a_port_that_is_taken_is_an_error_if_it_was_named(tmp_path: Path) -> Non
         with served_page("--port", port, cwd=tmp_path) as started:
             _, err = started.process.communicate(timeout=60)
     assert started.process.returncode == 2
-    assert f"error: port {port}: Address already in use\n  hint: leave out `--port`" in err
+    assert f"error: port {port}: Address already in use\n  hint: `--port 0` takes" in err
 
 
 def test_without_a_port_two_pages_can_be_served_at_once(tmp_path: Path) -> None:

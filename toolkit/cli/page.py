@@ -14,9 +14,12 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import platform
 import re
 import shlex
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +40,7 @@ FLAGS = {"load_in_4bit": {"on": "--load-in-4bit"}}
 FLAGS["activation_checkpointing"] = {"on": "--activation-checkpointing", "off": "--no-activation-checkpointing"}
 # Options whose field has another name: GPUs are counted per node.
 FIELD_OF = {"num_processes": "gpus", "gpus_per_node": "nodes", "price": "price_per_gpu_hour"}
+SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")  # without one, a browser would take the terminal
 FLAG = re.compile(r"--([a-z0-9-]+)")
 
 
@@ -50,15 +54,24 @@ def page(
 
     Serves the planner page to you alone, on this node, until Ctrl-C. Its answers are those of `plan` and `recommend`.
     """
-    from toolkit.page.server import DEFAULT_PORT, open_browser, open_server
+    import webbrowser
 
-    server = open_server(DEFAULT_PORT if port is None else port, reply, or_free=port is None)
+    from toolkit.page.server import DEFAULT_PORT, PageServer
+
+    try:
+        server = PageServer(DEFAULT_PORT if port is None else port, reply)
+    except OSError as error:
+        if port is not None:
+            raise ToolkitError(f"port {port}: {error.strerror}", hint="`--port 0` takes a free one") from None
+        server = PageServer(0, reply)
     with server, contextlib.suppress(KeyboardInterrupt):
         print(server.address, flush=True)
-        print_message("Ctrl-C ends it")
-        if not (browser and open_browser(server.address)):
+        if browser and (sys.platform == "darwin" or any(map(os.environ.get, SCREENS))):
+            threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
+            print_message("Ctrl-C ends it")
+        else:
             tunnel = f"ssh -L {server.port}:127.0.0.1:{server.port} {platform.node()}"
-            print_message(f"open it in a browser; from another computer, `{tunnel}` first")
+            print_message(f"open it in a browser; from another computer, `{tunnel}` first; Ctrl-C ends it")
         server.serve_forever()
 
 
