@@ -104,6 +104,7 @@ function showError(error) {
   const name = byId(`error-${error.field}`) ? error.field : error.field === "load_in_4bit" ? "lora_r" : "model"
   const message = byId(`error-${name}`)
   message.replaceChildren(element("b", {}, ...inline(labelled(error.message))), ...inline(labelled(error.hint ?? "")))
+  if (byId("answer").hidden) cannotCompute([error.message, error.hint ?? ""].map(labelled).join(". "))
   glance("does_not_fit", "See the form", labelled(error.message).replaceAll("`", ""), `#field-${name}`)
   message.hidden = false
   byId(name).setAttribute("aria-invalid", "true")
@@ -320,7 +321,7 @@ function showPlan() {
   byId("badge").textContent = VERDICTS[best.verdict]
   byId("summary").replaceChildren(...inline(answer.summary))
   const memory = gib(best.planned_peak_bytes + best.headroom_bytes)
-  glance(best.verdict, VERDICTS[best.verdict], `${best.preset}, ${settingsOf(best)}: ${gib(best.planned_peak_bytes)} of ${memory}`)
+  glance(best.verdict, VERDICTS[best.verdict], `${best.preset}, ${settingsOf(best)}: ${(best.planned_peak_bytes / GIB).toFixed(1)} of ${memory}`)
   byId("said").textContent = `${VERDICTS[best.verdict]}: ${answer.summary.replaceAll("`", "")}`
   byId("figures").replaceChildren(
     ...figuresOf(best).map(([name, value, more]) =>
@@ -460,8 +461,9 @@ function showCommands() {
   )
 }
 
-// A command in pieces that a line is not broken in: an option with its value.
-const lineOf = (text) => text.split(/ (?=--)/).flatMap((words) => [element("span", { textContent: words }), " "])
+// A command in pieces that are not broken where they fit into a line: an option with its value, and of these each word.
+const pieces = (text, separator, inside) => text.split(separator).flatMap((part) => [element("span", {}, ...inside(part)), " "])
+const lineOf = (text) => pieces(text, / (?=--)/, (option) => pieces(option, " ", (word) => [word]).slice(0, -1)).slice(0, -1)
 
 async function copied(button, text) {
   await navigator.clipboard.writeText(text)
