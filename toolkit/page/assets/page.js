@@ -54,12 +54,9 @@ function labelled(text) {
 }
 
 const gib = (bytes) => `${(bytes / GIB).toFixed(1)} GiB`
-// A plan's peak; with what is possible at most, where the verdict depends on it.
-const peakOf = (plan) => {
-  const most = plan.possible_peak_bytes ?? 0
-  const shown = gib(plan.planned_peak_bytes)
-  return most > plan.planned_peak_bytes && plan.verdict === "too_close" ? `${shown}, up to ${gib(most)}` : shown
-}
+// A plan's peak, and what is possible beyond it, where the plan says so: the verdict depends on both.
+const beyond = (plan) => Math.max((plan.possible_peak_bytes ?? 0) - plan.planned_peak_bytes, 0)
+const peakOf = (plan) => gib(plan.planned_peak_bytes) + (beyond(plan) ? ` planned, up to ${gib(plan.possible_peak_bytes)} possible,` : "")
 const settingsOf = (plan) => `batch ${plan.per_device_train_batch_size}${plan.activation_checkpointing ? ", ckpt" : ""}`
 const digits = (value) => (value >= 100 ? 0 : value >= 10 ? 1 : 2)
 const plain = (value) => value.toLocaleString("en", { minimumFractionDigits: digits(value), maximumFractionDigits: digits(value) })
@@ -339,7 +336,7 @@ function showBars(plans, best) {
   const sorted = [...plans].sort((a, b) => key(a)[0] - key(b)[0] || key(a)[1] - key(b)[1])
   const scale = Math.min(Math.max(memory, ...plans.map((plan) => plan.planned_peak_bytes)), 1.6 * memory)
   const limit = `${(100 * memory) / scale}%`
-  byId("memory-note").textContent = `The line is the GPU's ${gib(memory)}. Of presets that fit, the fastest come first, each with its own per-GPU batch; ckpt: activation checkpointing. Open one for its parts.`
+  byId("memory-note").textContent = `The line is the GPU's ${gib(memory)}. Of presets that fit, the fastest come first, each with its own per-GPU batch; ckpt: activation checkpointing. ${plans.some(beyond) ? "Hatched: possible beyond the plan. " : ""}Open one for its parts.`
   const used = new Set(plans.flatMap((plan) => partsOf(plan).map(([part]) => part)))
   byId("legend").replaceChildren(
     ...[...used].sort((a, b) => Object.keys(PARTS).indexOf(a) - Object.keys(PARTS).indexOf(b)).map((part) => {
@@ -355,6 +352,8 @@ function showBars(plans, best) {
       const segments = parts.map(([part, size]) =>
         element("i", { dataset: { part, size: gib(size) }, style: { "--part": `var(--${part})`, width: `${(100 * size) / scale}%` } }),
       )
+      const more = plan.verdict === "does_not_fit" ? 0 : beyond(plan)
+      if (more) segments.push(element("i", { className: "beyond", style: { width: `${(100 * more) / scale}%` } }))
       const track = element("span", { className: "track", role: "img", aria: { label: parts.map(([part, size]) => `${PARTS[part][0]} ${gib(size)}`).join(", ") } }, ...segments, element("u"))
       const row = element(
         "summary",
