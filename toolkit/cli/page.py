@@ -93,7 +93,8 @@ def _answer(name: str, model: str, fields: Mapping[str, str], config: str | None
         if model.startswith("-"):
             raise no_such_model(model)
         options = _options_of(name, fields)
-        words["words"] = shlex.join(["toolkit", *(line := _command_line(name, model, options))])
+        line = _command_line(name, model, options)
+        words["words"] = shlex.join(["toolkit", *line])
         with _folder_with(config, model):
             return {"text": _printed([*line, "--json"], options), **words}
     except ToolkitError as error:
@@ -157,7 +158,10 @@ def _whole(field: str, text: str) -> int:
 def _command_line(name: str, model: str, options: Mapping[str, str]) -> list[str]:
     words = [name, model]
     for option, text in options.items():
-        words += [FLAGS[option][text]] if option in FLAGS else [f"--{option.replace('_', '-')}", text]
+        if option in FLAGS:
+            words += [FLAGS[option][text]] if text in FLAGS[option] else []
+        else:
+            words += [f"--{option.replace('_', '-')}", text]
     return words
 
 
