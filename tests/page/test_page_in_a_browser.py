@@ -166,6 +166,13 @@ def test_a_card_has_one_number_for_its_memory_and_its_vendors_group(page: Page, 
         assert sorted(names, key=lambda name: -memory[name]) == names
 
 
+def test_a_job_that_needs_more_host_memory_says_so(page: Page, served: ServedPage) -> None:
+    show(page, served, "model=meta-llama/Llama-3.1-70B&gpu=rtx-4090&gpus=2")
+    assert page.inner_text("#badge") == "It does not fit"
+    assert "of host memory per node, which has " in page.inner_text("#summary")
+    assert page.locator(".bar .word").first.inner_text() == "host too small"
+
+
 def test_the_footer_says_what_plans_were_compared_with(page: Page) -> None:
     assert "compared with one H200, never with several GPUs" in page.inner_text("footer")
 

@@ -49,7 +49,8 @@ function labelled(text) {
   return text.replace(/`?--([a-z0-9-]+)(?: ([^`\s]+)(?=`))?`?/g, (whole, flag, value) => {
     const option = flag.replace(/^no-/, "").replaceAll("-", "_")
     const label = document.querySelector(`label[for="${FIELD_OF[option] ?? option}"]`)
-    return label === null ? whole : `“${label.textContent}”${value ? ` ${value}` : ""}`
+    const chosen = value ?? (flag.startsWith("no-") ? "off" : { load_in_4bit: "QLoRA", activation_checkpointing: "on" }[option])
+    return label === null ? whole : `“${label.textContent}”${chosen ? ` ${chosen}` : ""}`
   })
 }
 
@@ -57,6 +58,7 @@ const gib = (bytes) => `${(bytes / GIB).toFixed(1)} GiB`
 // A plan's peak, and what is possible beyond it, where the plan says so: the verdict depends on both.
 const beyond = (plan) => Math.max((plan.possible_peak_bytes ?? 0) - plan.planned_peak_bytes, 0)
 const peakOf = (plan) => gib(plan.planned_peak_bytes) + (beyond(plan) ? ` planned, up to ${gib(plan.possible_peak_bytes)} possible,` : "")
+const lacksHost = (plan) => plan.verdict === "does_not_fit" && plan.headroom_bytes >= 0 && plan.host_bytes > (plan.host_memory_bytes ?? Infinity)
 const settingsOf = (plan) => `batch ${plan.per_device_train_batch_size}${plan.activation_checkpointing ? ", ckpt" : ""}`
 const digits = (value) => (value >= 100 ? 0 : value >= 10 ? 1 : 2)
 const plain = (value) => value.toLocaleString("en", { minimumFractionDigits: digits(value), maximumFractionDigits: digits(value) })
@@ -101,7 +103,7 @@ function showError(error) {
   const name = byId(`error-${error.field}`) ? error.field : error.field === "load_in_4bit" ? "lora_r" : "model"
   const message = byId(`error-${name}`)
   message.replaceChildren(element("b", {}, ...inline(labelled(error.message))), ...inline(labelled(error.hint ?? "")))
-  if (byId("answer").hidden) cannotCompute([error.message, error.hint ?? ""].map(labelled).join(". "))
+  if (byId("answer").hidden) cannotCompute([error.message, error.hint].filter(Boolean).map(labelled).join("; "))
   glance("does_not_fit", "See the form", labelled(error.message).replaceAll("`", ""), `#field-${name}`)
   message.hidden = false
   byId(name).setAttribute("aria-invalid", "true")
@@ -316,7 +318,8 @@ function showPlan() {
   byId("answer").hidden = false
   byId("verdict").className = `card ${best.verdict}`
   byId("badge").textContent = VERDICTS[best.verdict]
-  byId("summary").replaceChildren(...inline(answer.summary))
+  const host = lacksHost(best) ? `. It needs ${gib(best.host_bytes)} of host memory per node, which has ${gib(best.host_memory_bytes)}` : ""
+  byId("summary").replaceChildren(...inline(answer.summary + host))
   const memory = gib(best.planned_peak_bytes + best.headroom_bytes)
   glance(best.verdict, VERDICTS[best.verdict], `${best.preset}, ${settingsOf(best)}: ${(best.planned_peak_bytes / GIB).toFixed(1)} of ${memory}`)
   byId("said").textContent = `${VERDICTS[best.verdict]}: ${answer.summary.replaceAll("`", "")}`
@@ -361,7 +364,7 @@ function showBars(plans, best) {
         element("span", { className: "name" }, plan.preset, " ", element("small", { textContent: settingsOf(plan) })),
         track,
         element("span", { className: "total", textContent: gib(plan.planned_peak_bytes) }),
-        element("span", { className: "word", textContent: VERDICT_WORDS[plan.verdict] }),
+        element("span", { className: "word", textContent: lacksHost(plan) ? "host too small" : VERDICT_WORDS[plan.verdict] }),
       )
       const bar = element("details", { className: `bar ${plan.verdict} ${plan === best ? "best" : ""}`, dataset: { preset: plan.preset } }, row)
       const fill = () => bar.open && bar.childElementCount === 1 && bar.append(details(plan))
