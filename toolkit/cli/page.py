@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import os
@@ -20,10 +19,11 @@ import re
 import shlex
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -93,10 +93,9 @@ def _answer(name: str, model: str, fields: Mapping[str, str], config: str | None
         if model.startswith("-"):
             raise no_such_model(model)
         options = _options_of(name, fields)
-        line = _command_line(name, model, options)
-        words["words"] = shlex.join(["toolkit", *line])
+        words["words"] = shlex.join(["toolkit", *_command_line(name, model, options)])
         with _folder_with(config, model):
-            return {"text": _printed([*line, "--json"], options), **words}
+            return {"text": _printed(name, model, options), **words}
     except ToolkitError as error:
         return {"error": described(error), **words}
 
@@ -149,10 +148,20 @@ def _options_of(name: str, fields: Mapping[str, str]) -> dict[str, str]:
 
 
 def _whole(field: str, text: str) -> int:
+    return int(_value(field, text, int))
+
+
+def _value(option: str, text: str, kind: Any) -> Any:
+    """Return an option's text as a value of its type. Raises ToolkitError for a text that is no number."""
+    if get_origin(kind) is tuple:
+        return (_value(option, text, get_args(kind)[0]),)
+    if isinstance(kind, types.UnionType):
+        kind = next(each for each in get_args(kind) if each is not type(None))
     try:
-        return int(text)
+        return text == "on" if kind is bool else kind(text)
     except ValueError:
-        raise ToolkitError(f"--{field.replace('_', '-')} is {shown(text)}, expected a whole number") from None
+        expected = "a whole number" if kind is int else "a number"
+        raise ToolkitError(f"--{option.replace('_', '-')} is {shown(text)}, expected {expected}") from None
 
 
 def _command_line(name: str, model: str, options: Mapping[str, str]) -> list[str]:
@@ -165,24 +174,17 @@ def _command_line(name: str, model: str, options: Mapping[str, str]) -> list[str
     return words
 
 
-@functools.cache
-def _commands() -> typer.Typer:
-    commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    commands.command()(plan)
-    commands.command()(recommend)
-    return commands
-
-
-def _printed(words: list[str], options: Mapping[str, str]) -> str:
-    """Return what a command prints. Raises ToolkitError as it does, and for a value that Typer refuses."""
+def _printed(name: str, model: str, options: Mapping[str, str]) -> str:
+    """Return what a command prints with `--json`; not through Typer, whose pydantic no browser has."""
+    kinds = get_type_hints(OPTIONS[name])
+    values = {field.name: field.default for field in dataclasses.fields(OPTIONS[name])}
+    values |= {option: _value(option, text, kinds[option]) for option, text in options.items()}
     output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output):
-            _commands()(args=words, prog_name="toolkit", standalone_mode=False)
-    except typer.BadParameter as error:
-        option = str(error.param.name if error.param else "model")
-        problem = f"--{option.replace('_', '-')} is {shown(options.get(option, ''))}"
-        raise ToolkitError(f"{problem}: {error.message.partition(',')[0]}") from None
+    with contextlib.redirect_stdout(output):
+        if name == "plan":
+            plan(context=None, model=model, as_json=True, cpu=None, **values)
+        else:
+            recommend(model=model, as_json=True, **values)
     return output.getvalue()
 
 
