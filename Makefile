@@ -79,8 +79,9 @@ docs: setup  ## build the documentation into build/docs; open build/docs/index.h
 	@$(BIN)/python docs/site/page/planner_page.py build/docs/planner --docs ../ || echo "left out: the planner page" >&2
 	@echo "build/docs/index.html"
 
-page: setup  ## build the planner page into build/page; needs node 20 and npm
+page: setup  ## build the planner page into build/page; needs node 20 and npm; `toolkit page` needs neither
 	@$(BIN)/python docs/site/page/planner_page.py build/page
+	@echo "python3 -m http.server -d build/page    # then open http://localhost:8000; build/page is for any web server"
 
 test: assets  ## run the tests
 	@[ -z "$${TOOLKIT_NIGHTLY:-}" ] || $(BIN)/python -m toolkit.doctor.ops --async-io

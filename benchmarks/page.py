@@ -29,7 +29,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "site" / "page")]
 from planner_page import build  # noqa: E402
 from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
-CHANGES = {"max_seq_length": "4096", "gpus": "4", "lora_r": "32", "price": "2.2", "model": "Qwen/Qwen2.5-7B"}
+CHANGES = {
+    "max_seq_length": "4096",
+    "gpus": "4",
+    "lora_r": "32",
+    "price_per_gpu_hour": "2.2",
+    "model": "Qwen/Qwen2.5-7B",
+}
 ANSWERED = "#answers[aria-busy=false]"
 LIMITS = {"first_paint": 0.5, "first_answer": 6.0, "change": 0.3, "megabytes": 8.0}
 

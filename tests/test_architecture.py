@@ -165,6 +165,7 @@ LIGHT_COMMANDS = [
     ["plan", "--help"],
     ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100", "--json"],
     ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
+    ["page", "--help"],
     ["simulate", "pipeline", "--help"],
     ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
     ["simulate", "failures", "--gpus", "16384"],

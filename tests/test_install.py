@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
+from served_page import served_page
 from wheels import build_wheel
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -103,6 +105,7 @@ def check_light_commands(toolkit: Path, folder: Path) -> None:
         done = run(toolkit, *command.format(run=inputs).split(), cwd=folder)
         assert done.returncode == 0, (command, done.stderr)
         assert contained in done.stdout + done.stderr, command
+    check_page(toolkit, folder)
     doctor = run(toolkit, "doctor", cwd=folder)
     assert "libraries are not installed: torch" in doctor.stdout
     for command in NEED_TRAIN:
@@ -118,6 +121,17 @@ def test_a_wheel_installed_by_pip_answers_everything_before_a_run(wheel: Path, t
     toolkit = install_with_pip(wheel, tmp_path)
     assert installed_bytes(toolkit) < 60e6
     check_light_commands(toolkit, tmp_path)
+
+
+def check_page(toolkit: Path, folder: Path) -> None:
+    """The planner page without torch and node: nothing but the installed program is on PATH."""
+    environment = {"PATH": str(toolkit.parent), "HOME": str(folder)}
+    with served_page("--port", 0, cwd=folder, program=[toolkit], environment=environment) as page:
+        assert [page.get(name)[0] for name in ("", "page.css", "page.js")] == [200, 200, 200]
+        answer = page.ask("recommend", "Qwen/Qwen3-8B", {"gpu": "h100-sxm"})
+        done = run(toolkit, *shlex.split(answer["words"])[1:], "--json", cwd=folder)
+        assert answer["text"] == done.stdout
+        assert page.interrupt()[0] == 0
 
 
 def installed_bytes(toolkit: Path) -> int:

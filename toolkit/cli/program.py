@@ -16,6 +16,7 @@ from toolkit.cli.cluster import cluster_app
 from toolkit.cli.config_files import convert_config, lint
 from toolkit.cli.doctor import doctor, env
 from toolkit.cli.options import expand_words
+from toolkit.cli.page import page
 from toolkit.cli.plan import plan, recommend, rehearse
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.simulate import simulate_app
@@ -83,7 +84,7 @@ def toolkit(
 
 SECTIONS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
     "Before a run": (
-        *(recommend, plan, rehearse, presets, ("preset", preset_app), lint, convert_config),
+        *(recommend, plan, page, rehearse, presets, ("preset", preset_app), lint, convert_config),
         ("simulate", simulate_app),
     ),
     "Run": (train, ("cluster", cluster_app)),

@@ -53,7 +53,7 @@ UNUSED_LIBRARY = (
 )
 UNUSED_PACKAGES = (
     *("train", "observe", "checkpoint", "rehearse", "compare", "doctor", "lint", "cluster", "report", "demo"),
-    *("convert", "record"),
+    *("convert", "record", "page"),
 )
 
 

@@ -69,11 +69,10 @@ answers.then(
   (error) => postMessage({ failed: String(error.message ?? error) }),
 )
 
-onmessage = async ({ data: { id, preset, request } }) => {
+onmessage = async ({ data: { id, ...message } }) => {
   const python = await answers
   try {
-    const answer = preset ? { files: python.files_of(preset) } : JSON.parse(python.answer(JSON.stringify(request)))
-    postMessage({ id, answer })
+    postMessage({ id, answer: JSON.parse(python.reply(JSON.stringify(message))) })
   } catch (error) {
     postMessage({ id, answer: { error: { message: String(error.message ?? error), hint: null, field: "model" } } })
   }
