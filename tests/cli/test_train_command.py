@@ -11,6 +11,7 @@ from launching import ROOT
 from loaded_modules import HEAVY, loaded_after
 
 from toolkit.convert.conversion import MODULES, TOOLS
+from toolkit.convert.draft import load_dialect
 from toolkit.demo.assets import MODEL_PARAMETERS
 from toolkit.hardware.node import usable_memory_bytes
 from toolkit.job.argument_values import MAX_SEQ_LENGTH
@@ -96,7 +97,7 @@ def test_a_training_argument_before_the_dashes_gets_no_guess(capsys: pytest.Capt
 
 
 def test_every_tool_that_is_recognised_has_a_module_that_runs_its_files() -> None:
-    assert MODULES.keys() == {*TOOLS, "ms-swift"}
+    assert MODULES.keys() == {*(load_dialect(tool).tool for tool in TOOLS), "ms-swift"}
 
 
 # -- the folder of a script

@@ -111,12 +111,11 @@ def _run_command(argv: list[str]) -> int | None:
     if "--version" in argv[:dashes]:
         print(f"finetune-toolkit {__version__}")
         return EXIT_DONE
-    runs_script = any(word.partition("=")[0] in ("--script", "--module") for word in argv[:dashes])
-    takes_arguments = argv[:1] in (["train"], ["compare"], ["rehearse"], ["cluster"]) and not runs_script
-    if takes_arguments and {"-h", "--help"}.intersection(argv[dashes:]):
+    runs_script = any(word.startswith(("--script", "--module")) for word in argv[:dashes])
+    if not runs_script and {"-h", "--help"}.intersection(argv[dashes:]):
         from toolkit.job.argument_reading import help_text
 
-        print(help_text(f"toolkit {argv[0]} ... --"))
+        print(help_text("toolkit train ... --"))
         return EXIT_DONE
     try:
         code: int | None = app(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)

@@ -20,8 +20,8 @@ from toolkit.units import KIB
 
 # The module that runs another tool's file, and the words before it.
 MODULES = {
-    **{"trl": "trl.scripts.sft -- --config", "axolotl": "axolotl.cli.train --"},
-    **{"llama-factory": "llamafactory.launcher --", "ms-swift": "swift.cli.sft -- --config"},
+    **{"TRL": "trl.scripts.sft -- --config", "axolotl": "axolotl.cli.train --"},
+    **{"LLaMA-Factory": "llamafactory.launcher --", "ms-swift": "swift.cli.sft -- --config"},
 }
 SWIFT_KEYS = {"train_type", "tuner_type", "swift_version", "split_dataset_ratio"}  # of ms-swift alone
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
@@ -71,10 +71,9 @@ def recognising(*files: str) -> Iterator[None]:
         for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
             with contextlib.suppress(ToolkitError):
                 is_swift = SWIFT_KEYS & read_configuration(Path(file)).keys()
-                tool = "ms-swift" if is_swift else read_settings(Path(file))[0]
+                tool = "ms-swift" if is_swift else load_dialect(read_settings(Path(file))[0]).tool
                 reads = "" if is_swift else f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"
-                name = tool if is_swift else load_dialect(tool).tool
-                error.hint = f"a file of {name}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
+                error.hint = f"a file of {tool}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
         raise
 
 

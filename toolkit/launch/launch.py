@@ -125,8 +125,8 @@ def _unused_folder(name: str) -> Path:
 def _check_trl_on_cpu(options: TrainOptions) -> None:
     """Raise ToolkitError for a script of TRL's in bf16, its default, which `TrainingArguments` refuses on a CPU."""
     chosen = ("--bf16", "--no_bf16", "--fp16", "--use_cpu", "--config")
-    names = {word.partition("=")[0] for word in options.training_arguments}
-    if options.on_cpu and str(options.module).startswith("trl.") and not names.intersection(chosen):
+    leaves_it = not any(word.startswith(chosen) for word in options.training_arguments)
+    if leaves_it and options.on_cpu and str(options.module).startswith("trl."):
         raise ToolkitError(
             f"{options.module} trains in bf16 unless it is told otherwise, which transformers refuses without a GPU",
             hint="add `--bf16 false` after `--`, which trains in fp32",
