@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ def check_light_commands(toolkit: Path, folder: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_the_wheel_brings_the_examples_as_they_are_in_the_clone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        brought = {Path(name).name: archive.read(name) for name in archive.namelist() if "_presets/examples/" in name}
+    assert brought == {path.name: path.read_bytes() for path in (ROOT / "examples").iterdir() if path.is_file()}
+
+
 def test_a_wheel_installed_by_pip_answers_everything_before_a_run(wheel: Path, tmp_path: Path) -> None:
     toolkit = install_with_pip(wheel, tmp_path)
     assert installed_bytes(toolkit) < 60e6

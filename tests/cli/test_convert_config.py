@@ -32,7 +32,7 @@ def test_the_yaml_goes_to_stdout_and_the_next_command_to_stderr(convert: Convert
     assert err.splitlines() == [
         "axolotl: 6 settings converted, 1 without a counterpart",
         "not converted: loss_watchdog_threshold",
-        "next: toolkit train --preset ddp -- train.yaml",
+        f"next: toolkit convert-config {AXOLOTL} --output train.yaml && toolkit train --preset ddp -- train.yaml",
     ]
 
 

@@ -52,7 +52,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     [
         ("--max_stepz 8", "unknown argument --max_stepz", "did you mean `--max_steps`?"),
         ("--no_save_modl", "unknown argument --no_save_modl", ""),
-        ("--qqq", "unknown argument --qqq", "see `python -m toolkit.train --help`"),
+        ("--qqq", "unknown argument --qqq", "see `toolkit train -- --help`"),
         ("--evaluation_stratigy no", "unknown argument --evaluation_stratigy", ""),
         ("max_steps 8", "unexpected word 'max_steps'; a flag starts with `--`", "did you mean `--max_steps`?"),
         ("--max_steps 8 zero2", "unexpected word 'zero2' after --max_steps 8", ""),

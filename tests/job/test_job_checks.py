@@ -94,7 +94,7 @@ def test_a_communication_hook_needs_two_processes() -> None:
         ("ddp", STREAM | {"preprocessing_num_workers": 2}, "with --streaming: `--dataloader_num_workers` has"),
         ("ddp", {"lora_alpha": "8"}, "--lora_alpha has no effect without --lora_r"),
         ("ddp", {"ddp_comm_hook": "bf16", "ddp_comm_hook_power_sgd_rank": "2"}, "has no effect: the hook is bf16"),
-        ("ddp", {"gradient_checkpointing": "true"}, "is an old name: write --activation_checkpointing"),
+        ("ddp", {"gradient_checkpointing": "true"}, "here it is called --activation_checkpointing"),
     ],
 )
 def test_an_argument_without_effect_gives_a_warning(preset: str, arguments: dict[str, Any], line: str) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, cpu_environment, read
 
-from toolkit.launch.terminal import OutputFilter
+from toolkit.launch.terminal import LiveLine, OutputFilter
+from toolkit.record.timeline import add_moment
 
 STEPS = [f"step {step}/2  loss 2.0000  1.00 s  100 tokens/s  peak 1.00 GiB RSS" for step in (1, 2)]
 SHOW = f"""
@@ -63,6 +64,19 @@ def test_a_pipe_gets_plain_lines() -> None:
     assert ended.stderr.splitlines() == ["data: 2 rows", *STEPS, "done: 2 steps"]
 
 
+def test_the_live_line_names_the_phase_and_keeps_the_time_left_at_80_columns(tmp_path: Path) -> None:
+    live = LiveLine(tmp_path / "timeline.jsonl")
+    live.console.width = 80
+    assert str(live._line()) == "0 s  importing the libraries"
+    add_moment(live.timeline or Path(), "load")
+    assert live.describe(87) == "1 min 27 s  loading the model"
+    add_moment(live.timeline or Path(), "train")
+    live.text = "step 3/40  loss 2.0000  grad_norm 1.234  1.00 s  100 tokens/s  peak 1.00 GiB RSS  35 s left"
+    assert str(live._line()) == "0 s  step 3/40  35 s left  loss 2.0000  grad_norm 1.234  1.00 s  100 tokens/s"
+    add_moment(live.timeline or Path(), "end")
+    assert live.describe(9) == "9 s  ending the processes"
+
+
 def test_deprecations_of_libraries_are_counted_and_other_warnings_are_shown_once(tmp_path: Path) -> None:
     printed: list[str] = []
     shown = OutputFilter(printed.append)
@@ -86,6 +100,7 @@ def test_lines_that_look_like_an_error_and_are_none_are_left_out() -> None:
     shown("Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. Please make sure")
     shown("DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully")
     shown("RuntimeError: DeepSpeed op cpu_adam failed to build")
+    shown("{'loss': '8.318', 'grad_norm': '4.258', 'learning_rate': '5e-05', 'epoch': '0.0625'}")  # also from all ranks
     assert printed == ["RuntimeError: DeepSpeed op cpu_adam failed to build"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def lint(
 
     A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
     """
+    from toolkit.convert.conversion import recognising
     from toolkit.lint.check import lint_paths
     from toolkit.lint.rules.settings import shorten
 
@@ -47,7 +49,8 @@ def lint(
         _fix(paths, in_place=in_place, as_json=as_json)
         if not in_place:
             return
-    result = lint_paths(paths)
+    with recognising(*map(str, paths)):
+        result = lint_paths(paths)
     for error in result.unreadable:
         print_message(f"error: {error}")
     if as_json:
@@ -132,4 +135,5 @@ def convert_config(
     print_message(f"{conversion.tool}: {converted} settings converted, {len(others)} without a counterpart")
     if others:
         print_message(f"not converted: {', '.join(dict.fromkeys(visible(cut(each.key)) for each in others))}")
-    print_message(f"next: {launch_command(conversion, name)}")
+    write = "" if output else f"toolkit convert-config {shlex.quote(str(file))} --output {DEFAULT_NAME} && "
+    print_message(f"next: {write}{launch_command(conversion, name)}")

@@ -39,7 +39,7 @@ NOT_ASKED = {"config", "dataset", "measured", "verify"}
 FLAGS = {"load_in_4bit": {"on": "--load-in-4bit"}}
 FLAGS["activation_checkpointing"] = {"on": "--activation-checkpointing", "off": "--no-activation-checkpointing"}
 # Options whose field has another name: GPUs are counted per node.
-FIELD_OF = {"num_processes": "gpus", "gpus_per_node": "nodes", "price": "price_per_gpu_hour"}
+FIELD_OF = {"num_processes": "gpus", "gpus_per_node": "nodes"}
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")  # without one, a browser would take the terminal
 FLAG = re.compile(r"--([a-z0-9-]+)")
 
@@ -130,8 +130,6 @@ def _options_of(name: str, fields: Mapping[str, str]) -> dict[str, str]:
     given["num_processes"] = str(gpus * nodes)
     if nodes > 1:
         given["gpus_per_node"] = str(gpus)
-    if "price" in known and "price_per_gpu_hour" in given:
-        given["price"] = given["price_per_gpu_hour"]
     micro_batch, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
     if micro_batch in given and (steps in given or "global_batch_size" in given):
         share = gpus * nodes * _whole(micro_batch, given[micro_batch])

@@ -186,11 +186,12 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     on_cpu = trains_on_cpu(options.cpu)
     preset, place = load_preset(options.preset), {"world_size": options.world_size, "rank": options.rank}
     check_libraries(preset, runs_script=options.runs_script)
+    words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
     if not options.runs_script:
         planned = plan_rehearsal(
             preset,
             **place,
-            training_argv=with_demo_inputs(options.training_arguments),
+            training_argv=words,
             cpu=on_cpu,
             fake_tensors=options.fake_tensors,
         )
@@ -200,7 +201,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
             **place,
             script=options.script,
             module=options.module,
-            arguments=options.training_arguments,
+            arguments=words,
             cpu=on_cpu,
             fake_tensors=options.fake_tensors,
             steps=options.stop_after_steps,

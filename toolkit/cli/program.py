@@ -108,8 +108,15 @@ def main(argv: list[str] | None = None) -> None:
 def _run_command(argv: list[str]) -> int | None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the hub's client is imported, here or in a rank
     hide_words(argv)  # remembers their secrets, which no message may quote
-    if "--version" in argv[: argv.index("--") if "--" in argv else None]:
+    dashes = argv.index("--") if "--" in argv else len(argv)
+    if "--version" in argv[:dashes]:
         print(f"finetune-toolkit {__version__}")
+        return EXIT_DONE
+    runs_script = any(word.startswith(("--script", "--module")) for word in argv[:dashes])
+    if not runs_script and {"-h", "--help"}.intersection(argv[dashes:]):
+        from toolkit.job.argument_reading import help_text
+
+        print(help_text("toolkit train ... --"))
         return EXIT_DONE
     try:
         code: int | None = app(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
@@ -135,8 +142,9 @@ def _print_usage_error(error: Any) -> None:
     message = " ".join(str(error.format_message()).split())
     command = error.ctx.command_path if error.ctx else "toolkit"  # without a context if a value is missing
     option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
-    belongs_after_dashes = kind == "NoSuchOption" and (option in ALIASES or option in argument_types())
-    hint = "training arguments go after `--`" if belongs_after_dashes else f"see `{command} --help`"
+    hint = f"see `{command} --help`"
     if kind == "NoSuchOption" and option == "price":
         message, hint = "no such option: --price", "it is `--price-per-gpu-hour`"
+    elif kind == "NoSuchOption" and (option in ALIASES or option in argument_types()):
+        message, hint = error.message, f"training arguments go after `--`: `{command} ... -- --{option} ...`"
     print_message(f"error: {message[:1].lower()}{message[1:].rstrip('.')}\n  hint: {hint}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +15,10 @@ from toolkit.compare.options import CompareOptions
 from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import ToolkitError
 from toolkit.flags import PricePerGpuHour
-from toolkit.hardware.gpus import ON_CPU_MESSAGE
-from toolkit.launch.options import TrainOptions
+from toolkit.hardware.gpus import ON_CPU_MESSAGE, default_num_processes
+from toolkit.job.job import Job
+from toolkit.launch.options import AUTO_PRESET, TrainOptions
+from toolkit.units import counted, gib
 
 if TYPE_CHECKING:
     from toolkit.launch.launch import PreparedRun
@@ -24,19 +28,27 @@ if TYPE_CHECKING:
 def train(options: TrainOptions) -> None:
     """Check the job, print the launch command, and run it.
 
-    After `--`: at least --model_name_or_path, --dataset and --output_dir; `demo` is a small model, and its data. All
-    training arguments: `python -m toolkit.train --help`. With --script or --module, what follows `--` is for that
-    program.
+    After `--`: at least --model_name_or_path, --dataset and --output_dir, as flags or in a YAML file that goes first
+    (examples/lora_8b.yaml is shipped). `demo` is a small model, and its data: `--model_name_or_path demo --dataset
+    demo`. `toolkit train -- --help` lists all training arguments. With --script or --module, what follows `--` is for
+    that program.
     """
+    from toolkit.convert.conversion import recognising
     from toolkit.demo.assets import with_demo_inputs
     from toolkit.doctor.ops import compile_for_run
     from toolkit.launch.launch import prepare_run
     from toolkit.launch.launch import train as run_prepared
     from toolkit.launch.terminal import LiveLine
+    from toolkit.record.folder import RunFolder
 
-    if not options.runs_script:
-        options = replace(options, training_arguments=with_demo_inputs(options.training_arguments))
-    prepared = prepare_run(options, on_message=print_message)
+    with recognising(options.preset, *options.training_arguments[:1]):
+        words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
+        options = replace(options, training_arguments=words)
+        chosen = _default_preset(options) if options.preset == AUTO_PRESET else None
+        options = options if chosen is None else replace(options, preset=chosen[0])
+        prepared = prepare_run(options, on_message=print_message)
+    if chosen is not None:
+        print_message(f"preset {chosen[0]}, the default for {chosen[1]}; `--preset NAME` takes another")
     if options.on_cpu and options.cpu is None:  # a device that the user did not choose
         print_message(ON_CPU_MESSAGE)
     if prepared.nvme is not None:
@@ -48,19 +60,37 @@ def train(options: TrainOptions) -> None:
             print_message(f"warning: {line}")
         _plan(prepared)
         print(prepared.command.shown)
-        print_message("every check passed; nothing was started")
+        rows = "" if options.runs_script else " (of rows up to 32 MiB of a file; their tokens, the ranks check)"
+        print_message(f"every check passed{rows}; nothing was started")
         return
     plan = _plan(prepared)
     compile_for_run([prepared.command.preset], on_cpu=options.on_cpu)
-    with LiveLine() as live:
+    with LiveLine(RunFolder(prepared.run.output_dir).timeline) as live:
         result = run_prepared(prepared, plan=plan, on_message=live.print)
     if result.failure is not None:
         print_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)
 
 
+def _default_preset(options: TrainOptions) -> tuple[str, str]:
+    """Return the preset of a run that names none, and what it is the default for."""
+    from toolkit.hardware.gpu_table import chosen_gpu
+    from toolkit.plan.planner import default_preset
+
+    processes = options.num_processes or default_num_processes(on_cpu=options.on_cpu)
+    name, why = ("single", "one process") if processes == 1 else ("ddp", f"{processes} processes")
+    if not options.on_cpu and not options.runs_script:
+        with contextlib.suppress(ToolkitError):  # the checks that follow report it, if it is a fault of the job
+            gpu = chosen_gpu(options.gpu, memory_gib=None)
+            job = Job.from_argv(options.training_arguments)
+            name, why = default_preset(job, world_size=processes, gpu=gpu), f"this job on {processes} × {gpu.name}"
+    return name, why
+
+
 def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
-    """Plan the run on the GPUs that it uses, and print the planned peak; runs on a CPU are not planned."""
+    """Plan the run on the GPUs that it uses, and print the planned peak; on a CPU only the host memory is checked."""
+    if prepared.options.on_cpu:
+        _check_node(prepared)
     if prepared.options.on_cpu or prepared.options.runs_script:
         return None
     from toolkit.hardware.gpu_table import find_gpu
@@ -74,6 +104,27 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     return None
 
 
+def _check_node(prepared: PreparedRun) -> None:
+    """Warn of more ranks than cores. Raises ToolkitError where the model states of all ranks exceed the host memory."""
+    from toolkit.hardware.node import usable_memory_bytes
+    from toolkit.models.read_model import read_model
+    from toolkit.plan.memory import plan_memory
+    from toolkit.plan.planned_job import PlannedJob
+
+    run, cores, needed = prepared.run, len(os.sched_getaffinity(0)), 0
+    if run.num_processes > cores:
+        print_message(f"warning: {run.num_processes} processes share {counted(cores, 'core')}")
+    with contextlib.suppress(ToolkitError):  # of a job that cannot be planned, as that of a script
+        shape, job = read_model(str(run.job.model_name_or_path), count=False), PlannedJob.of(run.job)
+        plan = plan_memory(shape, run.preset, world_size=run.num_processes, job=job, mixed_precision="no")
+        needed = run.num_processes * plan.states.total_bytes
+    if needed > (memory := usable_memory_bytes()):
+        raise ToolkitError(
+            f"model states of {run.num_processes} processes take {gib(needed)} in fp32; this node has {gib(memory)}",
+            hint="lower `--num-processes`; `--lora_r 16`, or a preset that shards (`toolkit presets`), takes less",
+        )
+
+
 @expand_options
 def compare(options: CompareOptions) -> None:
     """Train the same job under several presets, and report the differences.
@@ -81,11 +132,12 @@ def compare(options: CompareOptions) -> None:
     After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
     """
     from toolkit.compare.commands import run_comparison
+    from toolkit.convert.conversion import recognising
     from toolkit.demo.assets import with_demo_inputs
 
-    if not options.runs_script:
-        options = replace(options, training_arguments=with_demo_inputs(options.training_arguments))
-    run_comparison(options)
+    with recognising(*options.preset, *options.training_arguments[:1]):
+        words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
+        run_comparison(replace(options, training_arguments=words))
 
 
 def report(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.units import KIB
 
+# The module that runs another tool's file, and the words before it.
+MODULES = {
+    **{"TRL": "trl.scripts.sft -- --config", "axolotl": "axolotl.cli.train --"},
+    **{"LLaMA-Factory": "llamafactory.launcher --", "ms-swift": "swift.cli.sft -- --config"},
+}
+SWIFT_KEYS = {"train_type", "tuner_type", "swift_version", "split_dataset_ratio"}  # of ms-swift alone
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
 REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
@@ -53,6 +60,21 @@ def read_settings(path: Path, tool: str | None = None, *, methods: Collection[st
             hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
         raise ToolkitError(f"{path} is not recognised", hint=hint)
     return tool, values
+
+
+@contextlib.contextmanager
+def recognising(*files: str) -> Iterator[None]:
+    """Where one of the files is refused and reads like another tool's, say what reads it."""
+    try:
+        yield
+    except ToolkitError as error:
+        for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
+            with contextlib.suppress(ToolkitError):
+                is_swift = SWIFT_KEYS & read_configuration(Path(file)).keys()
+                tool = "ms-swift" if is_swift else load_dialect(read_settings(Path(file))[0]).tool
+                reads = "" if is_swift else f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"
+                error.hint = f"a file of {tool}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
+        raise
 
 
 def convert_settings(tool: str, values: Mapping[str, Any], path: Path) -> Conversion:

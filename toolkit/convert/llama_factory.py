@@ -10,6 +10,7 @@ from toolkit.convert import sources
 from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration, unexpected
+from toolkit.files.paths import find_file
 from toolkit.installation import documentation_address
 from toolkit.job.argument_aliases import HINTS
 
@@ -51,7 +52,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     if "train_dataset" in draft.left:
         # A data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml).
         named = str(draft.get("train_dataset"))
-        listed = sources.find_file(named, file) if named.endswith((".yaml", ".yml")) else None
+        listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
         entries = {"train_dataset": {"path": named}} if listed is None else read_configuration(listed)
         source = listed or file
         paths = [_text(block_of(entries, name, source), "path", f"{source}: {name}") for name in entries]
@@ -116,7 +117,7 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     if not names:
         return
     folder = str(draft.get("dataset_dir", "data"))
-    info_path = sources.find_file(f"{folder}/dataset_info.json", file)
+    info_path = find_file(f"{folder}/dataset_info.json", file)
     info = {} if info_path is None else read_configuration(info_path)
     shares = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
     found: list[sources.NamedData] = []

@@ -15,7 +15,7 @@ from toolkit.convert.draft import PRESET, Draft, block_of, load_dialect
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
-from toolkit.files.paths import is_file, user_path
+from toolkit.files.paths import find_file, is_file
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job
 from toolkit.presets.known_keys import OFFLOAD_DEVICES
@@ -26,13 +26,6 @@ OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` w
 FSDP1_NOTE = "FSDP1 became FSDP2"
 # The nearest preset where a configuration's own does not work with 4-bit weights.
 _FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
-
-
-def find_file(name: str, near: Path) -> Path | None:
-    """Return the file that a configuration names, relative to the working directory or to a folder above `near`."""
-    path = user_path(name)
-    folders = [Path.cwd(), *near.resolve().parents]
-    return next((folder / path for folder in folders if is_file(folder / path)), None)
 
 
 # -- data sets, as `--dataset` and the arguments next to it

@@ -12,7 +12,7 @@ from toolkit.convert import sources
 from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
-from toolkit.files.paths import is_file, user_path
+from toolkit.files.paths import find_file, is_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
 SCRIPTS = ("sft.py", "trl.scripts.sft")
@@ -159,7 +159,7 @@ def _take_launch(draft: Draft, file: Path) -> str:
     chosen: sources.Choice | None = None
     for key in draft.among("accelerate_config", "config_file")[:1]:
         name = str(draft.get(key))
-        path = sources.find_file(name, file)
+        path = find_file(name, file)
         known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
         if path is not None:
             config = read_configuration(path)

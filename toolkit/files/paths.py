@@ -49,6 +49,13 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113  (`Path.is_file` raises for a name that is too long)
 
 
+def find_file(name: str, near: Path) -> Path | None:
+    """Return the file that a configuration names, relative to the working directory or to a folder above `near`."""
+    path = user_path(name)
+    folders = [Path.cwd(), *near.resolve().parents]
+    return next((folder / path for folder in folders if is_file(folder / path)), None)
+
+
 def expand_home(text: str) -> str:
     """Return a path or another name with `~` expanded if it begins with it; every other text is unchanged."""
     return str(user_path(text)) if text.startswith("~") else text

@@ -63,6 +63,7 @@ HINTS = {
     "interleave_probs": "`--dataset_weights 0.7 0.3`, one number for each data set of `--dataset`",
     "load_in_8bit": "`--load_in_4bit true` is the quantization that is supported, with `--lora_r`",
     "max_samples": "cut the data file, or name a part of a hub data set: `--dataset_split 'train[:1000]'`",
+    "model": "the base model is `--model_name_or_path`",
     "num_processes": "an option of the toolkit goes before `--`: `toolkit train --num-processes 2 -- ...`",
     "output": "the run folder is `--output_dir`",
     "preset": "an option of the toolkit goes before `--`: `toolkit train --preset zero2 -- ...`",
@@ -70,7 +71,7 @@ HINTS = {
     "stage": "this script does supervised fine-tuning; for preference training, use a preset with TRL",
     "template": "the model's own chat template is used; `--chat_template FILE` replaces it",
     "torch_dtype": "compute is bf16 with fp32 master weights under every preset; `--bf16 false` computes in fp32",
-    "use_peft": "`--lora_r 16` trains LoRA adapters of rank 16, which is TRL's default rank",
+    "use_peft": "leave it out: `--lora_r 16` alone trains LoRA adapters (TRL's default rank is 16)",
 }
 
 
@@ -98,6 +99,6 @@ def alias_value(name: str, alias: Alias, value: Any) -> Any:
     if ours is None:
         raise ToolkitError(
             f"{name} {shown(value)} has no counterpart",
-            hint=f"leave it out, or see `--{alias.name}` in `python -m toolkit.train --help`",
+            hint=f"leave it out, or see `--{alias.name}` in `toolkit train -- --help`",
         )
     return ours

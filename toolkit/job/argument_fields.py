@@ -52,7 +52,7 @@ def _mapping(help: str = "") -> Any:
 class ModelArguments:
     """The model, the training method, the degrees of parallelism, and what is measured."""
 
-    model_name_or_path: str | None = _argument(None, "a local folder, or a hub id")
+    model_name_or_path: str | None = _argument(None, "a local folder, a hub id, or `demo`, a small model")
     revision: str = _argument("main", "branch, tag or commit of a hub id")
     trust_remote_code: bool = _argument(False, "run code that the model's repository ships")
     trust_pickle: bool = _argument(False, "resume from a checkpoint whose pickles run code; only if you wrote it")
@@ -155,7 +155,7 @@ class DataArguments:
     """The data and its tokenization."""
 
     dataset: tuple[str, ...] = _argument(
-        (), "one or more of: a JSON, JSONL, CSV or Parquet file, or a hub id (owner/name)"
+        (), "one or more of: a JSON, JSONL, CSV or Parquet file, a hub id (owner/name), or `demo`"
     )
     dataset_config: str | None = _argument(None, "the configuration of a hub id")
     dataset_split: str = _argument("train", "the split of a hub id")

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,10 @@ from toolkit.files.documents import (
     read_json_object,
     unexpected,
 )
-from toolkit.files.paths import expand_home, user_path
+from toolkit.files.paths import expand_home, find_file, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.job.argument_aliases import ALIASES, HINTS, alias_value, canonical_values
-from toolkit.job.argument_fields import OWN_ARGUMENTS
+from toolkit.job.argument_fields import ARGUMENTS, OWN_ARGUMENTS, DataArguments, ModelArguments
 from toolkit.job.argument_values import FALSE_WORDS, TRUE_WORDS, as_list, check_type, fits
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON
@@ -125,6 +128,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raise unexpected(path, name, value, "a value without keys")
         if value is not None:
             check_type(f"{path}: {name}", value, annotation)
+    for name in ("dataset", "eval_dataset", "chat_template"):
+        if isinstance(value := content.get(name), str | list):  # a file may be named relative to this one
+            files = [each if os.path.lexists(each) else str(find_file(each, path) or each) for each in as_list(value)]
+            content[name] = files if isinstance(value, list) else files[0]
     return content
 
 
@@ -285,19 +292,25 @@ def _check_name(name: str, *, where: str, prefix: str) -> None:
     if name not in types:
         close = nearest(name[:200], [*types, *ALIASES])
         ours = ALIASES[close].name if close in ALIASES else close
-        guess = f"did you mean `{prefix}{ours}`?" if ours else "see `python -m toolkit.train --help`"
+        guess = f"did you mean `{prefix}{ours}`?" if ours else "see `toolkit train -- --help`"
         raise ToolkitError(where, hint=HINTS.get(name, guess))
 
 
-def help_text() -> str:
-    """Return the help of `python -m toolkit.train`: our arguments, then transformers' own."""
-    usage = "%(prog)s [config.yaml] [--argument VALUE ...]"
-    parser = argparse.ArgumentParser(prog="python -m toolkit.train", usage=usage, add_help=False)
-    ours, theirs = parser.add_argument_group("ours"), parser.add_argument_group("of transformers' TrainingArguments")
-    for name, declared in OWN_ARGUMENTS.items():
-        default = "" if declared.default in (None, ()) else f" (default: {declared.default})"
-        text = (declared.metadata["help"] + default).replace("%", "%%")
-        ours.add_argument(f"--{name}", help=text, choices=argument_words().get(name))
-    for name, field in trainer_schema().fields.items():
-        theirs.add_argument(f"--{name}", help=field.help, choices=argument_words().get(name))
+def help_text(program: str = "python -m toolkit.train") -> str:
+    """Return the help of the training arguments, after the words of a `program`: ours by topic, then transformers'."""
+    usage = f"{program} [config.yaml] [--argument VALUE ...]"
+    parser = argparse.ArgumentParser(usage=usage, add_help=False)
+    topics = {"model, method and measurement": ModelArguments, "data": DataArguments}
+    names = {topic: [each.name for each in dataclasses.fields(fields)] for topic, fields in topics.items()}
+    for topic, listed in (names | {"of transformers' TrainingArguments": list(trainer_schema().fields)}).items():
+        group = parser.add_argument_group(topic)
+        for name in listed:
+            default, words = getattr(ARGUMENTS.get(name), "default", None), argument_words().get(name, ())
+            text = ARGUMENTS[name].metadata["help"] if name in OWN_ARGUMENTS else trainer_schema().fields[name].help
+            if not all(word in text for word in words):
+                text += f" One of: {', '.join(words)}."
+            if default not in (None, ()):
+                text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+            kind = "WORD" if words else re.split(r" \| |\[", argument_types()[name].removeprefix("None | "))[0].upper()
+            group.add_argument(f"--{name}", help=text.replace("%", "%%"), metavar=kind)
     return parser.format_help()

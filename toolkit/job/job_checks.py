@@ -253,7 +253,7 @@ def ineffective_arguments(job: Job) -> list[str]:
         if name in job.given and hook not in (None, reader)
     ]
     lines += [
-        f"--{name} is an old name: write --{name.replace('gradient', 'activation')}"
+        f"--{name}: here it is called --{name.replace('gradient', 'activation')}"
         for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs")
         if name in job.given
     ]

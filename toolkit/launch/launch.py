@@ -9,6 +9,7 @@ The failing rank writes failure.json itself; `toolkit.launch.process` works out 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
@@ -97,13 +99,38 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
     check_process_count(processes, gpus=None if options.on_cpu else count_gpus(), preset=preset)
     check_script_preset(preset)
     check_script(options.script, options.module)
-    folder = RunFolder(options.output_dir or Path("runs") / script_name(options.script, options.module))
+    _check_trl_on_cpu(options)
+    chosen = options.output_dir or _unused_folder(script_name(options.script, options.module))
+    folder = RunFolder(chosen)
+    folder.flag, folder.overwrite = "--output-dir", ""
     folder.check_free()
     check_start(folder)
     folder.check_writable()
     command = command_of(replace(options, output_dir=folder.path), preset)
     run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
     return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
+
+
+def _unused_folder(name: str) -> Path:
+    """Return `runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3` and so on that holds no run yet."""
+    for number in itertools.count(1):
+        folder = RunFolder(Path("runs") / (name if number == 1 else f"{name}-{number}"))
+        with contextlib.suppress(ToolkitError):
+            folder.check_free()
+            check_start(folder)
+            break
+    return folder.path
+
+
+def _check_trl_on_cpu(options: TrainOptions) -> None:
+    """Raise ToolkitError for a script of TRL's in bf16, its default, which `TrainingArguments` refuses on a CPU."""
+    chosen = ("--bf16", "--no_bf16", "--fp16", "--use_cpu", "--config")
+    leaves_it = not any(word.startswith(chosen) for word in options.training_arguments)
+    if leaves_it and options.on_cpu and str(options.module).startswith("trl."):
+        raise ToolkitError(
+            f"{options.module} trains in bf16 unless it is told otherwise, which transformers refuses without a GPU",
+            hint="add `--bf16 false` after `--`, which trains in fp32",
+        )
 
 
 def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Callable[[str], None]) -> RunResult:

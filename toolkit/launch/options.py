@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.errors import ToolkitError
-from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
+from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, NvmePath, TrainingArguments
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:
     from toolkit.presets.spec import PresetSpec
 
+AUTO_PRESET = "auto"
+AUTO_HELP = "what `toolkit recommend` takes for the GPUs here, otherwise single for one process and ddp for several"
 MAX_RESTARTS = 1000  # more faults than this in one run need a person
 
 
@@ -53,7 +55,7 @@ class ScriptOptions:
 class TrainOptions(ScriptOptions):
     """The options of `toolkit train`; a comparison makes one for each trial."""
 
-    preset: PresetName
+    preset: Annotated[str, typer.Option(help=f"{PRESET_HELP}; auto: {AUTO_HELP}")] = AUTO_PRESET
     num_processes: NumProcesses = None
     training_arguments: TrainingArguments = ()
     cpu: CpuFlag = None
@@ -74,7 +76,7 @@ class TrainOptions(ScriptOptions):
         float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for the checkpoint; 0 ends the run at once")
     ] = 5.0
     output_dir: Annotated[
-        Path | None, typer.Option(help="with --script: the run folder; default: runs/ and the script's name")
+        Path | None, typer.Option(help="with --script: the run folder; default: runs/NAME, then runs/NAME-2 and so on")
     ] = None
     max_restarts: Annotated[
         int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")

@@ -17,18 +17,29 @@ from rich.live import Live
 from rich.text import Text
 
 from toolkit.entry_point import print_message
+from toolkit.record.timeline import LAUNCH, read_timeline
 from toolkit.record.training_progress import STEP_LINE
 from toolkit.units import counted, time_left
 
-# Lines that look like an error and are none: an optional kernel that is not installed, and an op that was loaded.
+# Lines that look like an error and are none: an optional kernel that is not installed, and an op that was loaded. And
+# the Trainer's for a log, which the observer prints for all ranks.
 _NOISE = re.compile(
-    r"Failed to load CPU gemm_4bit_forward from kernels-community|DeepSpeed deepspeed\.\S+ built successfully"
+    r"Failed to load CPU gemm_4bit_forward from kernels-community|DeepSpeed deepspeed\.\S+ built successfully|"
+    r"^{'loss': '[^']*', 'grad_norm': '[^']*', 'learning_rate': '[^']*', 'epoch': '[^']*'}$"
 )
 # A tqdm bar, which a pipe cuts into a line per redrawing: the step lines say the same.
 _BAR = re.compile(r"[^|\]]*\d%\|[^|]*\|[^|\[\]]*\[[^\]]*\]|\S[^|\[\]]* \d+ examples \[[^\]]*\]")
 _WARNING = re.compile(r"(?:\S+: )?(?P<place>\S+\.py:\d+): (?P<kind>\w*Warning): ")
 # Of a library to those who write code against it.
 _DEPRECATIONS = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")
+
+
+# A phase of rank 0 other than its steps (`toolkit.record.timeline`), and what the live line calls it.
+PHASES = {
+    **{LAUNCH: "importing the libraries", "start": "importing the libraries", "arguments": "reading the arguments"},
+    **{"data": "reading the data", "load": "loading the model", "engine": "preparing the engine"},
+    **{"attest": "verifying the first step", "save": "saving", "evaluate": "evaluating", "end": "ending the processes"},
+}
 
 
 class OutputFilter:
@@ -65,11 +76,11 @@ class OutputFilter:
 class LiveLine:
     """One line at the bottom of a terminal that says how far a run is; elsewhere nothing. A context manager."""
 
-    def __init__(self) -> None:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.is_live = sys.stderr.isatty() and not console.is_dumb_terminal
-        self.text, self.started = "starting", time.monotonic()
-        self.live = Live(console=console, get_renderable=self._line, transient=True, redirect_stdout=False)
+    def __init__(self, timeline: Path | None = None) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.is_live = sys.stderr.isatty() and not self.console.is_dumb_terminal
+        self.text, self.timeline, self.started = "", timeline, time.monotonic()
+        self.live = Live(console=self.console, get_renderable=self._line, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> LiveLine:
         if self.is_live:
@@ -88,7 +99,16 @@ class LiveLine:
 
     def describe(self, elapsed: float) -> str:
         """Return the live line, `elapsed` seconds after the beginning."""
-        return f"{time_left(elapsed)}  {self.text}"
+        moments = read_timeline(self.timeline) if self.timeline else []
+        phase = moments[-1].phase if moments else LAUNCH
+        text = "" if phase == "end" else self.text
+        return "  ".join(filter(None, (time_left(elapsed), PHASES.get(phase), text)))
 
     def _line(self) -> Text:
-        return Text(self.describe(time.monotonic() - self.started), no_wrap=True, overflow="ellipsis")
+        """The parts that fit, with the time left before the figures of a step."""
+        parts = self.describe(time.monotonic() - self.started).split("  ")
+        if parts[-1].endswith(" left"):
+            parts.insert(next(index for index, part in enumerate(parts, 1) if part.startswith("step ")), parts.pop())
+        while len(parts) > 2 and len("  ".join(parts)) >= self.console.width:
+            parts.pop()
+        return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")

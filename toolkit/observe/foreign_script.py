@@ -54,6 +54,7 @@ class ScriptRun:
 
     def __init__(self, words: Words) -> None:
         self.words, self.folder, self.progress = words, RunFolder(words.output_dir), Progress()
+        self.folder.flag, self.folder.overwrite = "--output-dir", "--overwrite"
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.trainers = self.trainings = 0

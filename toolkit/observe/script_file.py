@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, nearest
 from toolkit.presets.spec import PresetSpec
 
 USAGE = "python -m toolkit.observe [options] script.py [its arguments], or -m module [its arguments]"
@@ -31,7 +31,9 @@ def check_script(script: str | None, module: str | None) -> Path | None:
     path = Path(script)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
-        raise ToolkitError(f"script {path} {what}", hint=f"`{USAGE}`")
+        close = nearest(path.name, [file.name for file in path.parent.glob("*.py")])
+        hint = f"did you mean `{path.with_name(close)}`?" if close else f"`{USAGE}`"
+        raise ToolkitError(f"script {path} {what}", hint=hint)
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:

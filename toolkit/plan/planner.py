@@ -44,6 +44,7 @@ from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import unsupported
+from toolkit.versions import is_importable
 
 LARGEST_MICRO_BATCH = 4096
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
@@ -177,6 +178,22 @@ def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, host_me
     shape = read_model(str(job.model_name_or_path), count=False)
     request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
     return make_plans(replace(request, host_memory_bytes=host_memory_bytes))[0]
+
+
+def default_preset(job: Job, *, world_size: int, gpu: Gpu) -> str:
+    """Return the preset that `toolkit recommend` takes for a job in its batch; where none fits, the smallest.
+
+    Those whose libraries are not installed here are left out. Raises ToolkitError for a job that cannot be planned.
+    """
+    usable = [preset for preset in list_presets() if set(job.degrees) <= set(preset.parallel)]
+    usable = [preset for preset in usable if preset.engine != "deepspeed" or is_importable("deepspeed")]
+    shape = read_model(str(job.model_name_or_path), count=False)
+    request = PlanRequest(shape=shape, presets=usable, world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
+    plans = make_plans(replace(request, strict=False))
+    fitting = [plan for plan in plans if plan.fits]
+    fitting = [plan for plan in fitting if plan.preset.engine == "none"] or fitting  # one process has nothing to shard
+    smallest = min(plans, key=lambda plan: plan.memory.planned_peak_bytes)
+    return (best_plan(fitting) if fitting else smallest).preset.name
 
 
 def plan_run_here(

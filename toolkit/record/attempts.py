@@ -30,19 +30,19 @@ def reuse_of(*, continues: bool, resumes: bool, overwrite: bool) -> Reuse:
 def check_start(folder: RunFolder, reuse: Reuse = "never") -> None:
     """Raise ToolkitError for a folder that holds a finished or a trained run, unless it may be used."""
     if folder.path.exists() and not folder.path.is_dir():
-        raise ToolkitError(f"output_dir {folder.path} is a file", hint="name a folder: `--output_dir DIR`")
+        raise ToolkitError(f"output_dir {folder.path} is a file", hint=f"name a folder: `{folder.flag} DIR`")
+    another = f"name another folder: `{folder.flag} DIR`"
+    replaces = f"; `{folder.overwrite}` replaces the run" if folder.overwrite else ""
     finished = (folder.read_run() or {}).get("status") == status.COMPLETED
     if finished and reuse not in ("resume", "overwrite"):
-        raise ToolkitError(
-            f"{folder.path} already holds a finished run",
-            hint="name another folder: `--output_dir DIR`; `--overwrite_output_dir true` replaces the run",
-        )
+        raise ToolkitError(f"{folder.path} already holds a finished run", hint=another + replaces)
     if reuse == "never" and has_trained(folder):
         steps = max(map(last_step, (folder.path / "ranks").glob("rank*.jsonl")), default=0)
         raise ToolkitError(
             f"{folder.path} holds a run that has trained {steps} step{'s' * (steps != 1)}",
-            hint="`--resume_from_checkpoint latest` continues it, `--overwrite_output_dir true` replaces it;"
-            " or name another folder: `--output_dir DIR`",
+            hint=("`--resume_from_checkpoint latest` continues it; " if folder.flag == "--output_dir" else "")
+            + another
+            + replaces,
         )
 
 

@@ -37,6 +37,9 @@ LOCK = "run.lock"
 class RunFolder:
     """The files of one run."""
 
+    flag, overwrite = "--output_dir", "--overwrite_output_dir true"
+    """What names another folder, and what replaces the run in it if anything does, for messages."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_json = path / "run.json"
@@ -94,7 +97,7 @@ class RunFolder:
                 os.close(lock)
 
     def _lock(self) -> int | None:
-        hint = "wait for it, stop it, or name another folder: `--output_dir DIR`"
+        hint = f"wait for it, stop it, or name another folder: `{self.flag} DIR`"
         return lock_file(self.path / LOCK, holds="a run", hint=hint)
 
     def remove_heartbeats(self) -> None:
@@ -124,7 +127,7 @@ class RunFolder:
         """Return the error for a folder that the system refuses to write."""
         return ToolkitError(
             f"output_dir {self.path} cannot be written: {error.strerror}",
-            hint="name a folder that you can write to: `--output_dir DIR`",
+            hint=f"name a folder that you can write to: `{self.flag} DIR`",
         )
 
 
