@@ -12,11 +12,14 @@ import errno
 import io
 import os
 import platform
+import re
 import shlex
+import shutil
 import sys
 import tempfile
+import textwrap
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -27,6 +30,7 @@ from toolkit.installation import documentation_address, missing_package
 DEBUG_VARIABLE = "TOOLKIT_DEBUG"
 REPORT_PAGE = "how-to/report-a-problem.md"
 MAX_CAUSE_CHARACTERS = 200
+LEVEL_COLORS = {"error": "\x1b[31m", "warning": "\x1b[33m"}
 # What the machine refuses -> what to do about it. Other errors of the operating system are ours.
 MACHINE_FAULTS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free disk space, or name a folder on another disk"),
@@ -93,6 +97,19 @@ def print_message(text: str) -> None:
         print(visible(hide_secrets(text), keep="\n\t"), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: closed
         _discard(sys.stderr)
+
+
+def print_findings(lines: Iterable[str]) -> None:
+    """Print lines to stdout; on a terminal wrapped at its width, with `error` in red and `warning` in yellow."""
+    colors = {} if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else LEVEL_COLORS
+    for line in map(visible, lines):
+        if sys.stdout.isatty():
+            indent = " " * (len(line) - len(line.lstrip()) + 4)
+            width = shutil.get_terminal_size().columns
+            line = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            for level, color in colors.items():
+                line = re.sub(rf"(^|: )({level})(?=[:\[])", f"\\1{color}\\2\x1b[0m", line, count=1)
+        print(line)
 
 
 def print_failure(status: str, failure: Mapping[str, object]) -> None:

@@ -14,6 +14,7 @@ from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import ToolkitError
 from toolkit.flags import PricePerGpuHour
 from toolkit.hardware.gpus import ON_CPU_MESSAGE
+from toolkit.hardware.node import busy_cores
 from toolkit.launch.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def train(options: TrainOptions) -> None:
     prepared = prepare_run(options, on_message=print_message)
     if options.on_cpu and options.cpu is None:  # a device that the user did not choose
         print_message(ON_CPU_MESSAGE)
+    if options.on_cpu and (busy := busy_cores()):
+        print_message(f"warning: {busy}")
     if prepared.nvme is not None:
         print_message("\n".join([prepared.nvme.describe(), *prepared.nvme.warnings]))
     elif options.nvme_path is not None:

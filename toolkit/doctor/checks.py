@@ -11,7 +11,8 @@ The table in docs/how-to/doctor.md is generated from the registered checks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -120,10 +121,16 @@ class NodeFinding:
     level: str
     """`error`: jobs fail or a part must be replaced; `warning`: slower, or fails in some jobs; `note`: good to know."""
     what: str
-    value: str
-    expected: str
+    value: str | None  # None where `what` says it, and so for `expected`
+    expected: str | None
     fix: str
     """The line to type, or what to ask for."""
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, the value, and what was expected."""
+        text = self.what if self.value is None else f"{self.what}: {self.value}"
+        return text if self.expected is None else f"{text}; expected: {self.expected}"
 
 
 @dataclass(slots=True)
@@ -147,11 +154,16 @@ class Outcome:
         if gpu is not None:
             what, fix = f"{gpu.label}: {what}", fix.format(index=gpu.index)
         if when:
-            self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
+            texts = [None if each is None else str(each) for each in (value, expected)]
+            self.findings.append(NodeFinding(level=level, what=what, value=texts[0], expected=texts[1], fix=fix))
 
-    def add_refusal(self, error: ToolkitError, value: object, expected: str) -> None:
-        """Add the refusal of another part of the toolkit as an error, with its hint as the fix."""
-        self.add(ERROR, error.message, value, expected, error.hint or "see above")
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Add what another part of the toolkit refuses as an error, with its hint as the fix."""
+        try:
+            yield
+        except ToolkitError as error:
+            self.add(ERROR, error.message, None, None, error.hint or "see above")
 
 
 Examine = Callable[[NodeReadings, Outcome], None]
