@@ -12,7 +12,7 @@ from typing import Any
 
 from record import ROOT
 
-from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
+from toolkit.demo.assets import default_data_file, prepare_default_model
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
 
@@ -23,6 +23,8 @@ TRAINED = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
 
 def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES, *, vocab_size: int | None = None) -> Path:
     """Write the model once, with the demo's tokenizer, or one like it with fewer words; return its folder."""
+    sys.path.append(str(ROOT / "tests"))
+    from random_models import random_llama
     from transformers import AutoTokenizer
 
     if not folder.exists():

@@ -160,8 +160,7 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any, faq_alpaca: Path) -> Path:
     Its tokenizer is the real one with 4,096 tokens: a rank would read the real vocabulary for longer than it trains.
     """
     from launching import TINY_SIZES
-
-    from toolkit.demo.assets import random_llama
+    from random_models import random_llama
 
     def build(folder: Path) -> None:
         turns = ([{"role": "user", "content": line}] for line in faq_alpaca.read_text().splitlines())

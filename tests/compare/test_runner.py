@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from comparison_records import comparison, comparison_runner, failure, probe, trial
 from launching import ROOT, TINY_SIZES, read
+from random_models import random_llama
 
 from toolkit.compare.build_results import aggregate_trials
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
@@ -25,7 +26,6 @@ from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import Failure, RowKey
 from toolkit.compare.runner import ConsoleProgress, find_largest_batches, search
 from toolkit.compare.specification import with_largest_batches
-from toolkit.demo.assets import random_llama
 from toolkit.launch.warm_start import SERVER_VARIABLE
 
 DDP = RowKey(preset="ddp", world_size=2)

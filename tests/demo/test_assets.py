@@ -185,12 +185,3 @@ def test_a_folder_called_demo_is_the_users_own(
     monkeypatch.chdir(tmp_path)
     assert assets.with_demo_inputs(["--dataset", "demo"]) == ("--dataset", "demo")
     assert capsys.readouterr().err == f"--dataset demo: {tmp_path / 'demo'}, not the demo's\n"
-
-
-@pytest.mark.usefixtures("empty_cache")
-def test_chitchat_rows_alternate_between_speakers_and_have_an_answer() -> None:
-    rows = [json.loads(line)["messages"] for line in assets.chitchat_data_file().read_text().splitlines()]
-    assert len(rows) == 4017  # of 7,168: nobody answered the others
-    for row in rows:
-        assert [turn["role"] for turn in row] == [("user", "assistant")[i % 2] for i in range(len(row))]
-        assert all(turn["content"].strip() for turn in row)

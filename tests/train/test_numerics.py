@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from launching import attested_ranks, losses, rank_rows, read
+from random_models import random_llama
 
 from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.verify import verify
 from toolkit.compare.parity import FIRST_LOSS_FLOOR, LOSS_CURVE_FLOOR
-from toolkit.demo.assets import random_llama
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states

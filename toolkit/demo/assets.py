@@ -10,6 +10,7 @@ by Zaragoza AB (CC BY 4.0), and for long conversations the chitchat dataset of t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,6 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,6 @@ DATA_SHA256 = {
     "faq-en-alpaca.jsonl": "f3aa388ed8f7190fab8356a0ac90957c95756bc85eee9dd6300ce0794b6fb61d",
     "faq-en-sharegpt.jsonl": "9b39983be95a5654950da816a402d3298d21a0dc32b217232b81b6d62dbeb7dd",
 }
-CHITCHAT_PACKAGE = "chitchat_dataset"
-CHITCHAT_REQUIREMENT = "chitchat-dataset==0.9.0"
-CHITCHAT_SHA256 = "d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a"
 _CONVERT_CODE = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
 
 
@@ -132,9 +129,12 @@ def _convert_in_child_process(gguf: Path, folder: Path) -> None:
 
 def convert(gguf: str, folder: str) -> None:
     """Convert the GGUF file to a folder of safetensors, and verify it by loading it again. Imports torch."""
+    import gguf as gguf_package
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers reads the file's 150,000 values for the configuration, for the weights and twice for the tokenizer.
+    gguf_package.GGUFReader = functools.cache(gguf_package.GGUFReader)
     source = {"pretrained_model_name_or_path": str(Path(gguf).parent), "gguf_file": Path(gguf).name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # Loading dequantizes the weights but leaves the flags, with which a model can be neither saved nor trained.
@@ -175,20 +175,6 @@ def _write_provenance(folder: Path) -> None:
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", "utf-8")
 
 
-def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a Llama of random fp32 weights (`sizes` as in `LlamaConfig`) and the tokenizer. Imports torch."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(vocab_size=len(tokenizer), dtype="float32", **ends, **sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def with_demo_inputs(words: Sequence[str]) -> tuple[str, ...]:
     """Return training arguments with the demo's model and data for the value `demo`, prepared on first use.
 
@@ -215,33 +201,6 @@ def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
     data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
     _check_sha256(data, DATA_SHA256[name])
     return data
-
-
-def chitchat_data_file() -> Path:
-    """Return a file of `messages` rows: the 4,017 of 7,168 human conversations that have an answer, cached."""
-    converted = cache_folder() / "data" / "chitchat-messages.jsonl"
-    if not converted.is_file():
-        source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
-        _check_sha256(source, CHITCHAT_SHA256)
-        conversations = map(chitchat_row, json.loads(source.read_text("utf-8")).values())
-        rows = [json.dumps(row, ensure_ascii=False) for row in conversations if len(row["messages"]) > 1]
-        with _temporary_folder_beside(converted) as temporary:
-            (temporary / "rows").write_text("\n".join(rows) + "\n", "utf-8")
-            (temporary / "rows").replace(converted)
-    return converted
-
-
-def chitchat_row(conversation: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """Convert a conversation between two people; the first speaker is the user.
-
-    >>> hello = [[{"sender": "a", "text": "Hello"}, {"sender": "a", "text": "You?"}], [{"sender": "b", "text": "Fine"}]]
-    >>> [turn["content"] for turn in chitchat_row({"messages": hello})["messages"]]
-    ['Hello\\nYou?', 'Fine']
-    """
-    utterances = [utterance for group in conversation["messages"] for utterance in group if utterance["text"].strip()]
-    turns = [(sender, [u["text"] for u in spoken]) for sender, spoken in groupby(utterances, lambda u: u["sender"])]
-    roles = {sender: "user" if sender == turns[0][0] else "assistant" for sender, _ in turns}
-    return {"messages": [{"role": roles[sender], "content": "\n".join(texts)} for sender, texts in turns]}
 
 
 def _package_folder(package: str, requirement: str) -> Path:

@@ -45,10 +45,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory, faq_alpaca: Path) -> Path:
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     """Few tokens and wide layers, so that most shards are large enough to be swapped."""
+    from random_models import random_llama
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
-
-    from toolkit.demo.assets import random_llama
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
