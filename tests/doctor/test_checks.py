@@ -214,7 +214,7 @@ def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason() -> None:
     outcome = broken.run(NodeReadings(DoctorOptions()))
     assert (outcome.status, outcome.skipped) == (
         "skipped",
-        "cannot be read: [Errno 13] Permission denied: '/sys/secret'",
+        "cannot be read: PermissionError: [Errno 13] Permission denied: '/sys/secret'",
     )
 
 

