@@ -21,8 +21,7 @@ CLUSTER = "tests/cluster/"
 # Files that launch nothing, and of which a site, a count or many commands take longest.
 LONG_FILES = (
     *("tests/docs/test_site.py", "tests/docs/test_planner_page.py", "tests/models/test_activations.py"),
-    *("tests/models/test_read_model.py", "tests/presets/test_known_keys.py"),
-    *("tests/test_architecture.py", "tests/test_readme.py"),
+    *("tests/models/test_read_model.py", "tests/test_architecture.py", "tests/test_readme.py"),
 )
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
