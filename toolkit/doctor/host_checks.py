@@ -95,9 +95,8 @@ def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
 )
 def cores(node: NodeReadings, outcome: Outcome) -> None:
     """Cores that this process may use: affinity and the cgroup's quota; the load of the last minute."""
-    usable, quota, ranks = len(os.sched_getaffinity(0)), limits.cpu_limit(), node.processes
-    outcome.measured = {"installed": os.cpu_count(), "usable": usable, "quota": quota, "ranks": ranks}
-    outcome.measured["load"] = round(os.getloadavg()[0], 2)
+    usable, quota, ranks, load = len(os.sched_getaffinity(0)), limits.cpu_limit(), node.processes, os.getloadavg()[0]
+    outcome.measured = {"installed": os.cpu_count(), "usable": usable, "quota": quota, "ranks": ranks, "load": load}
     available = min(usable, quota or usable)
     if available < 2 * ranks and node.has_gpu:
         fix = "SLURM: --cpus-per-task; docker run --cpus; Kubernetes: resources.limits.cpu"
@@ -187,8 +186,7 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "unresolved, or a loopback address, which other nodes would be told: a warning with an RDMA port or in a job on"
-    " several nodes, else a note",
+    "unresolved, or a loopback address: a warning with an RDMA port or in a job on several nodes, else a note",
     f"{ELASTIC} (`--local-addr`)",
 )
 def hostname(node: NodeReadings, outcome: Outcome) -> None:
