@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo docs page test test-nightly gpu-check lint types check release clean
+.PHONY: help setup assets demo docs page test test-nightly test-fresh gpu-check lint types check release clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -88,7 +88,11 @@ test: assets  ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 test-nightly: export TOOLKIT_NIGHTLY := 1
-test-nightly: test  ## run the tests, also those that take longest
+test-nightly: test test-fresh  ## run the tests, also those that take longest
+
+# Without what somebody once installed or cached, and so without the nightly tests of optional programs.
+test-fresh: setup  ## run the tests as on a fresh machine: empty home and caches, no browser, node, SLURM or libaio
+	@env --unset TOOLKIT_NIGHTLY .ci/fresh-home --without-extras $(MAKE) test
 
 # With the .venv where there is one; nothing is set up or downloaded.
 gpu-check:  ## measure on this node's GPUs, 45 minutes: planned, measured, error, and a file to send; resumes

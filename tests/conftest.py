@@ -18,6 +18,11 @@ import pytest
 from toolkit.launch.warm_start import SERVER_VARIABLE
 
 CLUSTER = "tests/cluster/"
+# Files that launch nothing, and of which a site, a count or many commands take longest.
+LONG_FILES = (
+    *("tests/docs/test_site.py", "tests/docs/test_planner_page.py", "tests/models/test_activations.py"),
+    *("tests/models/test_read_model.py", "tests/test_architecture.py", "tests/test_readme.py"),
+)
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -76,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
     if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that no worker waits for them at the end
         launching = Counter(item.path for item in items if item.get_closest_marker("launch"))
-        items.sort(key=lambda item: (not item.nodeid.startswith(CLUSTER), -launching[item.path]))
+        first = (CLUSTER, *LONG_FILES)
+        items.sort(key=lambda item: (not item.nodeid.startswith(first), -launching[item.path]))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shipped_counts
 from launching import CPU_PRESETS, ROOT, cpu_environment, run_warm
 
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -38,7 +39,17 @@ def recorded(part: str, quantity: str) -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in rows if row["quantity"] == quantity}
 
 
-def test_plans_of_one_rank_of_many_agree_with_a_gpu(tmp_path: Path) -> None:
+def test_shipped_counts_are_of_this_code() -> None:
+    content = shipped_counts.shipped()
+    assert content["code"] == shipped_counts.code(), "count again: python tests/shipped_counts.py"
+    assert {name: model["config"] for name, model in content["models"].items()} == {
+        name: validate.CONFIGS[name] for name in shipped_counts.COUNTED
+    }
+
+
+def test_plans_of_one_rank_of_many_agree_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    shipped_counts.fill_cache()
     cases = {f"{case['id']} {case['architecture']} {case['method']}": case for case in grid.registered_grid()}
     columns = [(*row, column) for row in fits.rows() for column in fits.HARDWARE]
     cases |= {f"{model} {method}, {column}": (model, method, column) for model, method, column in columns}

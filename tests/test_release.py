@@ -28,6 +28,7 @@ def load_release() -> ModuleType:
 release = load_release()
 
 
+@pytest.mark.nightly
 def test_two_builds_of_a_commit_are_the_same_bytes_and_fit_to_publish(tmp_path: Path) -> None:
     first, second = (release.build(tmp_path / name / "tree", tmp_path / name / "dist") for name in "ab")
     assert [package.suffix for package in first] == [".whl", ".gz"]

@@ -93,18 +93,13 @@ def are_compiled(ops: Collection[str]) -> bool:
     folder = extensions_folder()
     sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
     newest = max(source.stat().st_mtime for source in sources)  # newer than its op: ninja would compile it again
-    libraries = [op_library(folder, op) for op in ops if not op_lock(folder, op).exists()]
+    libraries = [op_library(folder, op) for op in ops if not (folder / op / "lock").exists()]  # while torch compiles it
     return len(libraries) == len(ops) and all(each.is_file() and each.stat().st_mtime >= newest for each in libraries)
 
 
 def op_library(folder: Path, op: str) -> Path:
     """Return the path of an op's compiled library."""
     return folder / op / f"{op}.so"
-
-
-def op_lock(folder: Path, op: str) -> Path:
-    """Return the path of the lock that exists while torch compiles the op."""
-    return folder / op / "lock"
 
 
 def path_with_ninja() -> str:

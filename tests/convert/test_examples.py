@@ -30,6 +30,8 @@ from toolkit.convert.trl import ACCELERATE_CONFIGS
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import cache_folder
 
+pytestmark = pytest.mark.nightly  # three downloads, and hundreds of files
+
 SHA256 = {
     "axolotl==0.19.0": "136d623f04c909c5149d7f5dbd4a0e215014ab4c3617cce9d64010b5b8ca609d",
     "llamafactory==0.9.5": "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
@@ -180,7 +182,6 @@ def test_every_setting_that_a_tool_declares_is_accounted_for(tool: str) -> None:
     assert refused - REFUSED_SETTINGS[tool] == set()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_value_of_the_wrong_type_is_never_a_traceback(tool: str) -> None:
     for name in declared(tool):

@@ -76,7 +76,7 @@ def job(number: int) -> tuple[str, dict[str, str], str | None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001  (nothing is built without)
     made = tmp_path_factory.mktemp("page")
     try:
         build(made)

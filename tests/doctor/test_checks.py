@@ -214,7 +214,7 @@ def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason() -> None:
     outcome = broken.run(NodeReadings(DoctorOptions()))
     assert (outcome.status, outcome.skipped) == (
         "skipped",
-        "cannot be read: [Errno 13] Permission denied: '/sys/secret'",
+        "cannot be read: PermissionError: [Errno 13] Permission denied: '/sys/secret'",
     )
 
 
@@ -297,6 +297,7 @@ def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch
     assert (found.level, found.value) == ("error", "['-m', 'toolkit.doctor.speed_checks', '8'] returned 7.0")
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.cold_start
 def test_two_processes_really_reduce_on_a_cpu_without_nccl_tests(monkeypatch: pytest.MonkeyPatch) -> None:

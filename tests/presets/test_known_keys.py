@@ -175,6 +175,7 @@ print("READ " + json.dumps({
 """
 
 
+@pytest.mark.nightly
 def test_the_deepspeed_keys_and_types_are_those_of_the_installed_deepspeed() -> None:
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", READ_DEEPSPEED]

@@ -14,6 +14,7 @@ from toolkit.doctor.options import DoctorOptions
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
+from toolkit.screen_text import print_lines
 from toolkit.units import counted
 
 
@@ -50,8 +51,10 @@ def doctor(
             f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
         )
     examination = examine_node(options, names[0] if names else None, print_message)
-    lines = map(visible, examination.lines(verbose=verbose))
-    print(json.dumps(examination.as_json(), indent=2) if as_json else "\n".join(lines))
+    if as_json:
+        print(json.dumps(examination.as_json(), indent=2))
+    else:
+        print_lines(map(visible, examination.lines(verbose=verbose)))
     if examination.failed:
         raise typer.Exit(EXIT_RUN_FAILED)
 
@@ -66,8 +69,7 @@ def _compare(paths: list[Path], *, as_json: bool) -> None:
         rows = [dataclasses.asdict(difference) for difference in differences]
         print(json.dumps({"nodes": list(nodes), "differences": rows}, indent=2))
     else:
-        for line in (line for difference in differences for line in difference.lines()):
-            print(visible(line))
+        print_lines(visible(line) for difference in differences for line in difference.lines())
     print_message(f"{counted(len(nodes), 'node')}: {counted(len(differences), 'difference')}")
     if any(difference.level == ERROR for difference in differences):
         raise typer.Exit(EXIT_RUN_FAILED)

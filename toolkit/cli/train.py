@@ -16,6 +16,7 @@ from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import ToolkitError
 from toolkit.flags import PricePerGpuHour
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, default_num_processes
+from toolkit.hardware.node import busy_cores
 from toolkit.job.job import Job
 from toolkit.launch.options import AUTO_PRESET, TrainOptions
 from toolkit.units import counted, gib
@@ -51,6 +52,8 @@ def train(options: TrainOptions) -> None:
         print_message(f"preset {chosen[0]}, the default for {chosen[1]}; `--preset NAME` takes another")
     if options.on_cpu and options.cpu is None:  # a device that the user did not choose
         print_message(ON_CPU_MESSAGE)
+    if options.on_cpu and (busy := busy_cores()):
+        print_message(f"warning: {busy}")
     if prepared.nvme is not None:
         print_message("\n".join([prepared.nvme.describe(), *prepared.nvme.warnings]))
     elif options.nvme_path is not None:

@@ -16,20 +16,17 @@ from toolkit.hardware.gpus import count_gpus
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m toolkit.demo", description="Print the inputs of the demo job, and prepare them on first use."
-    )
+    parser = argparse.ArgumentParser(prog="python -m toolkit.demo", description=(__doc__ or "").partition("\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--prepare", action="store_true", help="prepare the model and the data")
     action.add_argument("--model", action="store_true", help="print the folder of the default model")
     action.add_argument("--data", action="store_true", help="print the file of the default data")
     action.add_argument("--num-processes", action="store_true", help="print the number of GPUs, at least 2")
-    parser.add_argument("--verify", action="store_true", help="check the model's weights by SHA-256, not only by size")
     arguments = parser.parse_args(argv)
 
     def work() -> None:
         if arguments.model or arguments.prepare:
-            print(prepare_default_model(hash_weights=arguments.verify))
+            print(prepare_default_model())
         if arguments.data or arguments.prepare:
             print(f"data: {DATA_ATTRIBUTION}", file=sys.stderr)
             print(default_data_file())

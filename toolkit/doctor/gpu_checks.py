@@ -100,7 +100,7 @@ def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
         named, state = RECOVERY_ACTIONS.get(action, f"action {action}"), FABRIC_STATES.get(fabric, f"state {fabric}")
         outcome.measured[str(gpu.index)] = {"action": named, "fabric": state}
         if action:
-            outcome.add(ERROR, "the driver asks for a recovery", named, "none", RESET, gpu=gpu)
+            outcome.add(ERROR, "the driver asks for a recovery", named, None, RESET, gpu=gpu)
         if fabric in (1, 2) or (fabric and status):
             value, expected = f"{state}, status {status}", "completed, status 0"
             outcome.add(ERROR, "the NVSwitch fabric is not initialised", value, expected, FABRIC, gpu=gpu)
@@ -139,7 +139,7 @@ def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
     for (number, bus_id), messages in xids.items():
         level, action = XID_ACTIONS.get(number, LOOK_UP)
         value = f"{len(messages)} ×, last: {messages[-1][:120] or 'no text'}"
-        outcome.add(level, f"Xid {number} of {bus_id}", value, "none", action)
+        outcome.add(level, f"Xid {number} of {bus_id}", value, None, action)
 
 
 # -- speed
@@ -231,7 +231,7 @@ def gpu_links(node: NodeReadings, outcome: Outcome) -> None:
             errors = [f"{count} {name}" for name, count in zip(NVLINK_COUNTERS, counts, strict=True) if count]
             if errors:
                 what, fix = f"errors on NVLink {link}", "if they grow in a run, report the GPU"
-                outcome.add(WARNING, what, ", ".join(errors), 0, fix, gpu=gpu)
+                outcome.add(WARNING, what, ", ".join(errors), None, fix, gpu=gpu)
     kind = common_gpu(node.gpu_names)
     if kind and kind.nvlink_bytes_per_second and uses_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
         fix = "keep tensor parallelism to pairs with NVLink"

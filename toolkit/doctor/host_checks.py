@@ -22,7 +22,6 @@ from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings
 from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, usual_folders
 from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
 from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header, stale_locks
-from toolkit.errors import ToolkitError
 from toolkit.hardware import node as limits
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
 from toolkit.hardware.system_text import text_of
@@ -90,16 +89,21 @@ def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, "few processes and threads may exist", lowest, expected, fix)
 
 
-@node_check("below 2 per rank, on a node with a GPU", f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all")
+@node_check(
+    f"below 2 per rank, on a node with a GPU; a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
+    f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core",
+)
 def cores(node: NodeReadings, outcome: Outcome) -> None:
-    """Cores that this process may use: affinity and the cgroup's quota."""
-    usable, quota, ranks = len(os.sched_getaffinity(0)), limits.cpu_limit(), node.processes
-    outcome.measured = {"installed": os.cpu_count(), "usable": usable, "quota": quota, "ranks": ranks}
+    """Cores that this process may use: affinity and the cgroup's quota; the load of the last minute."""
+    usable, quota, ranks, load = len(os.sched_getaffinity(0)), limits.cpu_limit(), node.processes, os.getloadavg()[0]
+    outcome.measured = {"installed": os.cpu_count(), "usable": usable, "quota": quota, "ranks": ranks, "load": load}
     available = min(usable, quota or usable)
     if available < 2 * ranks and node.has_gpu:
         fix = "SLURM: --cpus-per-task; docker run --cpus; Kubernetes: resources.limits.cpu"
         expected = f"at least {2 * ranks}, for {ranks} ranks"
         outcome.add(WARNING, "few cores for the ranks", f"{available:g}", expected, fix)
+    if busy := limits.busy_cores():
+        outcome.add(WARNING, busy, None, None, "end other programs: `ps aux --sort -%cpu | head`")
 
 
 @node_check(
@@ -121,7 +125,7 @@ def numa(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, ", ".join(far), expected, fix)
     if balancing:
         what, expected = "automatic NUMA balancing moves pages while ranks run", "off, with ranks bound to nodes"
-        outcome.add(NOTE, what, "on", expected, "sysctl kernel.numa_balancing=0")
+        outcome.add(NOTE, what, None, expected, "sysctl kernel.numa_balancing=0")
 
 
 @node_check(
@@ -142,7 +146,7 @@ def host_memory(node: NodeReadings, outcome: Outcome) -> None:
         fix = "end other processes: `ps aux --sort -rss | head`"
         outcome.add(WARNING, f"{what} than is available now", gib(available), gib(needed), fix)
     if kills:
-        outcome.add(NOTE, "processes were killed for lack of memory", kills, 0, "dmesg | grep -i 'killed process'")
+        outcome.add(NOTE, "processes were killed for lack of memory", kills, None, "dmesg | grep -i 'killed process'")
 
 
 @node_check(
@@ -158,7 +162,7 @@ def clock(_: NodeReadings, outcome: Outcome) -> None:
     outcome.measured["synchronised"] = state != TIME_ERROR
     if state == TIME_ERROR:
         fix = "timedatectl set-ntp true   (or start chrony)"
-        outcome.add(NOTE, "the clock is not synchronised", "not synchronised", "by NTP", fix)
+        outcome.add(NOTE, "the clock is not synchronised, which jobs on several nodes need", None, None, fix)
 
 
 # -- Network
@@ -181,8 +185,11 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
             outcome.add(WARNING, what, port.rate, f"{fastest:g} Gb/sec", fix)
 
 
-@node_check("unresolved, or a loopback address, which other nodes would be told", f"{ELASTIC} (`--local-addr`)")
-def hostname(_: NodeReadings, outcome: Outcome) -> None:
+@node_check(
+    "unresolved, or a loopback address: a warning with an RDMA port or in a job on several nodes, else a note",
+    f"{ELASTIC} (`--local-addr`)",
+)
+def hostname(node: NodeReadings, outcome: Outcome) -> None:
     """Address that this node's own name resolves to, and addresses of its interfaces."""
     name, resolved, states = socket.gethostname(), None, psutil.net_if_stats()
     addresses: dict[str, str] = {}
@@ -194,10 +201,11 @@ def hostname(_: NodeReadings, outcome: Outcome) -> None:
         resolved = socket.gethostbyname(name)
     outcome.measured = {"hostname": name, "resolves_to": resolved, "addresses": addresses}
     if resolved is None or ipaddress.ip_address(resolved).is_loopback:
-        address, what = next(iter(addresses.values()), "ADDRESS"), "other nodes cannot connect to this node by its name"
-        value, expected = f"{name} → {resolved or 'does not resolve'}", "an address of one of its interfaces"
+        address, value = next(iter(addresses.values()), "ADDRESS"), f"{name} → {resolved or 'does not resolve'}"
         fix = f"name the address: `torchrun --local-addr {address}`; as the head `--rdzv-endpoint {address}:29500`"
-        outcome.add(WARNING, what, value, expected, fix)
+        several = node.rdma_ports or os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+        what = "in a job on several nodes, the others cannot connect to this one by its name"
+        outcome.add(WARNING if several else NOTE, what, value, None, fix)
 
 
 @node_check("another process listens on one", f"torch's defaults, 29400 and 29500: {ELASTIC}")
@@ -211,7 +219,7 @@ def ports(node: NodeReadings, outcome: Outcome) -> None:
         except OSError as error:
             outcome.measured["taken"].append(port)
             fix = f"`ss -ltnp sport = :{port}` shows who has it; or use another: `--rdzv-endpoint HEAD:OTHER`"
-            outcome.add(WARNING, f"port {port} cannot be used", os.strerror(error.errno or 0), "free", fix)
+            outcome.add(WARNING, f"port {port} cannot be used", os.strerror(error.errno or 0), None, fix)
 
 
 @node_check(
@@ -222,7 +230,7 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
     outcome.measured["set"] = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
     for name, slow in SLOW_SETTINGS.items():
         if os.environ.get(name) == slow:
-            outcome.add(WARNING, f"{name} switches off a fast path", slow, "not set", f"unset {name}")
+            outcome.add(WARNING, f"{name}={slow} switches off a fast path", None, None, f"unset {name}")
     interfaces = set(psutil.net_if_addrs())
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = os.environ.get(name, "")
@@ -246,8 +254,7 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
         path, free, fix = disk["path"], disk["free_bytes"], f"{MOVED_BY[name]} on another disk"
         if not os.access(existing_folder(Path(path)), os.W_OK | os.X_OK):
             is_guess = name == "run folder" and node.options.output_dir is None  # where the user happens to be
-            what = f"the {name} cannot be written: {path}"
-            outcome.add(NOTE if is_guess else ERROR, what, "not writable", "writable by this user", fix)
+            outcome.add(NOTE if is_guess else ERROR, f"the {name} cannot be written: {path}", None, None, fix)
         elif free < 10 * GIB:
             what, value = f"little space for the {name}: {path}", f"{gib(free)} free of {gib(disk['total_bytes'])}"
             outcome.add(ERROR if free < GIB else WARNING, what, value, f"at least {gib(10 * GIB)}", fix)
@@ -292,17 +299,18 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
     if not compiled:
         what = "DeepSpeed's async_io is not compiled" if header else "libaio's header is missing"
         fix, level = cache.COMPILE_ASYNC_IO if header else cache.INSTALL_LIBAIO, ERROR if uses_nvme else NOTE
-        outcome.add(level, f"NVMe offload: {what}", "missing", "present", fix)
-    try:
-        if preset is not None and uses_nvme:
+        outcome.add(level, f"NVMe offload: {what}", None, None, fix)
+    with outcome.refusals():
+        if uses_nvme and (header or compiled):  # a missing header has the same fix
             nvme.check_libaio()
+    with outcome.refusals():
+        if preset is not None:
             nvme.nvme_path_of(preset, path)
+    with outcome.refusals():
         if path:
             nvme.check_folder(Path(path))
             outcome.measured["filesystem"] = nvme.check_filesystem(Path(path))
             nvme.check_direct_io(Path(path))
-    except ToolkitError as error:
-        outcome.add_refusal(error, path, "a local NVMe disk")
 
 
 @node_check(
@@ -318,11 +326,11 @@ def hub(_: NodeReadings, outcome: Outcome) -> None:
     outcome.measured = {"cache": str(home), "disk": kind, "token": login or "none", "offline": offline}
     if login is None and offline is None:
         what, fix = "no hub token: gated and private models are refused", "hf auth login   (or export HF_TOKEN)"
-        outcome.add(NOTE, what, "none", "a token, if the model needs one", fix)
+        outcome.add(NOTE, what, None, None, fix)
     if login == "token file" and (mode := token.stat().st_mode) & (stat.S_IRGRP | stat.S_IROTH):
         outcome.add(WARNING, "others can read the hub's token", stat.filemode(mode), "-rw-------", f"chmod 600 {token}")
     if kind == "memory":
-        outcome.add(WARNING, f"the hub's cache is in memory: {home}", kind, "a disk", "export HF_HOME=DIR on a disk")
+        outcome.add(WARNING, f"the hub's cache is in memory: {home}", None, None, "export HF_HOME=DIR on a disk")
 
 
 # -- Installed software
@@ -333,7 +341,7 @@ def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
     outcome.measured = dict(limits.library_versions())
     if missing := [name for name, version in outcome.measured.items() if version is None]:
-        outcome.add(ERROR, "libraries are not installed", ", ".join(missing), "installed", install_line(*missing))
+        outcome.add(ERROR, "libraries are not installed", ", ".join(missing), None, install_line(*missing))
 
 
 @node_check(
@@ -346,7 +354,7 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
     outcome.measured = {"torch": torch, "built_for": built, "driver_supports": driver}
     if torch is not None and built is None and node.has_gpu:
         what, expected = "torch is a CPU build: no GPU would be used", f"a build for CUDA {driver or 'of the driver'}"
-        outcome.add(ERROR, what, "CPU", expected, INSTALL_CUDA_BUILD)
+        outcome.add(ERROR, what, None, expected, INSTALL_CUDA_BUILD)
     elif built and driver and version_numbers(built)[:2] > version_numbers(driver)[:2]:
         newer = version_numbers(built)[0] > version_numbers(driver)[0]
         what = "the driver is older than torch's CUDA" + ("" if newer else "; minor versions are compatible")
@@ -375,16 +383,13 @@ def nccl(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, others[0], installed or "torch's own", fix)
 
 
-@node_check(
-    "one is missing: a warning on a node with GPUs, else a note",
-    "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
-)
+@node_check("one is missing, on a node with GPUs", "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)")
 def packages(node: NodeReadings, outcome: Outcome) -> None:
     """Optional packages that this node could use: Liger, bitsandbytes, NVML's library, nvcc."""
-    parts, level = left_out(), WARNING if node.has_gpu else NOTE
+    parts = left_out()
     outcome.measured = {"left_out": [part.part for part in parts]}
     for part in parts:
-        outcome.add(level, f"{part.part}: {part.reason}", "not installed", "installed, if a run uses it", part.add)
+        outcome.add(WARNING, f"{part.part}: {part.reason}", None, None, part.add, when=node.has_gpu)
 
 
 @node_check(
@@ -396,12 +401,10 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
     """The C++ compiler and Python's headers, ninja, and nvcc against torch's CUDA."""
     versions, nvcc, built = report.compiler_versions(), find_nvcc(), torch_cuda_version()
     outcome.measured = versions | {"nvcc_path": str(nvcc) if nvcc else None}
-    try:
+    with outcome.refusals():
         check_compiler()
-    except ToolkitError as error:
-        outcome.add_refusal(error, "missing", "a C++ compiler with Python's headers")
     if versions["ninja"] is None and shutil.which("ninja") is None and installed_version("ninja") is None:
-        outcome.add(WARNING, "DeepSpeed's ops need ninja to be compiled", "missing", "installed", "pip install ninja")
+        outcome.add(WARNING, "there is no ninja to compile DeepSpeed's ops", None, None, "pip install ninja")
     release = re.search(r"release (\d+)\.\d+", versions["nvcc"] or "")
     if release and built and release[1] != built.partition(".")[0]:
         what = "nvcc is of another CUDA than torch: DeepSpeed's CUDA ops do not compile"
@@ -417,13 +420,11 @@ def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
     compiled = compiled_ops()
     outcome.measured = {"folder": str(cache.extensions_folder()), **compiled}
-    try:
+    with outcome.refusals():
         cache.check_extensions_folder()
-    except ToolkitError as error:
-        outcome.add_refusal(error, "writable by others", "writable by you only")
     for lock in stale_locks():
         what = f"a compilation of {lock.parent.name} was killed: every run waits for its lock, without a message"
-        outcome.add(ERROR, what, lock, "no lock, or a process on this node that holds it", f"rm {lock}")
+        outcome.add(ERROR, what, None, None, f"rm {lock}")
     if missing := [op for op in CPU_OPS if not compiled.get(op, True)]:
-        what = "DeepSpeed's CPU ops are not compiled: the first run of each rank waits for it"
-        outcome.add(NOTE, what, ", ".join(missing), "compiled once, before the job", "python -m toolkit.doctor.ops")
+        what = "DeepSpeed's CPU ops are not compiled, and the first run waits for them"
+        outcome.add(NOTE, what, ", ".join(missing), None, "python -m toolkit.doctor.ops")

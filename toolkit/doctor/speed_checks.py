@@ -1,7 +1,6 @@
-"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node.
+"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node; a program of its own.
 
-is the all-reduce by torch as a program. Without a GPU it runs in processes on the CPU with gloo: that tests
-collectives, and says nothing about a GPU.
+On a CPU it runs in processes with gloo: that tests collectives, and says nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from toolkit.versions import installed_version
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CAP_IPC_LOCK = 14  # linux/capability.h
+# The load of the last minute that is not from a run which just ended.
+BUSY_LOAD_PER_CORE = 1.5
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets")
 
 
@@ -48,6 +50,14 @@ def describe_node() -> dict[str, Any]:
 def host_memory_bytes() -> int:
     """Return the memory of this node, used or not."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def busy_cores() -> str | None:
+    """Return a sentence about the load of this node's cores, where other programs slow down a run; otherwise None."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= BUSY_LOAD_PER_CORE * cores:
+        return None
+    return f"other programs use this node's cores, and each step takes longer: load {load:.1f} on {cores} cores"
 
 
 def git_commit(folder: Path) -> str | None:
