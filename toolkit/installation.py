@@ -21,7 +21,7 @@ EXTRAS = {
     **dict.fromkeys(("huggingface_hub", "pyarrow", "safetensors"), "train"),  # those install it
     **dict.fromkeys(("deepspeed", "ninja", "cpuinfo"), "deepspeed"),
     **dict.fromkeys(("bitsandbytes", "liger_kernel", "pynvml"), "gpu"),
-    **dict.fromkeys(("gguf", "zaragoza_construction_faq", "chitchat_dataset"), "demo"),
+    **dict.fromkeys(("gguf", "zaragoza_construction_faq"), "demo"),
     "numpy": "simulate",
 }
 TRAIN = ("torch", "transformers", "accelerate", "peft", "datasets")

