@@ -127,7 +127,10 @@ def test_a_row_that_runs_at_no_size_is_one_failure_however_often_it_is_resumed(
     for _ in range(2):
         runner = find_largest_batches(comparison_runner(spec, tmp_path, find_max_batch=8))
     assert runner.unsupported == {"ddp-n2": "micro-batch 1 ended as host_out_of_memory"}
-    assert "ddp-n2-r1: not run, since micro-batch 1 ended as host_out_of_memory" in capsys.readouterr().err
+    assert (
+        "ddp on 2 processes, repeat 2: not run, since micro-batch 1 ended as host_out_of_memory"
+        in capsys.readouterr().err
+    )
     replace(runner, options=replace(runner.options, retry_failed=True)).run()  # would start a trial otherwise
     assert list(ledger.read()) == ["ddp-n2-b4", "ddp-n2-b2", "ddp-n2-b1", "ddp-n2-r0"]
     assert len(ledger.path.read_text().splitlines()) == 4

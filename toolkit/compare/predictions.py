@@ -160,7 +160,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
             if duration is not None:
                 span = _range(duration.low, duration.high)
                 outlook = f"duration {span} {SOURCE_TEXTS[duration.source]}; {memory}"
-        lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
+        lines.append(f"[{place}/{len(trials)}] {trial.label}: {outlook}")
         if trial.row.name not in unsupported:
             run_options = at_largest.train_options(trial.row, options.output_dir / "trials" / trial.id)
             command = at_largest.command(run_options)
@@ -181,6 +181,19 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     return "\n".join(lines)
 
 
+def announcement(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
+    """Return how many trials are left to run, why so many, and how long they take, as far as that is known."""
+    records, shape = Ledger(options.output_dir / LEDGER_FILE).read(), read_shape(spec.own_job)
+    gpu = None if options.on_cpu else common_gpu(gpu_names())
+    left = [trial for trial in spec.trials() if _reason_to_skip(trial, records, unsupported) is None]
+    total = _total({trial: expected_duration(trial.row, records, spec, shape=shape, gpu=gpu) for trial in left}, None)
+    rows = len(spec.rows()) - len(unsupported)
+    known = "how long is known after the first" if total == NOT_AVAILABLE else f"{total} in all"
+    lines = f"{rows} row{'s' * (rows != 1)} x {spec.repeats} repeats, {len(left)} trials to run: {known}"
+    why = "; repeats tell a difference from noise, `--repeats 1` makes single runs"
+    return lines.replace("1 repeats", "1 repeat") + why * (spec.repeats > 1)
+
+
 def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord]) -> str:
     (start, cap), probes = search_bounds(spec, row), probes_of(records, row)
     if not probes:
@@ -195,7 +208,7 @@ def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupport
     if trial.id in records:
         return f"{records[trial.id].status}, already in the ledger"
     failed = failed_repeat(records, trial)
-    return None if failed is None else f"not run, since {failed.trial} ended as {failed.status}"
+    return None if failed is None else f"not run, since {failed.label} ended as {failed.status}"
 
 
 def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hour: float | None) -> str:

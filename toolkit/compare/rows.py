@@ -71,6 +71,12 @@ class Trial:
         """The trial's name in the ledger, and that of its run folder."""
         return f"{self.row.name}-r{self.repeat}"
 
+    @property
+    def label(self) -> str:
+        """The trial as a person reads it, with its repeat from 1: `zero2 on 2 processes, repeat 1`."""
+        size = self.row.world_size
+        return f"{self.row.preset} on {size} process{'es' * (size > 1)}, repeat {self.repeat + 1}"
+
 
 class Failure(Model):
     """Why a row did not complete, as facts."""
@@ -328,6 +334,12 @@ class RunRecord(Measurements, _Outcome):
     """Place in the running order, from 0."""
     problem: TrainedProblem | None = None
     """What was trained, as the ranks attested it; parity compares these values."""
+
+    @property
+    def label(self) -> str:
+        """The trial as a person reads it; of a probe or a side run its name."""
+        trial = Trial(row=self.key, repeat=self.repeat)
+        return trial.label if self.trial == trial.id else self.trial
 
 
 class SideRunFigures(Model):

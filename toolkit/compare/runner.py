@@ -96,7 +96,7 @@ class ConsoleProgress(LiveLine):
             speed, loss = number(record.tokens_per_second, 0), number(record.last_loss, 4)
             outcome = f"completed, {speed} tokens/s, last loss {loss}"
             outcome += f"; it may have diverged: {record.message}" if record.message else ""
-        self._count(f"{record.trial}: {outcome} ({note})")
+        self._count(f"{record.label}: {outcome} ({note})")
 
     def finish_probe(self, record: RunRecord) -> None:
         """Print the outcome; probes are not counted."""
@@ -165,9 +165,9 @@ class Runner:
             if done is not None:
                 self.progress.finish(done, from_ledger=True)
             elif failed := failed_repeat(finished, trial):
-                self.progress.skip(trial.id, f"{failed.trial} ended as {failed.status}")
+                self.progress.skip(trial.label, f"{failed.label} ended as {failed.status}")
             else:
-                self.progress.start(trial.id)
+                self.progress.start(trial.label)
                 run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
                 steps = self.spec.untimed_steps
                 measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
@@ -298,10 +298,10 @@ def _record_failure(runner: Runner, row: RowKey) -> str:
     records = runner.ledger.read()
     size, probe = next(iter(probes_of(records, row).items()))
     reason = f"micro-batch {size} ended as {probe.status}"
-    trials = [Trial(row=row, repeat=repeat).id for repeat in range(runner.spec.repeats)]
-    failed = TrialRecord.of(probe, trial=trials[0], message=f"with a micro-batch of {size}: {probe.message}")
-    if records.get(trials[0]) != failed:
+    trials = [Trial(row=row, repeat=repeat) for repeat in range(runner.spec.repeats)]
+    failed = TrialRecord.of(probe, trial=trials[0].id, message=f"with a micro-batch of {size}: {probe.message}")
+    if records.get(trials[0].id) != failed:
         runner.ledger.append(failed)
     for trial in trials:
-        runner.progress.skip(trial, reason)
+        runner.progress.skip(trial.label, reason)
     return reason
