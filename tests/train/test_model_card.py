@@ -59,7 +59,7 @@ def test_the_python_of_a_card_loads_the_model_and_answers(start: Start, adapter_
         command = [sys.executable, "-c", code_of(folder / "README.md")]
         ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr[-2000:]
-        assert "Hello" in ran.stdout
+        assert ran.stdout.strip()
 
 
 def test_a_run_ends_with_what_to_do_next(start: Start, adapter_folder: Path) -> None:

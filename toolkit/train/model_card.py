@@ -37,7 +37,8 @@ from transformers import AutoTokenizer
 
 model, tokenizer = {auto}.from_pretrained({folder!r}), AutoTokenizer.from_pretrained({folder!r})
 inputs = tokenizer{question}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0], skip_special_tokens=True))
+answer = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
 ```
 """
 _CHAT = '.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=True'
