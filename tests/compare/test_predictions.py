@@ -127,5 +127,5 @@ def test_a_dry_run_reports_the_longest_search_and_the_sizes_already_tried(tmp_pa
     spec = comparison("ddp", "zero2", find_max_batch=32, training_arguments=words)
     Ledger(tmp_path / "ledger.jsonl").append(probe("zero2", 4))
     lines = dry_run_text(options(tmp_path), spec, {}).splitlines()
-    assert lines[0] == "ddp-n2: its largest micro-batch is searched first, from 4 to 32, in runs of two steps"
-    assert lines[1] == "zero2-n2: of micro-batches up to 32, 4 were tried, and 4 runs"
+    assert lines[0] == "ddp-n2: its largest per-GPU batch is searched first, from 4 to 32, in runs of two steps"
+    assert lines[1] == "zero2-n2: of per-GPU batches up to 32, 4 were tried, and 4 runs"

@@ -194,7 +194,7 @@ def _about_all(results: Results) -> list[str]:
         for label, row in rows
         if any(probe.status == status.COMPLETED for probe in row.probes or ())
     ]
-    lines += [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
+    lines += [f"the largest per-GPU batch that runs is {', '.join(ran)}"] if ran else []
     left_out = {
         "did not complete": [f"{name}: {r.status}" for name, r in rows if not (r.completed or r.unsupported)],
         "cannot run on this node": [name for name, row in rows if row.unsupported],

@@ -127,7 +127,7 @@ def _differences(
     """One message per check, None where the trial passes it.
 
     Facts are compared with the baseline that has the same number of processes, then with the one that has the fewest.
-    Batches are not compared where the row has a micro-batch of its own, nor losses where it differs by design. Ranks of
+    Batches are not compared where the row has its own per-GPU batch, nor losses where it differs by design. Ranks of
     another layout divide the same rows of a step in another way, and pad them otherwise.
     """
     other = baseline[0]

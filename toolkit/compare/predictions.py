@@ -132,7 +132,7 @@ def _planned_duration(
 
 
 def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
-    """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
+    """Return where a row's search starts (the job's own per-GPU batch) and ends (what the option or the data allow)."""
     job, cap = spec.job(row), spec.find_max_batch or 1
     dataset_rows = check_dataset(job)
     if dataset_rows is not None:
@@ -197,9 +197,9 @@ def announcement(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
 def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord]) -> str:
     (start, cap), probes = search_bounds(spec, row), probes_of(records, row)
     if not probes:
-        return f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}, in runs of two steps"
+        return f"{row.name}: its largest per-GPU batch is searched first, from {start} to {cap}, in runs of two steps"
     largest, tried = max(completed_sizes(probes.values()), default=None), ", ".join(map(str, probes))
-    return f"{row.name}: of micro-batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
+    return f"{row.name}: of per-GPU batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
 
 
 def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupported: Mapping[str, str]) -> str | None:

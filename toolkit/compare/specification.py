@@ -104,7 +104,7 @@ class ComparisonSpec(BaseModel):
     trial_minutes: NonNegativeReal | None = None
     scaling: Scaling | None = None
     find_max_batch: PositiveCount | None = None
-    """Upper bound of the search for each row's largest micro-batch."""
+    """Upper bound of the search for each row's largest per-GPU batch."""
     script: str | None = None
     """The script that is trained with; None for a module, and for the toolkit's own."""
     module: str | None = None
@@ -394,7 +394,7 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
 
 
 def with_largest_batches(spec: ComparisonSpec, records: Mapping[str, LedgerRecord]) -> ComparisonSpec:
-    """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
+    """Return the comparison with each row at the largest per-GPU batch that ran, or at the smallest if none did."""
     batches = dict(spec.batches)
     for row in spec.rows():
         if probes := probes_of(records, row):

@@ -192,7 +192,7 @@ def phases_table(results: Results) -> Table | None:
 
 
 def probes_table(results: Results) -> Table | None:
-    """Return the sizes that the search for each row's largest micro-batch tried, and why the smallest failed."""
+    """Return the sizes that the search for each row's largest per-GPU batch tried, and why the smallest failed."""
     rows = []
     for label, row in results.labelled_rows:
         if not row.probes:
