@@ -93,14 +93,14 @@ def test_a_comparison_announces_its_trials_why_so_many_and_how_long_they_take(tm
     because = "; repeats tell a difference from noise, `--repeats 1` makes single runs"
     unsupported = {"zeropp-n2": "no kernels"}
     assert announcement(options(tmp_path), spec, unsupported) == (
-        f"2 rows x 3 repeats, 6 trials to run: how long is known after the first{because}"
+        f"2 presets x 3 repeats, 6 trials to run: how long is known after the first{because}"
     )
     Ledger(tmp_path / "ledger.jsonl").append(trial("ddp", 0, wall_seconds=90.0))
     assert announcement(options(tmp_path), spec, unsupported) == (
-        f"2 rows x 3 repeats, 5 trials to run: 7 min 30 s in all{because}"
+        f"2 presets x 3 repeats, 5 trials to run: 7 min 30 s in all{because}"
     )
     single = comparison("ddp", repeats=1)
-    assert announcement(options(tmp_path), single, {}).startswith("1 row x 1 repeat, 0 trials to run")
+    assert announcement(options(tmp_path), single, {}).startswith("1 preset x 1 repeat, no trials to run")
 
 
 def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:

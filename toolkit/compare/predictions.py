@@ -34,7 +34,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job
 from toolkit.plan.step_time import step_time
-from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
+from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, counted, gib, number, seconds
 
 # When the training script ends a run early (toolkit/observe/early_stopping.py): it decides after every fifth step
 # once ten steps are timed, and all ranks end two steps later.
@@ -187,11 +187,10 @@ def announcement(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     gpu = None if options.on_cpu else common_gpu(gpu_names())
     left = [trial for trial in spec.trials() if _reason_to_skip(trial, records, unsupported) is None]
     total = _total({trial: expected_duration(trial.row, records, spec, shape=shape, gpu=gpu) for trial in left}, None)
-    rows = len(spec.rows()) - len(unsupported)
+    rows = counted(len(spec.rows()) - len(unsupported), "preset" if len(spec.world_sizes) == 1 else "row")
     known = "how long is known after the first" if total == NOT_AVAILABLE else f"{total} in all"
-    lines = f"{rows} row{'s' * (rows != 1)} x {spec.repeats} repeats, {len(left)} trials to run: {known}"
-    why = "; repeats tell a difference from noise, `--repeats 1` makes single runs"
-    return lines.replace("1 repeats", "1 repeat") + why * (spec.repeats > 1)
+    why = "; repeats tell a difference from noise, `--repeats 1` makes single runs" if spec.repeats > 1 else ""
+    return f"{rows} x {counted(spec.repeats, 'repeat')}, {counted(len(left), 'trial')} to run: {known}{why}"
 
 
 def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord]) -> str:
