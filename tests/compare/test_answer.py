@@ -91,15 +91,15 @@ def test_a_cpu_decides_nothing_and_shows_what_gpus_would_hold(results: Document)
         states = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
         row.update({f"planned_gpu_{part}": round(2**20 * share) for part in states})
     assert answer_text(results).splitlines() == [
-        "Bytes only: the speeds of a CPU say nothing about GPUs, so no preset is recommended",
+        "No preset is recommended: a CPU shows memory and training, and its speeds say nothing about GPUs",
         "- ddp and zero2 trained the same problem",
-        "- planned for GPUs, zero2 would hold the smallest model states, with offloaded ones: 1.5 MiB"
-        " per rank, 50 % less than ddp",
+        "- on GPUs, by the plan, zero2 needs least for model states: 1.5 MiB per rank, 50 % less than ddp",
         "- 1 did not complete (zero3: out_of_memory)",
         "- 1 did not train the same problem (fsdp2)",
     ]
     assert "| ddp | completed | 4.0 | 4.0 | 8.0 | 3.0 | 1,500 | 2.0000 |" in markdown_text(results)
-    assert '<u class="tick" style="left:9.38%">' in html_text(results)  # 1.5 of 16 MiB
+    assert '<u class="tick"' not in html_text(results)  # the plan is of mixed precision, the bars are of fp32
+    assert '<div class="answer open">' in html_text(results)
 
 
 def test_single_runs_on_a_cpu_show_no_speed_and_no_ratio(results: Document) -> None:

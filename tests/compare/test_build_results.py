@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_command
 from comparison_records import aggregate_rows, comparison, failure, node, row, trial
 
 from toolkit.compare.build_results import side_run_columns, with_efficiency
-from toolkit.compare.ledger import SideRunRecord, TrialRecord
+from toolkit.compare.comparison_report import json_text
+from toolkit.compare.ledger import Ledger, SideRunRecord, TrialRecord
+from toolkit.compare.results import load_results
 from toolkit.compare.rows import FlopsPerToken, Row, RowKey
+from toolkit.compare.specification import open_comparison
 from toolkit.models.read_model import read_model
+from toolkit.record.folder import RunFolder
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85520809984}
 GPUS = node("cuda", H100, H100)
@@ -75,6 +80,31 @@ def efficiency(model: Path, row: Row = ROW, *, checkpointing: bool = False, **ch
     steps = {"step_tokens": [999, 400, 360], "timed_step_numbers": [2, 3], "compute_dtype": "bfloat16"}
     given = {"shape": read_model(str(model)), "environment": GPUS} | changes
     return with_efficiency(row, [trial("ddp", 0, problem=problem, **steps)], **given)
+
+
+def test_a_stopped_comparison_is_reported_from_its_files_with_the_node_of_its_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = comparison("ddp", "zero2", repeats=2)
+    open_comparison(tmp_path, spec, resume=False)
+    code, _, err = run_command(["report", str(tmp_path)], capsys)
+    assert (code, "no trial of" in err, "--resume" in err) == (2, True, True)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for record in (trial("ddp", 0), trial("zero2", 0)):
+        ledger.append(record)
+        folder = RunFolder(tmp_path / record.run_folder)
+        folder.update_run(
+            hardware={"cpu": "Z80", "cpu_count": 1, "python": "3.11", "gpus": []}, versions={"torch": "9"}
+        )
+    code, out, _ = run_command(["report", str(tmp_path)], capsys)
+    assert (code, "Interrupted, of finished trials (2) only. " in out) == (0, True)
+    stopped = load_results(tmp_path)
+    assert (stopped.unfinished, [row.repeats for row in stopped.rows]) == (True, [1, 1])
+    assert (stopped.environment.cpu, stopped.environment.versions) == ("Z80", {"torch": "9"})
+    ledger.append(trial("ddp", 1))  # resumed, and stopped again
+    assert "Interrupted, of finished trials (3) only. " in run_command(["report", str(tmp_path)], capsys)[1]
+    (tmp_path / "results.json").write_text(json_text(stopped.updated(unfinished=False, trials=[trial("ddp", 0)] * 3)))
+    assert "Interrupted" not in run_command(["report", str(tmp_path)], capsys)[1]
 
 
 def test_flops_per_token_worked_out_by_hand(tiny_model: Path) -> None:

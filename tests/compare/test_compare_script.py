@@ -131,7 +131,9 @@ def test_without_digests_of_batches_losses_are_not_compared_and_the_reason_is_na
     assert "of what its model generates (as GRPO and RLOO do)" in (other.parity_message or "")
     assert (other.step_seconds_median, other.tokens_per_second) == (pytest.approx(0.5, rel=0.01), None)
     seeded = [trial("other", repeat, problem={"seed": 43}, **unseen) for repeat in range(3)]
-    assert aggregate_rows(spec, *trials, *seeded)["other-n2"].parity_message == "repeat 0: seed is 43, 42 in ddp-n2-r0"
+    assert aggregate_rows(spec, *trials, *seeded)["other-n2"].parity_message == (
+        "repeat 1: seed is 43, 42 in ddp on 2 processes, repeat 1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,18 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
     [
         ({"problem": {"optimizer_dtype": "bfloat16"}}, "optimizer_dtype is bfloat16, expected float32"),
         ({"problem": {"master_dtype": "bfloat16"}}, "master_dtype is bfloat16, expected float32"),
-        ({"problem": {"gradient_clipping": 0.0}}, "gradient_clipping is 0.0, 1.0 in ddp-n2-r0"),
-        ({"problem": {"seed": 43}}, "seed is 43, 42 in ddp-n2-r0"),
+        ({"problem": {"gradient_clipping": 0.0}}, "gradient_clipping is 0.0, 1.0 in ddp on 2 processes"),
+        ({"problem": {"seed": 43}}, "seed is 43, 42 in ddp on 2 processes"),
         ({"problem": {"initial_weights_sha256": "b" * 64}}, "initial_weights_sha256 is bbbbbbbbbbbb, aaaaaaaaaaaa in"),
         ({"problem": {"world_size": 1, "ranks": 1}}, "1 ranks attested, expected 2"),
         ({"problem": {"world_size": [2, 1]}}, "world_size is 2, 1 by rank, expected 2"),
         ({"problem": {"engine": "fsdp2"}}, "engine is fsdp2, expected ddp"),
-        ({"batch_sha256": step(BATCHES, 3, ["20", "x1"])}, "batch of step 3 on rank 1 is x1, 21 in ddp-n2-r0"),
-        ({"batch_sha256": step(BATCHES, 1, ["00"])}, "step 1 has batches of 1 ranks, of 2 in ddp-n2-r0"),
-        ({"step_tokens": [150] * 8}, "step 1 has 150 tokens, 200 in ddp-n2-r0"),
-        ({"step_non_padding_tokens": [200] * 8}, "step 1 has 200 non-padding tokens, 180 in ddp-n2-r0"),
+        ({"batch_sha256": step(BATCHES, 3, ["20", "x1"])}, "batch of step 3 on rank 1 is x1, 21 in ddp on 2 processes"),
+        ({"batch_sha256": step(BATCHES, 1, ["00"])}, "step 1 has batches of 1 ranks, of 2 in ddp on 2 processes"),
+        ({"step_tokens": [150] * 8}, "step 1 has 150 tokens, 200 in ddp on 2 processes"),
+        ({"step_non_padding_tokens": [200] * 8}, "step 1 has 200 non-padding tokens, 180 in ddp on 2 processes"),
         ({"step_supervised_tokens": [None] * 8}, "step 1 has n/a supervised tokens, "),
-        ({"step_supervised_tokens": [180] * 8}, "step 1 has 180 supervised tokens, 90 in ddp-n2-r0"),
+        ({"step_supervised_tokens": [180] * 8}, "step 1 has 180 supervised tokens, 90 in ddp on 2 processes"),
         ({"timed_step_numbers": [3, 4, 5, 6, 7]}, "step 8 is not timed, with untimed_steps 2"),
         ({"timed_step_numbers": [1, 2, 3, 4, 5, 6, 7, 8]}, "step 1 is timed, with untimed_steps 2"),
         ({"losses": step(LOSSES, 1, 2.00003)}, "loss of step 1 is 2.000030, allowed 2.000000 ± 0.000020 of ddp"),
@@ -45,7 +45,7 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
 def test_a_trial_of_another_problem_fails_its_own_check_and_has_no_speed(changes: dict[str, Any], message: str) -> None:
     row = row_beside_ddp(**changes)
     assert row.parity == "parity failed"
-    assert row.parity_message.startswith(f"repeat 0: {message}")
+    assert row.parity_message.startswith(f"repeat 1: {message}")
     speeds = ("tokens_per_second", "ratio_to_reference", "ratio_interval", "difference", "rank", "step_seconds_median")
     assert [getattr(row, key) for key in speeds] == [None] * 6
     assert row.step_seconds == ()
@@ -88,11 +88,13 @@ def test_a_split_model_is_ranked_with_ddp_by_its_tokens_without_padding_unless_i
 def test_a_split_model_that_trains_another_problem_fails_its_own_check() -> None:
     messages = {
         "layout is dp_shard 4, expected dp_shard 2 x tp 2": {"problem": {"layout": "dp_shard 4"}},
-        "global_batch_size is 8, 16 in ddp-n4-r0": {"problem": {"global_batch_size": 8}},
-        "step 1 has 361 non-padding tokens, 360 in ddp-n4-r0": {"step_non_padding_tokens": [361] * 8},
+        "global_batch_size is 8, 16 in ddp on 4 processes, repeat 1": {"problem": {"global_batch_size": 8}},
+        "step 1 has 361 non-padding tokens, 360 in ddp on 4 processes, repeat 1": {
+            "step_non_padding_tokens": [361] * 8
+        },
     }
     for message, changes in messages.items():
-        assert row_of_split_model(**changes).parity_message == f"repeat 0: {message}"
+        assert row_of_split_model(**changes).parity_message == f"repeat 1: {message}"
 
 
 def test_an_equal_row_agrees_and_keeps_its_speed() -> None:
@@ -105,7 +107,7 @@ def test_an_equal_row_agrees_and_keeps_its_speed() -> None:
 
 def test_a_loss_may_vary_as_much_as_the_baseline_s_repeats() -> None:
     baseline = [trial("ddp", repeat, losses=step(LOSSES, 8, 1.3 + 0.01 * repeat)) for repeat in range(3)]
-    outside = "repeat 0: loss of step 8 is 1.380000, allowed 1.310000 ± 0.060000 of ddp"
+    outside = "repeat 1: loss of step 8 is 1.380000, allowed 1.310000 ± 0.060000 of ddp"
     for loss, message in ((1.36, None), (1.38, outside)):
         others = [trial("other", repeat, losses=step(LOSSES, 8, loss)) for repeat in range(3)]
         row = aggregate_rows(comparison("ddp", "other"), *baseline, *others)["other-n2"]
@@ -146,8 +148,12 @@ def test_a_first_timed_step_that_is_slow_in_every_repeat_fails_parity_and_in_one
     ("scaling", "changes", "message"),
     [
         ("weak", {}, None),
-        ("weak", {"activation_checkpointing": True}, "activation_checkpointing is True, False in ddp-n1-r0"),
-        ("strong", {}, "global_batch_size is 4, 2 in ddp-n1-r0"),
+        (
+            "weak",
+            {"activation_checkpointing": True},
+            "activation_checkpointing is True, False in ddp on 1 process, repeat 1",
+        ),
+        ("strong", {}, "global_batch_size is 4, 2 in ddp on 1 process, repeat 1"),
     ],
 )
 def test_the_baseline_trains_one_problem_with_every_number_of_processes(
@@ -156,7 +162,7 @@ def test_the_baseline_trains_one_problem_with_every_number_of_processes(
     trials = [trial("ddp", r, world_size=n, problem=changes if n == 2 else {}) for n in (1, 2) for r in range(3)]
     rows = aggregate_rows(comparison("ddp", world_sizes=(1, 2), scaling=scaling), *trials)
     assert rows["ddp-n1"].parity == "reference"
-    assert rows["ddp-n2"].parity_message == (message and f"repeat 0: {message}")
+    assert rows["ddp-n2"].parity_message == (message and f"repeat 1: {message}")
 
 
 def test_nothing_is_compared_with_a_failed_baseline() -> None:

@@ -11,7 +11,7 @@ from comparison_records import comparison, comparison_on_gpus, planned_step_seco
 
 from toolkit.compare.ledger import Ledger, SideRunRecord
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import dry_run_text, expected_duration, planned_columns, planned_memory
+from toolkit.compare.predictions import announcement, dry_run_text, expected_duration, planned_columns, planned_memory
 from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -79,11 +79,28 @@ def test_a_dry_run_reads_the_ledger_says_why_a_trial_will_not_run_and_estimates_
     lines = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), spec, {"zeropp-n2": "no kernels"}).splitlines()
     assert lines[-1] == "1 of 6 trials to run, in 90.00 s, at 0.20; nothing was started"
     outlooks = dict(line.partition("] ")[2].split(": ", 1) for line in lines if line.startswith("["))
-    assert outlooks["ddp-n2-r0"] == "completed, already in the ledger"
-    assert outlooks["zero2-n2-r1"] == "not run, since zero2-n2-r0 ended as failed"
-    assert outlooks["zeropp-n2-r0"] == "not supported here: no kernels"
+    assert outlooks["ddp on 2 processes, repeat 1"] == "completed, already in the ledger"
+    assert outlooks["zero2 on 2 processes, repeat 2"] == (
+        "not run, since zero2 on 2 processes, repeat 1 ended as failed"
+    )
+    assert outlooks["zeropp on 2 processes, repeat 1"] == "not supported here: no kernels"
     assert any("--num_processes 2 -m toolkit.train" in line for line in lines)
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
+
+
+def test_a_comparison_announces_its_trials_why_so_many_and_how_long_they_take(tmp_path: Path) -> None:
+    spec = comparison("ddp", "zero2", "zeropp")
+    because = "; repeats tell a difference from noise, `--repeats 1` makes single runs"
+    unsupported = {"zeropp-n2": "no kernels"}
+    assert announcement(options(tmp_path), spec, unsupported) == (
+        f"2 presets x 3 repeats, 6 trials to run: how long is known after the first{because}"
+    )
+    Ledger(tmp_path / "ledger.jsonl").append(trial("ddp", 0, wall_seconds=90.0))
+    assert announcement(options(tmp_path), spec, unsupported) == (
+        f"2 presets x 3 repeats, 5 trials to run: 7 min 30 s in all{because}"
+    )
+    single = comparison("ddp", repeats=1)
+    assert announcement(options(tmp_path), single, {}).startswith("1 preset x 1 repeat, no trials to run")
 
 
 def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:
@@ -110,5 +127,5 @@ def test_a_dry_run_reports_the_longest_search_and_the_sizes_already_tried(tmp_pa
     spec = comparison("ddp", "zero2", find_max_batch=32, training_arguments=words)
     Ledger(tmp_path / "ledger.jsonl").append(probe("zero2", 4))
     lines = dry_run_text(options(tmp_path), spec, {}).splitlines()
-    assert lines[0] == "ddp-n2: its largest micro-batch is searched first, from 4 to 32, in runs of two steps"
-    assert lines[1] == "zero2-n2: of micro-batches up to 32, 4 were tried, and 4 runs"
+    assert lines[0] == "ddp-n2: its largest per-GPU batch is searched first, from 4 to 32, in runs of two steps"
+    assert lines[1] == "zero2-n2: of per-GPU batches up to 32, 4 were tried, and 4 runs"

@@ -1,4 +1,4 @@
-"""How a comparison runs: progress, side runs, and the search for the largest micro-batch, also under a memory limit."""
+"""How a comparison runs: progress, side runs, and the search for the largest batch, also under a memory limit."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_search_ends_at_the_largest_batch_that_the_data_fills(tmp_path: Path) 
     words = ["--dataset", str(rows), "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "16"]
     spec = comparison("ddp", find_max_batch=64, training_arguments=words)
     limited = comparison("ddp", find_max_batch=8, training_arguments=words)
-    assert search_bounds(spec, DDP) == (12, 12)  # 50 rows hold 12 for each of 2 x 2 micro-batches
+    assert search_bounds(spec, DDP) == (12, 12)  # 50 rows hold 12 for each of 2 x 2 per-GPU batches
     assert search_bounds(limited, RowKey(preset="ddp", world_size=1)) == (8, 8)
 
 
@@ -126,13 +126,16 @@ def test_a_row_that_runs_at_no_size_is_one_failure_however_often_it_is_resumed(
     spec = comparison("ddp", find_max_batch=8, training_arguments=words)
     for _ in range(2):
         runner = find_largest_batches(comparison_runner(spec, tmp_path, find_max_batch=8))
-    assert runner.unsupported == {"ddp-n2": "micro-batch 1 ended as host_out_of_memory"}
-    assert "ddp-n2-r1: not run, since micro-batch 1 ended as host_out_of_memory" in capsys.readouterr().err
+    assert runner.unsupported == {"ddp-n2": "per-GPU batch 1 ended as host_out_of_memory"}
+    assert (
+        "ddp on 2 processes, repeat 2: not run, since per-GPU batch 1 ended as host_out_of_memory"
+        in capsys.readouterr().err
+    )
     replace(runner, options=replace(runner.options, retry_failed=True)).run()  # would start a trial otherwise
     assert list(ledger.read()) == ["ddp-n2-b4", "ddp-n2-b2", "ddp-n2-b1", "ddp-n2-r0"]
     assert len(ledger.path.read_text().splitlines()) == 4
     (row,), _ = aggregate_trials(ledger.read(), spec, {})
-    assert (row.status, row.message) == ("host_out_of_memory", "with a micro-batch of 1: no room")
+    assert (row.status, row.message) == ("host_out_of_memory", "with a per-GPU batch of 1: no room")
     assert row.failure == Failure.model_validate(facts)
 
 
@@ -175,4 +178,4 @@ def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
     assert (row["status"], row["timed_steps"]) == ("completed", 1)
     page = (tmp_path / "cmp" / "report.html").read_text()
     assert page.count("host_<wbr>out_<wbr>of_<wbr>memory") == 1  # the smallest that does not run
-    assert f"the largest micro-batch that runs is {largest} (ddp)" in ended.stdout.replace("\n", " ")
+    assert f"the largest per-GPU batch that runs is {largest} (ddp)" in ended.stdout.replace("\n", " ")

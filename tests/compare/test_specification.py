@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,12 @@ def test_only_an_equal_comparison_is_resumed_and_a_damaged_one_never_overwritten
     open_comparison(tmp_path, written, resume=True)
     with pytest.raises(ToolkitError, match="already holds a comparison"):
         open_comparison(tmp_path, written, resume=False)
-    with pytest.raises(ToolkitError, match="holds another comparison: its repeats is 3, now 9"):
-        open_comparison(tmp_path, written.model_copy(update={"repeats": 9}), resume=True)
+    another = written.model_copy(update={"untimed_steps": 5})
+    with pytest.raises(ToolkitError, match=r"untimed_steps is 2, now 5\n  hint: `--untimed-steps 2` resumes it; or"):
+        open_comparison(tmp_path, another, resume=True)
+    for repeats in (9, 1):  # more, or fewer of those that are there
+        open_comparison(tmp_path, written.model_copy(update={"repeats": repeats}), resume=True)
+        assert json.loads((tmp_path / "comparison.json").read_text())["repeats"] == repeats
 
     (tmp_path / "comparison.json").write_text("garbage")
     for resume in (False, True):

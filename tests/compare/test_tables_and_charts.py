@@ -47,14 +47,14 @@ def test_rows_of_a_split_model_show_their_layout_and_their_batch(made_up: Docume
     header, _, *lines = [line for line in page.splitlines() if line.startswith("|")]
     columns = [cell.strip() for cell in header.split("|")]
     cells = [[cell.strip() for cell in line.split("|")] for line in lines[: len(made_up["rows"])]]
-    layout, batch = columns.index("layout"), columns.index("micro- batch")
+    layout, batch = columns.index("layout"), columns.index("per-GPU batch")
     found = [(row[layout], row[batch]) for row in cells if row[batch] != "n/a"]
     assert found == [*[("n/a", "8")] * (len(completed) - 1), ("dp_shard 2 x tp 2", "16")]
     assert "a batch is larger by as many ranks" in page
 
 
 def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_does_not_run(made_up: Document) -> None:
-    assert "Largest micro-batch" not in html_text(made_up) + markdown_text(made_up)
+    assert "Largest per-GPU batch" not in html_text(made_up) + markdown_text(made_up)
     failure: Any = {"kind": "out_of_memory", "phase": "backward", "step": 0, "rank": 0}
     failure |= {"predicted_bytes": 84 * GIB, "measured_bytes": 78 * GIB}
     ran = {"status": "completed", "message": None, "failure": None}
@@ -65,7 +65,7 @@ def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_doe
     lines = markdown_text(made_up).splitlines()
     assert "| zero2 n2 | 4 | 4, 6, 8 | 6 | out_of_memory | backward | 84.00 | 78.00 |" in lines
     assert "| zero3 n2 | 8 | 4, 8 | none |  |  |  |  |" in lines
-    assert "the largest micro-batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in answer_text(made_up)
+    assert "the largest per-GPU batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in answer_text(made_up)
 
 
 # Charts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,43 @@ def test_an_unknown_row_is_refused_with_the_fields_found_and_expected() -> None:
     with pytest.raises(ToolkitError, match="fields found: q, a") as caught:
         detect_format({"q": "Hej?", "a": "Hello"})
     assert "instruction + output (alpaca)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "renames"),
+    [
+        (("message",), {"message": "messages"}),
+        (("conversation", "id"), {"conversation": "conversations"}),
+        (("question", "answer"), {"question": "instruction", "answer": "output"}),
+        (("instruction", "response"), {"response": "output"}),
+        (("Instruction", "Output"), {"Instruction": "instruction", "Output": "output"}),
+        (("prompts", "completions"), {"prompts": "prompt", "completions": "completion"}),
+        (("title", "content"), {"content": "text"}),
+        (("prompt", "response"), {"response": "completion"}),
+        (("premise", "hypothesis"), None),
+        (("question",), None),  # without an answer
+    ],
+)
+def test_fields_with_another_name_are_asked_about_and_the_renaming_runs(
+    fields: tuple[str, ...], renames: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        detect_format(dict.fromkeys(fields, "Hej"))
+    hint = str(caught.value.hint)
+    if renames is None:
+        assert hint.startswith("expected one of: ")
+        return
+    for name, field in renames.items():
+        assert f"`{field}` for `{name}`" in hint
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text(json.dumps(dict.fromkeys(fields, "Hej")) + "\n")
+    exec(hint.split("`")[-2])
+    assert detect_format(json.loads(Path("NEW.jsonl").read_text()))
+
+
+def test_preference_data_is_told_the_module_that_trains_on_it() -> None:
+    with pytest.raises(ToolkitError, match=r"preference data.*\n  hint: .*--module trl\.scripts\.dpo"):
+        detect_format({"prompt": "Hej?", "chosen": "Hello", "rejected": "No"})
 
 
 @pytest.mark.parametrize("data_format", ["messages", "sharegpt", "alpaca"])

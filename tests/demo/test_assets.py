@@ -171,11 +171,22 @@ def test_num_processes_is_two_without_gpus(monkeypatch: pytest.MonkeyPatch, caps
         assert capsys.readouterr().out.strip() == expected
 
 
-def test_demo_is_the_name_of_the_demo_s_model_and_data_in_training_arguments(real_model: Path) -> None:
+def test_a_copy_of_the_demos_data_is_credited_and_no_other_file(tmp_path: Path) -> None:
+    copy = tmp_path / assets.default_data_file().name
+    copy.write_bytes(assets.default_data_file().read_bytes())
+    assert assets.attribution(str(copy)) == assets.DATA_ATTRIBUTION
+    copy.write_text("{}")
+    assert [assets.attribution(name) for name in (str(copy), "owner/name", "no such file")] == [None] * 3
+
+
+def test_demo_is_the_name_of_the_demo_s_model_and_data_in_training_arguments(
+    real_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--model_name_or_path=demo", "--dataset", "demo", "mine.jsonl", "--run_name", "demo"]
     data = str(assets.default_data_file())
     expected = (f"--model_name_or_path={real_model}", "--dataset", data, "mine.jsonl", "--run_name", "demo")
     assert assets.with_demo_inputs(words) == expected
+    assert capsys.readouterr().err == ""  # an error that follows is not pushed down: the run credits the data
 
 
 def test_a_folder_called_demo_is_the_users_own(

@@ -206,12 +206,18 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
     ended = accelerate_launch(config, *own, *words, module="toolkit.observe")
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert f"verified: {preset} (" in ended.stdout
+    # transformers follows the preset, but under DeepSpeed the script.
+    assert ("`--bf16 false` had no effect: mixed precision is the preset's" in ended.stdout) is (
+        preset in ("ddp", "fsdp2")
+    )
     first, second = (read_rows(RunFolder(tmp_path / "run").rank_rows(rank)) for rank in (0, 1))
     assert [row.step for row in first] == [row.step for row in second] == [1, 2]
     digests = {row.batch_sha256 for row in (*first, *second)}
     assert digests == {""} if script in ("grpo", "rloo") else len(digests) == 4
     attestation = read(tmp_path / "run" / "attestation.json")
     assert attestation["verdict"] == "attested"
+    dtype = "bfloat16" if preset in ("ddp", "fsdp2") else "float32"
+    assert {reading["compute_dtype"] for reading in attestation["ranks"]} == {dtype}
     if script == "dpo":  # TRL shards its reference under ZeRO-3 and FSDP2, the latter as a whole
         references = [reading["other_models"]["ref_model"] for reading in attestation["ranks"]]
         is_sharded = preset in ("zero3", "fsdp2")

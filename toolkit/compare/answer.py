@@ -21,7 +21,7 @@ LabelledRow = tuple[str, Row]
 # Two more narrow an interval more than longer trials do (docs/evidence/trust.md).
 MORE_REPEATS = 2
 FEWEST_REPEATS = 3
-ON_CPU = "Bytes only: the speeds of a CPU say nothing about GPUs, so no preset is recommended"
+ON_CPU = "No preset is recommended: a CPU shows memory and training, and its speeds say nothing about GPUs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class Answer:
 
     headline: str
     details: tuple[str, ...]
+    recommends: bool = False
 
     @property
     def lines(self) -> list[str]:
@@ -46,12 +47,15 @@ def answer(results: Results) -> Answer:
     if len(headlines) > 1:
         headlines = [f"{one.headline} ({place})" for place, one in answers.items()]
     headline, placed = "; ".join(headlines), len(answers) > 1
+    if results.unfinished:
+        headline = f"Interrupted, of finished trials ({len(results.trials)}) only. {headline}"
     details = [f"{place}, {text}" if placed else text for place, one in answers.items() for text in one.details]
     unclear = [label for label, row in results.labelled_rows if verdict(row.ratio_interval) == "unclear"]
     if unclear and "--repeats" not in headline:
         repeats = results.method.repeats + MORE_REPEATS
         details.append(f"the ratio of {_names(unclear)} is unclear: run `--repeats {repeats}`")
-    return Answer(headline=headline, details=(*details, *_about_all(results)))
+    recommends = any(one.recommends for one in answers.values())
+    return Answer(headline=headline, details=(*details, *_about_all(results)), recommends=recommends)
 
 
 def _answer_at(results: Results, world_size: int) -> Answer:
@@ -67,7 +71,7 @@ def _answer_at(results: Results, world_size: int) -> Answer:
         return Answer(headline=ON_CPU, details=tuple(_bytes_on_cpu(ranked)))
     ranked = [(label, row) for label, row in ranked if row.has_speed]
     if len(ranked) == 1:
-        return Answer(headline=f"Take {ranked[0][0]}, the only one that can be compared", details=())
+        return Answer(headline=f"Take {ranked[0][0]}, the only one that can be compared", details=(), recommends=True)
     if not ranked or not all(row.repeated for _, row in ranked):
         why = f"single runs have no intervals: run `--repeats {FEWEST_REPEATS}`" if ranked else "no speed is known"
         return Answer(headline=f"Not decided yet: {why}", details=tuple(_least_memory(results, ranked)))
@@ -104,7 +108,9 @@ def _decide(results: Results, world_size: int, ranked: Sequence[LabelledRow]) ->
         why = f"the fastest of {len(ranked)}"
     else:
         why = "none is faster, and none as fast uses less memory"
-    return Answer(headline=f"Take {pick[0]}: {why}", details=tuple(_least_memory(results, ranked, pick)))
+    return Answer(
+        headline=f"Take {pick[0]}: {why}", details=tuple(_least_memory(results, ranked, pick)), recommends=True
+    )
 
 
 def _least_memory(results: Results, ranked: Sequence[LabelledRow], base: LabelledRow | None = None) -> list[str]:
@@ -168,8 +174,8 @@ def _bytes_on_cpu(ranked: Sequence[LabelledRow]) -> list[str]:
         names = _names([label for label, size in planned.items() if size <= 1.01 * least])
         baseline, size = next(((name, planned[name]) for name, row in ranked if row.parity == "reference"), ("", least))
         than = f", {percent(1 - least / size)} less than {baseline}" if size > 1.01 * least else ""
-        held = f"the smallest model states, with offloaded ones: {gib(least)} per rank{than}"
-        lines.append(f"planned for GPUs, {names} would hold {held}")
+        need = "need" if " and " in names else "needs"
+        lines.append(f"on GPUs, by the plan, {names} {need} least for model states: {gib(least)} per rank{than}")
     return lines
 
 
@@ -188,7 +194,7 @@ def _about_all(results: Results) -> list[str]:
         for label, row in rows
         if any(probe.status == status.COMPLETED for probe in row.probes or ())
     ]
-    lines += [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
+    lines += [f"the largest per-GPU batch that runs is {', '.join(ran)}"] if ran else []
     left_out = {
         "did not complete": [f"{name}: {r.status}" for name, r in rows if not (r.completed or r.unsupported)],
         "cannot run on this node": [name for name, row in rows if row.unsupported],

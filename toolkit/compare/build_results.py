@@ -18,9 +18,11 @@ from toolkit.compare import significance
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, probes_of, side_runs_of
 from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.predictions import planned_columns, read_shape
-from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
+from toolkit.compare.results import RESULTS_FILE, ComparedJob, ComparisonMethod, Environment, Results, load_results
 from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord, TrainedProblem
-from toolkit.compare.specification import ComparisonSpec
+from toolkit.compare.specification import SPEC_FILE, ComparisonSpec, with_largest_batches
+from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_json_object
 from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import gpu_topology
@@ -30,7 +32,9 @@ from toolkit.job.job import Job
 from toolkit.models.flops import flops_of, mfu
 from toolkit.models.shape import ModelShape
 from toolkit.record.columns import Repeats, column_of
+from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import MemoryByPhase, max_memory_by_phase, percentile
+from toolkit.record.run_files import read_run
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR
 
 # What a row takes from one of its repeats: every key that both have.
@@ -48,14 +52,44 @@ NUMBERS_OF_JOB = ("seed", "per_device_train_batch_size", "gradient_accumulation_
 GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+def unfinished_results(folder: Path, price_per_gpu_hour: float | None) -> Results | None:
+    """Return the results of a comparison that stopped, from its files alone; None for one with a result of all trials.
+
+    Raises ToolkitError for one without a finished trial.
+    """
+    if not (folder / SPEC_FILE).is_file():
+        return None
+    spec = ComparisonSpec.model_validate(read_json_object(folder / SPEC_FILE))
+    records = Ledger(folder / LEDGER_FILE).read()
+    trials = [record for record in records.values() if isinstance(record, TrialRecord)]
+    if (folder / RESULTS_FILE).exists() and len(load_results(folder).trials) >= len(trials):
+        return None
+    if not trials:
+        raise ToolkitError(f"no trial of {folder} has finished", hint="the same `toolkit compare` with `--resume`")
+    run = read_run(RunFolder(folder / trials[0].run_folder))
+    node = dict(run.hardware or {}, device="cpu" if spec.cpu else "cuda", git_commit=run.git_commit)
+    node |= {"versions": {name: version for name, version in (run.versions or {}).items() if version}}
+    environment = Environment.model_validate(node | ({"gpus": []} if spec.cpu else {}))
+    spec = with_largest_batches(spec, records)
+    return build_results(spec, folder, {}, price_per_gpu_hour=price_per_gpu_hour, stopped_on=environment)
+
+
 def build_results(
-    spec: ComparisonSpec, folder: Path, unsupported: Mapping[str, str], *, price_per_gpu_hour: float | None = None
+    spec: ComparisonSpec,
+    folder: Path,
+    unsupported: Mapping[str, str],
+    *,
+    price_per_gpu_hour: float | None = None,
+    stopped_on: Environment | None = None,
 ) -> Results:
-    """Return the results of the comparison in `folder`. `unsupported`: name of a row that cannot run, to reason."""
+    """Return the results of the comparison in `folder`. `unsupported`: name of a row that cannot run, to reason.
+
+    `stopped_on` is the node on which a comparison was stopped before its last trial; None for a complete one, here.
+    """
     records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     job = spec.own_job
-    environment, shape = _environment(spec, folder), read_shape(job)
+    environment, shape = stopped_on or _environment(spec, folder), read_shape(job)
     rows = [
         with_efficiency(
             _with_derived_columns(row, trials, records, spec, shape),
@@ -69,6 +103,7 @@ def build_results(
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
+        unfinished=stopped_on is not None,
         environment=environment,
         job=ComparedJob(
             script=spec.script_or_module,

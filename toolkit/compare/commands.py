@@ -10,19 +10,21 @@ from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.answer import answer
-from toolkit.compare.build_results import at_price, build_results
+from toolkit.compare.build_results import at_price, build_results, unfinished_results
 from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
-from toolkit.compare.predictions import dry_run_text
+from toolkit.compare.predictions import announcement, dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
 from toolkit.compare.two_comparisons import before_and_after
+from toolkit.demo.assets import attribution
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.files.paths import user_path
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
@@ -53,6 +55,9 @@ def run_comparison(options: CompareOptions) -> None:
             print_message(ON_CPU_MESSAGE)
         if options.on_cpu and price is not None:
             print_message("--price-per-gpu-hour has no effect: no GPU is used")
+        print_message(announcement(options, checked.spec, checked.unsupported))
+        for credit in filter(None, map(attribution, checked.spec.own_job.dataset if checked.spec.own_job else ())):
+            print_message(f"data: {credit}")
         compile_for_run(map(checked.spec.preset, checked.spec.preset_sources), on_cpu=options.on_cpu)
         try:
             with terminate_as_interrupt(), checked.progress:
@@ -60,7 +65,8 @@ def run_comparison(options: CompareOptions) -> None:
                 runner.run()
                 runner.run_side_runs()
         except KeyboardInterrupt:
-            print_message("stopped; finished trials are kept. The same command with `--resume` resumes.")
+            finished = "stopped; finished trials are kept, and in"
+            print_message(f"{finished} `toolkit report {folder}`. The same command with `--resume` resumes.")
             raise typer.Exit(EXIT_RUN_FAILED) from None
         _publish(build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder)
 
@@ -153,12 +159,15 @@ def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allo
 
 
 def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
-    """Write the report from results.json, with costs at another price if one is given.
+    """Write the report from results.json, or of a stopped comparison from its ledger; with costs at another price.
 
     Raises ToolkitError for a file of another name: its report would replace that of its folder.
     """
     check_range("--price-per-gpu-hour", price_per_gpu_hour, PRICES)
     refuse_rehearsals([folder])
+    if (unfinished := unfinished_results(user_path(folder), price_per_gpu_hour)) is not None:
+        _publish(unfinished, user_path(folder))
+        return
     file = results_file(folder)
     if file.name != RESULTS_FILE:
         raise ToolkitError(

@@ -79,9 +79,10 @@ def console_table(results: Results) -> RichTable:
 
 def _content(results: Results) -> dict[str, Any]:
     rows = results.labelled_rows
+    memory = "resident memory (RSS)" if results.on_cpu else "allocated memory"
     sections = {
         "Memory of one rank": tables.row_table("memory", results),
-        "Memory by phase: the first step of the largest rank": tables.phases_table(results),
+        f"Memory by phase: the first step of the largest rank, {memory}": tables.phases_table(results),
     }
     if results.shows_speeds:
         sections |= {

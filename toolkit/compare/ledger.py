@@ -2,7 +2,7 @@
 
 Killed at any byte it can be read again: a last line that was cut off is dropped, and its run is repeated. Any other
 line that is no record is an error; nothing is left out silently. A record knows which row it belongs to, and whether it
-is a trial, a probe of a micro-batch, or a side run that no speed counts.
+is a trial, a probe of a per-GPU batch, or a side run that no speed counts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TrialRecord(_Record):
 
 
 class ProbeRecord(_Record):
-    """A short run at one micro-batch, from the search for the largest that runs."""
+    """A short run at one per-GPU batch, from the search for the largest that runs."""
 
     kind: Literal["probe"] = "probe"
     per_device_train_batch_size: PositiveCount
@@ -130,14 +130,14 @@ def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRec
 
 
 def probes_of(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[int, ProbeRecord]:
-    """Return a row's probes by micro-batch, ascending."""
+    """Return a row's probes by per-GPU batch, ascending."""
     found = [record for record in records.values() if isinstance(record, ProbeRecord) and record.key == row]
     sizes = {probe.per_device_train_batch_size: probe for probe in found}
     return dict(sorted(sizes.items()))
 
 
 def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
-    """Return the micro-batches that ran."""
+    """Return the per-GPU batches that ran."""
     return [probe.per_device_train_batch_size for probe in probes if probe.completed]
 
 

@@ -130,8 +130,8 @@ class CompareOptions(ScriptOptions):
             raise ToolkitError("--scaling needs several numbers of processes", hint="`--num-processes 1,2`")
         if self.scaling == "strong" and self.find_max_batch is not None:
             raise ToolkitError(
-                "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
-                hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
+                "--find-max-batch does not go with --scaling strong: each chooses the per-GPU batches",
+                hint="leave one of them out; weak scaling compares each row at its largest per-GPU batch",
             )
 
     def _check_script(self) -> None:

@@ -103,7 +103,7 @@ def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec:
     for trial in repeats:
         message = next(filter(None, _differences(trial, baseline, fewest[:1], spec, by_design=by_design)), None)
         if message is not None:
-            message = message if len(repeats) == 1 else f"repeat {trial.repeat}: {message}"
+            message = message if len(repeats) == 1 else f"repeat {trial.repeat + 1}: {message}"
             return {"parity": PARITY_FAILED, "parity_message": message}
     if message := slow_first_step(repeats):
         return {"parity": PARITY_FAILED, "parity_message": message}
@@ -127,7 +127,7 @@ def _differences(
     """One message per check, None where the trial passes it.
 
     Facts are compared with the baseline that has the same number of processes, then with the one that has the fewest.
-    Batches are not compared where the row has a micro-batch of its own, nor losses where it differs by design. Ranks of
+    Batches are not compared where the row has its own per-GPU batch, nor losses where it differs by design. Ranks of
     another layout divide the same rows of a step in another way, and pad them otherwise.
     """
     other = baseline[0]
@@ -191,7 +191,7 @@ def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[s
     for name in names:
         own, other = getattr(_problem_of(trial), name), getattr(_problem_of(baseline), name)
         if own != other and name not in free:
-            return f"{name} is {_shown(own)}, {_shown(other)} in {baseline.trial}"
+            return f"{name} is {_shown(own)}, {_shown(other)} in {baseline.label}"
     return None
 
 
@@ -199,10 +199,10 @@ def batch_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
     """Return the first step whose batch on a rank is not the baseline's, among the steps that both ran."""
     for step, (own, other) in enumerate(zip(trial.batch_sha256, baseline.batch_sha256, strict=False), 1):
         if len(own) != len(other):
-            return f"step {step} has batches of {len(own)} ranks, of {len(other)} in {baseline.trial}"
+            return f"step {step} has batches of {len(own)} ranks, of {len(other)} in {baseline.label}"
         for rank, (mine, theirs) in enumerate(zip(own, other, strict=True)):
             if mine != theirs:
-                return f"batch of step {step} on rank {rank} is {mine}, {theirs} in {baseline.trial}"
+                return f"batch of step {step} on rank {rank} is {mine}, {theirs} in {baseline.label}"
     return None
 
 
@@ -211,7 +211,7 @@ def count_difference(trial: TrialRecord, baseline: TrialRecord, *, padding: bool
     for key, noun in list(COUNTS.items())[0 if padding else 1 :]:
         for step, (own, other) in enumerate(zip(getattr(trial, key), getattr(baseline, key), strict=False), 1):
             if own != other:
-                return f"step {step} has {number(own, 0)} {noun}, {number(other, 0)} in {baseline.trial}"
+                return f"step {step} has {number(own, 0)} {noun}, {number(other, 0)} in {baseline.label}"
     return None
 
 

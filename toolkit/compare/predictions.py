@@ -34,7 +34,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job
 from toolkit.plan.step_time import step_time
-from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
+from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, counted, gib, number, seconds
 
 # When the training script ends a run early (toolkit/observe/early_stopping.py): it decides after every fifth step
 # once ten steps are timed, and all ranks end two steps later.
@@ -132,7 +132,7 @@ def _planned_duration(
 
 
 def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
-    """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
+    """Return where a row's search starts (the job's own per-GPU batch) and ends (what the option or the data allow)."""
     job, cap = spec.job(row), spec.find_max_batch or 1
     dataset_rows = check_dataset(job)
     if dataset_rows is not None:
@@ -160,7 +160,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
             if duration is not None:
                 span = _range(duration.low, duration.high)
                 outlook = f"duration {span} {SOURCE_TEXTS[duration.source]}; {memory}"
-        lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
+        lines.append(f"[{place}/{len(trials)}] {trial.label}: {outlook}")
         if trial.row.name not in unsupported:
             run_options = at_largest.train_options(trial.row, options.output_dir / "trials" / trial.id)
             command = at_largest.command(run_options)
@@ -181,12 +181,24 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     return "\n".join(lines)
 
 
+def announcement(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
+    """Return how many trials are left to run, why so many, and how long they take, as far as that is known."""
+    records, shape = Ledger(options.output_dir / LEDGER_FILE).read(), read_shape(spec.own_job)
+    gpu = None if options.on_cpu else common_gpu(gpu_names())
+    left = [trial for trial in spec.trials() if _reason_to_skip(trial, records, unsupported) is None]
+    total = _total({trial: expected_duration(trial.row, records, spec, shape=shape, gpu=gpu) for trial in left}, None)
+    rows = counted(len(spec.rows()) - len(unsupported), "preset" if len(spec.world_sizes) == 1 else "row")
+    known = "how long is known after the first" if total == NOT_AVAILABLE else f"{total} in all"
+    why = "; repeats tell a difference from noise, `--repeats 1` makes single runs" if spec.repeats > 1 else ""
+    return f"{rows} x {counted(spec.repeats, 'repeat')}, {counted(len(left), 'trial')} to run: {known}{why}"
+
+
 def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, LedgerRecord]) -> str:
     (start, cap), probes = search_bounds(spec, row), probes_of(records, row)
     if not probes:
-        return f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}, in runs of two steps"
+        return f"{row.name}: its largest per-GPU batch is searched first, from {start} to {cap}, in runs of two steps"
     largest, tried = max(completed_sizes(probes.values()), default=None), ", ".join(map(str, probes))
-    return f"{row.name}: of micro-batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
+    return f"{row.name}: of per-GPU batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
 
 
 def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupported: Mapping[str, str]) -> str | None:
@@ -195,7 +207,7 @@ def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupport
     if trial.id in records:
         return f"{records[trial.id].status}, already in the ledger"
     failed = failed_repeat(records, trial)
-    return None if failed is None else f"not run, since {failed.trial} ended as {failed.status}"
+    return None if failed is None else f"not run, since {failed.label} ended as {failed.status}"
 
 
 def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hour: float | None) -> str:

@@ -147,6 +147,8 @@ class Results(Model):
     """One per trial that ran, in the running order."""
     method: ComparisonMethod
     """How the rows were measured and compared."""
+    unfinished: bool = False
+    """True where the comparison had stopped before its last trial: rows and trials are of those that had finished."""
     price_per_gpu_hour: NonNegativeReal | None = None
     """Price of one GPU for an hour, as given; null if none was given."""
 

@@ -71,6 +71,12 @@ class Trial:
         """The trial's name in the ledger, and that of its run folder."""
         return f"{self.row.name}-r{self.repeat}"
 
+    @property
+    def label(self) -> str:
+        """The trial as a person reads it, with its repeat from 1: `zero2 on 2 processes, repeat 1`."""
+        size = self.row.world_size
+        return f"{self.row.preset} on {size} process{'es' * (size > 1)}, repeat {self.repeat + 1}"
+
 
 class Failure(Model):
     """Why a row did not complete, as facts."""
@@ -91,10 +97,10 @@ class Failure(Model):
 
 
 class Probe(Model):
-    """One size that the search for the largest micro-batch tried."""
+    """One size that the search for the largest per-GPU batch tried."""
 
     per_device_train_batch_size: PositiveCount
-    """The micro-batch, tried for two steps that begin with the longest rows."""
+    """The per-GPU batch, tried for two steps that begin with the longest rows."""
     status: RowStatus
     """How the probe ended; a size runs only if it is `completed`."""
     message: str | None
@@ -329,6 +335,12 @@ class RunRecord(Measurements, _Outcome):
     problem: TrainedProblem | None = None
     """What was trained, as the ranks attested it; parity compares these values."""
 
+    @property
+    def label(self) -> str:
+        """The trial as a person reads it; of a probe or a side run its name."""
+        trial = Trial(row=self.key, repeat=self.repeat)
+        return trial.label if self.trial == trial.id else self.trial
+
 
 class SideRunFigures(Model):
     """What a run that no speed counts adds to a row."""
@@ -359,7 +371,7 @@ class Row(SideRunFigures, Figures, _Outcome):
     """What sets the row apart by design, such as `ddp_comm_hook int8`: its losses are not compared with the baseline's,
     and it is ranked only within its group. Null: it trains the baseline's problem."""
     per_device_train_batch_size: Annotated[
-        PositiveCount | None, Column("micro-\nbatch", fixed(0), only_if_known="own_batch")
+        PositiveCount | None, Column("per-GPU\nbatch", fixed(0), only_if_known="own_batch")
     ] = None
     """Sequences per accumulation step and rank in this row."""
     step_seconds_interval: Annotated[Interval | None, Column(unit="s", is_speed=True, in_csv=False)] = None
@@ -419,11 +431,11 @@ class Row(SideRunFigures, Figures, _Outcome):
     """Price of a million non-padding tokens, in the currency of `price_per_gpu_hour`; null on a CPU or without a
     price."""
     probes: Annotated[tuple[Probe, ...] | None, Column(in_csv=False)] = None
-    """Sizes that the search for the largest micro-batch tried, by size; null without `--find-max-batch`."""
+    """Sizes that the search for the largest per-GPU batch tried, by size; null without `--find-max-batch`."""
 
     @property
     def own_batch(self) -> int | None:
-        """The micro-batch of a row that may have another one than the baseline: it was searched, or ranks share it."""
+        """The per-GPU batch of a row that may have another one than the baseline: searched, or shared by ranks."""
         return self.per_device_train_batch_size if self.probes or self.layout else None
 
     @property

@@ -1,6 +1,6 @@
 """Run the trials of a comparison: each in fresh processes, each in the ledger before the next one starts.
 
-Before them, the largest micro-batch of each row is searched, by doubling and then halving. A probe is a run of two
+Before them, the largest per-GPU batch of each row is searched, by doubling and then halving. A probe is a run of two
 steps and a record in the ledger, like a trial: an interrupted search resumes, and no size that ran out of memory is
 tried again.
 
@@ -96,7 +96,7 @@ class ConsoleProgress(LiveLine):
             speed, loss = number(record.tokens_per_second, 0), number(record.last_loss, 4)
             outcome = f"completed, {speed} tokens/s, last loss {loss}"
             outcome += f"; it may have diverged: {record.message}" if record.message else ""
-        self._count(f"{record.trial}: {outcome} ({note})")
+        self._count(f"{record.label}: {outcome} ({note})")
 
     def finish_probe(self, record: RunRecord) -> None:
         """Print the outcome; probes are not counted."""
@@ -165,9 +165,9 @@ class Runner:
             if done is not None:
                 self.progress.finish(done, from_ledger=True)
             elif failed := failed_repeat(finished, trial):
-                self.progress.skip(trial.id, f"{failed.trial} ended as {failed.status}")
+                self.progress.skip(trial.label, f"{failed.label} ended as {failed.status}")
             else:
-                self.progress.start(trial.id)
+                self.progress.start(trial.label)
                 run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
                 steps = self.spec.untimed_steps
                 measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
@@ -239,13 +239,13 @@ def side_run_arguments(kinds: Sequence[SideRunKind], *, untimed_steps: int) -> l
     return words
 
 
-# The largest micro-batch
+# The largest per-GPU batch
 
 
 def search(
     known: Mapping[int, ProbeRecord], probe: Callable[[int], ProbeRecord], *, start: int, cap: int
 ) -> int | None:
-    """Return the largest micro-batch up to `cap` that runs, None if none does. Sizes in `known` are not probed again.
+    """Return the largest per-GPU batch up to `cap` that runs, None if none does. Sizes in `known` are not probed again.
 
     A failure for another reason than memory means that the size does not run. If no size has run yet, the reason is
     not the size, and no smaller one is tried.
@@ -264,7 +264,7 @@ def search(
 
 
 def find_largest_batches(runner: Runner) -> Runner:
-    """Return a runner with each row at its largest micro-batch, which does not run the rows without any."""
+    """Return a runner with each row at its largest per-GPU batch, which does not run the rows without any."""
     without: dict[str, str] = {}
     for row in runner.rows:
         known = probes_of(runner.ledger.read(), row)
@@ -297,11 +297,11 @@ def _record_failure(runner: Runner, row: RowKey) -> str:
     """Record the outcome of the smallest size as the row's first trial; return the reason."""
     records = runner.ledger.read()
     size, probe = next(iter(probes_of(records, row).items()))
-    reason = f"micro-batch {size} ended as {probe.status}"
-    trials = [Trial(row=row, repeat=repeat).id for repeat in range(runner.spec.repeats)]
-    failed = TrialRecord.of(probe, trial=trials[0], message=f"with a micro-batch of {size}: {probe.message}")
-    if records.get(trials[0]) != failed:
+    reason = f"per-GPU batch {size} ended as {probe.status}"
+    trials = [Trial(row=row, repeat=repeat) for repeat in range(runner.spec.repeats)]
+    failed = TrialRecord.of(probe, trial=trials[0].id, message=f"with a per-GPU batch of {size}: {probe.message}")
+    if records.get(trials[0].id) != failed:
         runner.ledger.append(failed)
     for trial in trials:
-        runner.progress.skip(trial, reason)
+        runner.progress.skip(trial.label, reason)
     return reason

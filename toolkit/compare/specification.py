@@ -104,7 +104,7 @@ class ComparisonSpec(BaseModel):
     trial_minutes: NonNegativeReal | None = None
     scaling: Scaling | None = None
     find_max_batch: PositiveCount | None = None
-    """Upper bound of the search for each row's largest micro-batch."""
+    """Upper bound of the search for each row's largest per-GPU batch."""
     script: str | None = None
     """The script that is trained with; None for a module, and for the toolkit's own."""
     module: str | None = None
@@ -365,7 +365,7 @@ def _scaling(options: CompareOptions, job: Job) -> Scaling | None:
 
 
 def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None:
-    """Write the specification into a new folder, or compare it with the one that is resumed.
+    """Write the specification into a new folder, or check the one that is resumed, with any repeats.
 
     Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
     cannot be written.
@@ -381,16 +381,20 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
     else:
         for key, now in wanted.items():
-            if present.get(key) != now:
-                then, now = (shown(value, limit=120) for value in (present.get(key), now))
-                raise ToolkitError(
-                    f"{folder} holds another comparison: its {key} is {then}, now {now}",
-                    hint="name another folder: `--output-dir DIR`",
-                )
+            then = present.get(key)
+            if then == now or (key == "repeats" and isinstance(then, int)):
+                continue
+            option, before, now = key.replace("_", "-"), *(shown(value, limit=120) for value in (then, now))
+            is_option = key in CompareOptions.__dataclass_fields__ and isinstance(then, int | float | str)
+            raise ToolkitError(
+                f"{folder} holds another comparison: its {key} is {before}, now {now}",
+                hint=f"`--{option} {then}` resumes it; or " * is_option + "name another folder: `--output-dir DIR`",
+            )
+        write_json(file, wanted)
 
 
 def with_largest_batches(spec: ComparisonSpec, records: Mapping[str, LedgerRecord]) -> ComparisonSpec:
-    """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
+    """Return the comparison with each row at the largest per-GPU batch that ran, or at the smallest if none did."""
     batches = dict(spec.batches)
     for row in spec.rows():
         if probes := probes_of(records, row):

@@ -35,15 +35,15 @@ IN_COMPARISON = {
 }
 
 # Headings of columns that hold words.
-WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase", "row", "verdict")
+WORDS = ("preset", "trial", "status", "parity", "in phase", "row", "verdict")
 # Keys in the order of the table's columns.
 COLUMNS: dict[TableName, str] = {
     "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
         cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes
         planned_gpu_state_bytes peak last_loss ratio_to_reference""",
-    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_state_bytes of_baseline
-        planned_gpu_parameter_bytes planned_gpu_gradient_bytes planned_gpu_optimizer_bytes planned_peak_bytes
-        peak_allocated_bytes peak_reserved_bytes peak_driver_bytes peak_host_bytes peak_rank allocator_retries""",
+    "memory": """model_state_bytes of_baseline planned_gpu_parameter_bytes planned_gpu_gradient_bytes
+        planned_gpu_optimizer_bytes planned_peak_bytes peak_allocated_bytes peak_reserved_bytes peak_driver_bytes
+        peak_host_bytes peak_rank allocator_retries""",
     "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
         tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
     "efficiency": """ratio_to_reference ratio_interval rank mfu mfu_full_attention hfu cost_per_million_tokens
@@ -147,7 +147,7 @@ def trials_table(results: Results) -> Table | None:
         return None
     columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
     rows = [
-        [text_cell(trial.trial), text_cell(trial.status)]
+        [text_cell(trial.label), text_cell(trial.status)]
         + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]
         for trial in results.trials
     ]
@@ -186,14 +186,13 @@ def phases_table(results: Results) -> Table | None:
     rows = [
         [text_cell(label), text_cell(row.status_text)]
         + [bytes_cell(getattr(row.memory_by_phase, phase, None), unit) for phase in MEMORY_PHASES]
-        + [text_cell(row.memory_by_phase.bytes_of if row.memory_by_phase else NOT_AVAILABLE)]
         for label, row in results.labelled_rows
     ]
-    return _without_equal_statuses(make_table(["preset", "status", *names, "bytes of"], rows))
+    return _without_equal_statuses(make_table(["preset", "status", *names], rows))
 
 
 def probes_table(results: Results) -> Table | None:
-    """Return the sizes that the search for each row's largest micro-batch tried, and why the smallest failed."""
+    """Return the sizes that the search for each row's largest per-GPU batch tried, and why the smallest failed."""
     rows = []
     for label, row in results.labelled_rows:
         if not row.probes:
@@ -329,15 +328,14 @@ def profiled_steps(results: Results) -> charts.TimelineCharts:
 
 
 def memory_chart(results: Results) -> charts.BarChart:
-    """Return one bar per row, by part, with the plan; on GPUs up to the allocated peak, with the GPU's memory."""
+    """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
     unit, gpus = results_unit(results), results.environment.gpus
     bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
     capacity = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
     colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
     if any(color == "rest" for _, bar in bars for _, color in bar.segments):
         colors.append(("rest", "activations and the rest, up to the allocated peak"))
-    plan = "planned with GPUs, in mixed precision" if results.on_cpu else "planned"
-    marks = [("tick", plan)] * any(bar.tick for _, bar in bars)
+    marks = [("tick", "planned")] * any(bar.tick for _, bar in bars)
     marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
     return charts.BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
 
@@ -345,11 +343,11 @@ def memory_chart(results: Results) -> charts.BarChart:
 def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> charts.Bar:
     """The parts, up to the allocated peak. Of a row that ran out of memory the last measured peak, hatched.
 
-    On a CPU a bar ends with the parts: resident memory of a process includes libraries.
+    On a CPU a bar ends with the parts, resident memory of a process includes libraries; the plan is of mixed precision.
     """
     planned, peak = row.planned_allocated_bytes, row.peak_allocated_bytes
     if results.on_cpu:
-        planned, peak = row.planned_gpu_state_bytes, None
+        planned = peak = None
     if not row.completed:
         failure = row.failure
         if failure is None or results.on_cpu or not row.out_of_memory:

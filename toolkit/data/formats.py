@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.errors import ToolkitError, did_you_mean, nearest
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
@@ -29,6 +29,8 @@ REQUIRED_FIELDS = {
 }
 OPTIONAL_FIELDS = {"alpaca": ("input",), **dict.fromkeys(("messages", "sharegpt", "prompt_completion"), ("tools",))}
 FORMATS = tuple(REQUIRED_FIELDS)
+
+ANSWERS = ("answer", "response", "target")  # names that other data sets give to the text to learn
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -63,8 +65,29 @@ def detect_format(row: Row) -> str:
     for name, fields in REQUIRED_FIELDS.items():
         if all(field in present for field in fields):
             return name
+    if {"chosen", "rejected"} <= present.keys():
+        hint = (
+            "`toolkit train --preset NAME --module trl.scripts.dpo -- --dataset_name FOLDER_OR_HUB_ID ...` trains on it"
+        )
+        raise ToolkitError("`chosen` and `rejected` are preference data, for DPO and not for this script", hint=hint)
     expected = "; ".join(f"{' + '.join(fields)} ({name})" for name, fields in REQUIRED_FIELDS.items())
-    raise ToolkitError(f"fields found: {field_names(present)}", hint=f"expected one of: {expected}")
+    raise ToolkitError(
+        f"fields found: {field_names(present)}", hint=_renaming(present) or f"expected one of: {expected}"
+    )
+
+
+def _renaming(present: Row) -> str | None:
+    """How to rename the fields, if they are those of a format under names that other data sets give to them."""
+    for answer in ("output", "completion"):
+        known = {"question": "instruction", "query": "instruction", "content": "text", **dict.fromkeys(ANSWERS, answer)}
+        known |= {field: field for fields in REQUIRED_FIELDS.values() for field in fields}
+        close = {name: known.get(nearest(name.lower(), known, cutoff=0.8) or "", name) for name in present}
+        renames = {name: field for name, field in close.items() if name != field}
+        if any(set(fields) <= set(close.values()) for fields in REQUIRED_FIELDS.values()):
+            asked = ", ".join(f"`{field}` for `{name}`" for name, field in renames.items())
+            code = f"load_dataset('json', data_files='FILE')['train'].rename_columns({renames}).to_json('NEW.jsonl')"
+            return f"did you mean {asked}? To rename: `from datasets import load_dataset; {code}`"
+    return None
 
 
 def check_row(row: Row, data_format: str) -> None:

@@ -202,7 +202,6 @@ def with_demo_inputs(words: Sequence[str], *, runs_script: bool = False) -> tupl
                 value = str(prepare_default_model())
             else:
                 value = str(default_data_file())
-                print_message(f"data: {DATA_ATTRIBUTION}")
         replaced.append(before + equals + value)
     return tuple(replaced)
 
@@ -217,6 +216,12 @@ def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
         raise ToolkitError(what, hint=hint) from error
     _check_sha256(data, DATA_SHA256[name])
     return data
+
+
+def attribution(dataset: str) -> str | None:
+    """Return the words that the licence of a data set requires, if it is the demo's file or a copy of it."""
+    file, known = Path(dataset), DATA_SHA256.get(Path(dataset).name)
+    return DATA_ATTRIBUTION if known and file.is_file() and _sha256(file) == known else None
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from toolkit.launch.resume import (
 )
 from toolkit.launch.terminal import OutputFilter
 from toolkit.launch.warm_start import SERVER_VARIABLE
-from toolkit.observe.script_file import check_script, check_script_preset, script_name
+from toolkit.observe.script_file import bf16_switched_off, check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -70,7 +70,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     preset = load_preset(options.preset)
     check_libraries(preset, runs_script=options.runs_script)
     if options.runs_script:
-        return _prepare_script(options, preset)
+        return _prepare_script(options, preset, on_message)
     run = check_job(
         preset,
         num_processes=options.world_size(preset),
@@ -93,13 +93,18 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     return PreparedRun(options=options, run=run, nvme=nvme, converted=converted, command=command)
 
 
-def _prepare_script(options: TrainOptions, preset: PresetSpec) -> PreparedRun:
+def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Callable[[str], None]) -> PreparedRun:
     """Check what can be known of somebody's script, and build its launch command."""
     processes = options.world_size(preset)
     check_process_count(processes, gpus=None if options.on_cpu else count_gpus(), preset=preset)
     check_script_preset(preset)
     check_script(options.script, options.module)
     _check_trl_on_cpu(options)
+    flag, wins = bf16_switched_off(options.training_arguments), preset.engine != "deepspeed"
+    if flag is not None and wins and (precision := preset.mixed_precision) != "no":
+        on_message(
+            f"warning: `{flag}` has no effect: mixed precision is the preset's, {precision} under {preset.name!r}"
+        )
     chosen = options.output_dir or _unused_folder(script_name(options.script, options.module))
     folder = RunFolder(chosen)
     folder.flag, folder.overwrite = "--output-dir", ""

@@ -117,7 +117,7 @@ class ObservedRun:
         loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
         speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
         if not measured.timed_steps:
-            speed = f"none timed: untimed_steps is {untimed_steps}"
+            speed = f"no speed: the first {untimed_steps} steps are not timed"
         print(goodput.describe(), flush=True)
         if (slowest := describe_slowest_save(saves)) is not None:
             print(slowest, flush=True)

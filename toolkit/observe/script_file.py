@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ToolkitError, nearest
@@ -51,6 +53,14 @@ def check_script_preset(preset: PresetSpec) -> None:
             " script, which --script does not run",
             hint="`--preset zero3` or `--preset fsdp2`" if divides else "`--preset zero3_cpu_offload`",
         )
+
+
+def bf16_switched_off(arguments: Sequence[str]) -> str | None:
+    """Return the words of a script that switch bf16 off; transformers follows a preset that switches it on instead.
+
+    Under DeepSpeed the script decides.
+    """
+    return next(iter(re.findall(r"--(?:bf16[ =](?:false|no|0)|no[_-]bf16)\b", " ".join(arguments).lower())), None)
 
 
 def _module_file(name: str) -> Path | None:

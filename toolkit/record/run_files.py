@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -90,21 +90,29 @@ class SaveRecord(BaseModel):
 SHORTEST_NOTICE_SECONDS, LONGEST_NOTICE_SECONDS = 30, 120
 
 
-def describe_slowest_save(saves: Sequence[SaveRecord]) -> str | None:
-    """Return the slowest checkpoint's seconds beside the notice of clouds, as a warning where it is longer.
+# In the environment of ranks that a scheduler has started, on nodes that a cloud may take back.
+SCHEDULER_VARIABLES = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID"}
 
-    None without a complete checkpoint.
+
+def describe_slowest_save(saves: Sequence[SaveRecord], environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a warning that the slowest checkpoint takes longer than clouds give notice; None where none did.
+
+    Also None for a run on one node that no scheduler has started and nothing restarts.
     """
     complete = [save for save in saves if save.kind == "checkpoint" and save.seconds is not None]
     if not complete:
         return None
     slowest = max(complete, key=lambda save: save.seconds_after_step)
     seconds = slowest.seconds_after_step
-    saved = f"checkpoint-{slowest.step} took {seconds:.1f} s to save; clouds take spot nodes back"
-    notice = f"{SHORTEST_NOTICE_SECONDS} s (Google Cloud, Azure) to {LONGEST_NOTICE_SECONDS} s (AWS) after notice"
-    if seconds <= SHORTEST_NOTICE_SECONDS:
-        return f"{saved} {notice}"
-    return f"warning: {saved} {notice}: where that is too short, `--save_steps` more often bounds what is lost"
+    several_nodes = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
+    is_restarted = several_nodes or environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if seconds <= SHORTEST_NOTICE_SECONDS or not (is_restarted or SCHEDULER_VARIABLES & environment.keys()):
+        return None
+    return (
+        f"warning: checkpoint-{slowest.step} took {seconds:.1f} s to save; clouds take spot nodes back"
+        f" {SHORTEST_NOTICE_SECONDS} s (Google Cloud, Azure) to {LONGEST_NOTICE_SECONDS} s (AWS) after notice: where"
+        " that is too short, `--save_steps` more often bounds what is lost"
+    )
 
 
 _UNFINISHED = (status.PLANNED, status.RUNNING)

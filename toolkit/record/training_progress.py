@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,7 +24,10 @@ TAIL_BYTES = 2**14  # ranks are in the same step, give or take one; a row has ab
 # A loss this close to zero is not a likelihood: that of a policy gradient begins near 0 and may go anywhere.
 SMALLEST_JUDGED_LOSS = 0.1
 DIVERGED_RATIO = 1.5
-COMPARED_STEPS = 5  # single batches vary: medians of this many steps are compared
+COMPARED_STEPS = 7  # at each end of the run, or a tenth of it
+LAST_STEPS = 3  # a run that explodes as it ends
+# In standard errors. Of stationary losses of single sequences, fewer than 1 run of 200 is called (the test counts).
+BEYOND_NOISE = 5.0
 
 
 def newest_steps(folder: RunFolder, *, ranks: int, resumed_step: int) -> list[list[StepRow]]:
@@ -79,22 +84,31 @@ def untrained_steps(steps: Iterable[Sequence[StepRow]]) -> tuple[int, int] | Non
 
 
 def loss_growth(losses: Sequence[float | None]) -> tuple[float, float] | None:
-    """Return the losses at the beginning and at the end of a run whose loss grew by half; None for any other.
+    """Return the medians of the first and last losses of a run whose loss grew by half, beyond its noise; else None.
 
-    Medians of up to five steps are compared, since single batches vary. A rate far too high spoils every step after the
-    first, and the median of the first ones too: then the first loss is compared with the lowest of all others.
+    Losses of small batches vary by half from step to step: the mean logarithms of both ends are compared in standard
+    errors, by the differences of consecutive steps. A rate far too high spoils every step after the first: then that
+    one alone is the beginning, and every other loss must be higher by half.
 
-    >>> loss_growth([4.35, 11.2, 11.0, 10.0]), loss_growth([2.0, 3.4, 1.9, 3.2, 2.1, 2.2])
-    ((4.35, 10.5), None)
+    >>> loss_growth([4.35, 11.2, 11.0, 10.0, 10.9, 10.8, 10.8, 10.7]), loss_growth([0.7, 3.4, 0.9, 3.2, 1.1, 2.2, 3, 4])
+    ((4.35, 10.8), None)
     """
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    compared = min(COMPARED_STEPS, len(known) // 2)
-    if len(known) < 4 or min(known[:compared]) < SMALLEST_JUDGED_LOSS:
+    compared = max(COMPARED_STEPS, len(known) // 10)
+    if len(known) <= compared or min(known[:compared]) < SMALLEST_JUDGED_LOSS:
         return None
-    first, last = statistics.median(known[:compared]), statistics.median(known[-compared:])
-    if min(known[1:]) > DIVERGED_RATIO * known[0]:
-        return known[0], last
-    return (first, last) if last > DIVERGED_RATIO * first else None
+    logs = [math.log(max(loss, 1e-9)) for loss in known]
+    squares = [(after - before) ** 2 for before, after in pairwise(logs)]
+    later = squares[-max(compared, len(known) // 2) + 1 :]
+    for first, last in itertools.product((1, compared), (compared, LAST_STEPS)):
+        if first + last > len(known) or (first == 1 and min(known[1:]) <= DIVERGED_RATIO * known[0]):
+            continue
+        error = math.sqrt(statistics.fmean(squares[: first - 1] + later) / 2 * (1 / first + 1 / last))
+        grown = statistics.fmean(logs[-last:]) - statistics.fmean(logs[:first])
+        before, after = statistics.median(known[:first]), statistics.median(known[-last:])
+        if after > DIVERGED_RATIO * before and grown > BEYOND_NOISE * error:
+            return before, after
+    return None
 
 
 def signs_of_divergence(steps: list[list[StepRow]], losses: Sequence[float | None]) -> list[str]:

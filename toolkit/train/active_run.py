@@ -175,7 +175,7 @@ def _run_facts(run: ActiveRun) -> dict[str, Any]:
     """Return what run.json records of the script's arguments before the first step."""
     preset, args, training = run.launch.preset, run.arguments, run.arguments.training
     names = ["seed", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size"]
-    names += ["gradient_accumulation_steps", "mixed_precision"]
+    names += ["gradient_accumulation_steps", "mixed_precision", "optim", "lr_scheduler_type"]
     spec = {name: getattr(training, name) for name in names}
     for part, declared in (("model", ModelArguments), ("data", DataArguments)):
         values = {name: args.job.value(name) for name in declared.__dataclass_fields__}

@@ -55,12 +55,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     if not writes:
         return
     tokenizer.save_pretrained(temporary)
-    card, base = temporary / "README.md", str(trainer.run.arguments.job.model_name_or_path)
-    if card.is_file():  # peft's, of an adapter
-        name = Path(base).resolve().name if Path(base).is_dir() else base  # nobody else has the path
-        card.write_text(card.read_text("utf-8").replace(base, name), "utf-8")
-        if (folder / card.name).exists():
-            card.unlink()
+    (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
     (folder / FINGERPRINT).unlink(missing_ok=True)  # belongs to the replaced weights
     if fingerprint is not None:
         write_json(temporary / FINGERPRINT, fingerprint)

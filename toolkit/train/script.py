@@ -22,6 +22,7 @@ from toolkit.train.engine.nvme_offload import size_swap_buffers
 from toolkit.train.engine.pipeline_model import load_pipeline
 from toolkit.train.engine.pipeline_trainer import PipelineTrainer
 from toolkit.train.model.loading import load_model, load_tokenizer
+from toolkit.train.model_card import write_model_card
 from toolkit.train.trainer import TrainerParts, build_trainer
 
 
@@ -56,3 +57,5 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
         run.complete(untimed_steps=args.job.untimed_steps, saves=trainer.observer.saver.saves)
+        if args.job.save_model and run.writes:
+            print(write_model_card(run.folder), flush=True)

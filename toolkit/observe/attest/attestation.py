@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from toolkit.observe.attest.tensors import compiled_modules, compute_dtype
 from toolkit.observe.attest.weights_digest import weights_digest
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
+from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
@@ -190,6 +192,8 @@ def verified_line(preset: PresetSpec | None, reading: Values) -> str:
     engine, ranks = f"{reading['engine']}, {reading['sharding']}", reading["world_size"]
     what = f"in effect: {engine}" if preset is None else f"verified: {preset.name} ({engine})"
     ending = "; no preset is required" if preset is None else ""
+    if (flag := bf16_switched_off(sys.argv)) and reading["compute_dtype"] == "bfloat16":
+        ending += f"; `{flag}` had no effect: mixed precision is the preset's"
     return f"{what}, {ranks} rank{'s' * (ranks != 1)}, {dtypes}; {trained}{ending}"
 
 

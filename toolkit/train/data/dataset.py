@@ -14,6 +14,7 @@ import datasets
 import torch
 
 from toolkit.data import data_files
+from toolkit.demo.assets import attribution
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.dataset_checks import check_val_size, held_out_rows
@@ -66,7 +67,8 @@ def load_data(
             hint="lower `--per_device_train_batch_size` or `--max_seq_length`, or leave `--packing` out",
         )
     if training.process_index == 0:
-        print("\n".join([*data_report.preflight_lines(data.stats), *data.warnings]), flush=True)
+        credits = [f"data: {text}" for text in dict.fromkeys(map(attribution, arguments.dataset)) if text]
+        print("\n".join([*credits, *data_report.preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
         if (stats := data.evaluation_stats) is not None:
             rows = f"{stats.rows:,} rows, {stats.rows - stats.dropped_rows:,} kept"
