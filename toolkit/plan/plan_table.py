@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import host_assumption
+from toolkit.plan.candidates import host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
@@ -56,9 +56,9 @@ class PlanAnswer:
         if self.any_gpu:
             return list(self.plans[:MAX_GPUS_SHOWN])
 
-        def key(plan: Plan) -> tuple[int, int, float, int]:
+        def key(plan: Plan) -> tuple[object, ...]:
             speed = 0.0 if plan.speed is None else plan.speed.tokens_per_second_per_gpu_estimate
-            return plan.world_size, VERDICTS.index(plan.verdict), -speed, plan.memory.planned_peak_bytes
+            return plan.world_size, VERDICTS.index(plan.verdict), -round(speed), sharding(plan)
 
         return sorted(self.plans, key=key)
 
