@@ -71,6 +71,7 @@ def test_the_live_line_names_the_phase_and_keeps_the_time_left_at_80_columns(tmp
     add_moment(live.timeline or Path(), "load")
     assert live.describe(87) == "1 min 27 s  loading the model"
     add_moment(live.timeline or Path(), "train")
+    assert live.describe(88) == "1 min 28 s  in the first step"
     live.text = "step 3/40  loss 2.0000  grad_norm 1.234  1.00 s  100 tokens/s  peak 1.00 GiB RSS  35 s left"
     assert str(live._line()) == "0 s  step 3/40  35 s left  loss 2.0000  grad_norm 1.234  1.00 s  100 tokens/s"
     add_moment(live.timeline or Path(), "end")

@@ -101,8 +101,8 @@ class LiveLine:
         """Return the live line, `elapsed` seconds after the beginning."""
         moments = read_timeline(self.timeline) if self.timeline else []
         phase = moments[-1].phase if moments else LAUNCH
-        text = "" if phase == "end" else self.text
-        return "  ".join(filter(None, (time_left(elapsed), PHASES.get(phase), text)))
+        words = PHASES.get(phase) or ("" if self.text else "in the first step")
+        return "  ".join(filter(None, (time_left(elapsed), words, "" if phase == "end" else self.text)))
 
     def _line(self) -> Text:
         """The parts that fit, with the time left before the figures of a step."""
