@@ -1,4 +1,4 @@
-"""Small models of random weights, for tests and benchmarks."""
+"""Models of random weights, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.entry_point import print_findings, print_message
+from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
 from toolkit.units import counted
@@ -54,9 +54,9 @@ def lint(
         for finding in result.findings:
             place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
             key = f" {shorten(finding.key)}:" if finding.key else ""
-            what = f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"
-            instead = f"  write {finding.fix}  (checked with {finding.checked_against})"
-            print_findings([what, instead, f"  see {finding.documentation}"])
+            print(visible(f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"))
+            print(visible(f"  write {finding.fix}  (checked with {finding.checked_against})"))
+            print(visible(f"  see {finding.documentation}"))
     levels = Counter(finding.level for finding in result.findings)
     counts = ", ".join(counted(count, level) for level, count in levels.items())
     print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}")
