@@ -23,9 +23,10 @@ TRAINED = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
 
 def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES, *, vocab_size: int | None = None) -> Path:
     """Write the model once, with the demo's tokenizer, or one like it with fewer words; return its folder."""
+    from transformers import AutoTokenizer
+
     sys.path.append(str(ROOT / "tests"))
     from random_models import random_llama
-    from transformers import AutoTokenizer
 
     sys.path.append(str(ROOT / "tests"))
     from random_models import random_llama

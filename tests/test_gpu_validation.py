@@ -47,6 +47,15 @@ def test_shipped_counts_are_of_this_code() -> None:
     }
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", shipped_counts.COUNTED)
+def test_a_shipped_count_is_what_transformers_counts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    assert shipped_counts.count(name) == shipped_counts.shipped()["models"][name]
+
+
 def test_plans_of_one_rank_of_many_agree_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     shipped_counts.fill_cache()
