@@ -92,10 +92,12 @@ def known_rows() -> list[dict[str, Any]]:
 
 
 def _fewest_gpus(model: str, options: PlanOptions) -> dict[str, int | None]:
+    from toolkit.plan.finish import Cost
     from toolkit.plan.planner import plan_request
     from toolkit.plan.which_gpus import gpus_for
 
-    plans = gpus_for(replace(plan_request(model, options), world_sizes=[]), dict.fromkeys(TABLE_GPUS, 1.0))
+    costs = Cost(prices=dict.fromkeys(TABLE_GPUS, 1.0))
+    plans = gpus_for(replace(plan_request(model, options), world_sizes=[]), costs)
     return dict.fromkeys(TABLE_GPUS) | {plan.request.gpu.name: plan.world_size for plan in plans}
 
 

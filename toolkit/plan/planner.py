@@ -193,7 +193,7 @@ def default_preset(job: Job, *, world_size: int, gpu: Gpu) -> str:
     fitting = [plan for plan in plans if plan.fits]
     fitting = [plan for plan in fitting if plan.preset.engine == "none"] or fitting  # one process has nothing to shard
     smallest = min(plans, key=lambda plan: plan.memory.planned_peak_bytes)
-    return (best_plan(fitting) if fitting else smallest).preset.name
+    return (best_plan(fitting)[0] if fitting else smallest).preset.name
 
 
 def plan_run_here(
