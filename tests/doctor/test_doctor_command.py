@@ -126,10 +126,10 @@ def test_on_a_terminal_levels_have_a_color_and_lines_are_wrapped_between_words()
     shown = os.read(reader, 2**16).decode().splitlines()
     os.close(reader)
     os.close(terminal)
-    assert any(line.startswith("\x1b[31merror\x1b[0m: GPUs are missing: ") for line in shown)
-    plain = [re.sub(r"\x1b\[\d*m", "", line) for line in shown]
+    assert any(line.startswith("\x1b[1;31merror\x1b[0m: GPUs are missing: ") for line in shown)
+    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown]
     at = plain.index("  fix: SLURM: --gpus-per-node; docker run --gpus all;")
-    assert plain[at + 1] == "      without a driver: install NVIDIA's"
+    assert plain[at + 1] == "    without a driver: install NVIDIA's"
     assert max(map(len, plain)) <= 60
 
 
