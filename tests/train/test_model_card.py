@@ -42,8 +42,8 @@ def test_the_card_of_an_adapter_has_what_was_trained_and_no_path(adapter_folder:
         "Preset | ddp, ranks: 2 (cpu)",
         "Steps | 3, each of 4 sequences of up to 64 tokens; ",
         "Learning rate | 0.001, linear, adamw_torch",
-        f"Loss | {measured['first_loss']:.4f} in the first step, {measured['last_loss']:.4f} in the last; ",
-        "evaluated at step 3",
+        f"Loss | {measured['first_loss']:.4f} in the first step, {measured['last_loss']:.4f} in the last, ",
+        " evaluated |",
         "engine ddp, sharding replicate, compute_dtype float32, master_dtype float32",
         "licence: see the base model",
     ]
