@@ -72,7 +72,8 @@ def detect_format(row: Row) -> str:
         raise ToolkitError("`chosen` and `rejected` are preference data, for DPO and not for this script", hint=hint)
     expected = "; ".join(f"{' + '.join(fields)} ({name})" for name, fields in REQUIRED_FIELDS.items())
     raise ToolkitError(
-        f"fields found: {field_names(present)}", hint=_renaming(present) or f"expected one of: {expected}"
+        f"fields found: {field_names(present)}",
+        hint=_renaming(present) or f"expected one of: {expected}; `datasets.Dataset.rename_columns` renames yours",
     )
 
 

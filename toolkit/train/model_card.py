@@ -46,14 +46,14 @@ _CHAT = '.apply_chat_template([{"role": "user", "content": "Hello"}], add_genera
 
 def write_model_card(folder: RunFolder) -> str:
     """Write the card of a completed run, unless its user wrote one, and return the line that says what to do next."""
-    card, adapter = folder.path / "README.md", (folder.path / "adapter_config.json").is_file()
-    line, merge = f"{card} is yours, and was kept", f"`toolkit checkpoint export {folder.path} FOLDER --merge-lora`"
+    path, card = folder.path, folder.path / "README.md"
+    line, merge = f"{card} is yours, and was kept", f"`toolkit checkpoint export {path} FOLDER --merge-lora`"
     body, _, mark = card.read_text("utf-8").rpartition(_MARK) if card.is_file() else ("", "", _sha256(""))
     if mark.removesuffix(" -->\n") == _sha256(body):
         text = model_card(folder)
         write_text(card, f"{text}{_MARK}{_sha256(text)} -->\n")
         line = f"next: the Python in {card} loads the model and answers"
-    return line + f"; {merge} merges the adapter into its base" * adapter
+    return line + f"; {merge} merges the adapter into its base" * (path / "adapter_config.json").is_file()
 
 
 def model_card(folder: RunFolder) -> str:
@@ -69,7 +69,11 @@ def model_card(folder: RunFolder) -> str:
         method = f"{'Q' * model['load_in_4bit']}LoRA, r {adapter['r']}, alpha {adapter['lora_alpha']}"
         method += f", on {', '.join(sorted(layers))}"
     tokens = sum(row.non_padding_tokens or 0 for step in read_steps(folder) for row in step)
-    evaluated = [f"; {number(row['eval_loss'], 4)} evaluated" for row in run.get("evaluations", [])[-1:]]
+    losses = [
+        f"{number(measured['first_loss'], 4)} in the first step",
+        f"{number(measured['last_loss'], 4)} in the last",
+    ]
+    losses += [f"{number(row['eval_loss'], 4)} evaluated" for row in run.get("evaluations", [])[-1:]]
     read_back = ", ".join(f"{key} {rank.get(key)}" for key in ("engine", "sharding", "compute_dtype", "master_dtype"))
     data_rows = "streamed" if run["data"]["streamed"] else f"{run['data']['rows']:,} rows"
     rows = [
@@ -80,8 +84,7 @@ def model_card(folder: RunFolder) -> str:
         f"Steps | {measured['steps']}, each of {spec['global_batch_size']} sequences of up to"
         f" {spec['data']['max_seq_length']} tokens; {tokens:,} tokens in all",
         f"Learning rate | {spec['learning_rate']:g}, {spec['lr_scheduler_type']}, {spec['optim']}, seed {spec['seed']}",
-        f"Loss | {number(measured['first_loss'], 4)} in the first step, {number(measured['last_loss'], 4)} in the last"
-        + "".join(evaluated),
+        f"Loss | {', '.join(losses)}",
         f"Verified | by each rank after its first step: {read_back}",
         f"Versions | {', '.join(f'{name} {version}' for name, version in run['versions'].items() if version)}",
         f"Date | {run['finished'][:10]}",
