@@ -55,10 +55,13 @@ NUMBERS_OF_TRAINER = (
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` owns this setting too: under the Trainer, any value but its own raises in every rank."""
+    """`TrainingArguments` owns this setting too: under the Trainer, any value but its own raises in every rank. The
+    precision of settings inside of a YAML is left out: it is the only word on it for a loop on accelerate."""
     for key, field in OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
-        if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
+        if value not in ("auto", None) and not (
+            key.endswith(".enabled") and (as_bool(value) is False or not doc.is_json)
+        ):
             yield Match(key, f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`', value="auto")
 
 
