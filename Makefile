@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo docs page test test-nightly test-fresh gpu-check lint types check release clean
+.PHONY: help setup assets demo docs page presets test test-nightly test-fresh gpu-check lint types check release clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -71,6 +71,9 @@ demo: assets  ## compare one fine-tuning job under six presets; resumes where it
 	num_processes="$$($(BIN)/python -m toolkit.demo --num-processes)"; \
 	$(BIN)/toolkit compare $(addprefix --preset ,$(DEMO_PRESETS)) --num-processes "$$num_processes" \
 		--output-dir "$(DEMO_OUTPUT)" --repeats "$(DEMO_REPEATS)" --resume -- $(DEMO_ARGS)
+
+presets: setup  ## write the settings in ds_configs into accelerate_configs, after a change
+	@$(BIN)/python tests/scripts/write_presets.py
 
 # The variables turn off notices about the future of MkDocs.
 docs: setup  ## build the documentation into build/docs; open build/docs/index.html

@@ -19,6 +19,7 @@ from comparison_records import comparison, probe, trial
 from hypothesis import strategies as st
 from model_configs import ARCHITECTURES
 from safetensors.numpy import save
+from scripts.write_presets import SETTINGS_BLOCK
 
 from file_mutations import edits
 from file_mutations.attempts import ROOT, Case, Command, call, command
@@ -140,9 +141,9 @@ def preset_formats() -> list[Format]:
     seeds = []
     for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         text, files = path.read_text(), dict(JOB_FILES)
-        if (config := read_preset(path).deepspeed_config_path) is not None:
-            files["mine.json"] = config.read_bytes()
-            text = text.replace(f"ds_configs/{config.name}", "mine.json")
+        if (settings := read_preset(path).deepspeed_config()) is not None:
+            named = SETTINGS_BLOCK.sub("  deepspeed_config_file: mine.json\n", text).encode()
+            seeds.append({**files, "mine.yaml": named, "mine.json": json.dumps(settings, indent=2).encode()})
         seeds.append({**files, "mine.yaml": text.encode()})
     dry_run = ("train", "--dry-run", "--preset", "mine.yaml", "--num-processes")
     split = (*dry_run, "4", "--cpu", "--", *JOB)

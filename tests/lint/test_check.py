@@ -78,3 +78,41 @@ def test_a_key_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
     code, printed, _ = run_command(["lint", str(path)], capsys)
     assert (code, "\x1b" in printed) == (1, False)
     assert r"\x1b[2J\nerror: done" in printed
+
+
+# -- DeepSpeed's settings inside of a YAML
+
+
+INNER = """distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: |  # in place of a path
+    {
+      "bf16": {"enabled": true},
+      "gradient_clipping": 0.5,
+      "zero_optimization": {
+        "stage": 2,
+        "offload_param": {"device": "cpu"}
+      }
+    }
+"""
+
+
+def test_settings_inside_of_a_yaml_are_linted_on_the_lines_that_they_have_there(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(INNER)
+    linted = lint_paths([path])
+    assert [(finding.rule, finding.line) for finding in linted.findings] == [
+        ("not-auto", 5),
+        ("not-auto", 6),
+        ("offload-param-below-stage-3", 9),
+    ]
+    assert (linted.files, {finding.file for finding in linted.findings}) == ([str(path)], {str(path)})
+    assert fixed_text(path) == INNER
+    path.write_text(INNER.replace('"stage": 2,', '"stage": 2'))
+    with pytest.raises(ToolkitError, match=r"mine\.yaml, line 9: not JSON"):
+        lint_paths([path])
+
+
+def test_our_own_files_have_no_finding_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert lint_paths([ROOT / "accelerate_configs", ROOT / "ds_configs"]).findings == []

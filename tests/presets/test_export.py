@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import ROOT, toolkit
-from preset_files import write
+from preset_files import deepspeed_pair, write
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.command import launcher_environment
@@ -29,12 +29,11 @@ def comments(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_files_are_shown_with_comments_and_a_json_that_is_found_anywhere(name: str) -> None:
+def test_the_files_are_shown_as_they_are(name: str) -> None:
     preset = load_preset(name)
     text = preset_text(preset, "accelerate")
     assert yaml.safe_load(text) == preset.accelerate_config()
-    assert comments(text) == comments(preset.accelerate_config_path.read_text())
-    assert ("ds_configs" in text) == (name in DEEPSPEED)
+    assert text == preset.accelerate_config_path.read_text()
     if name in DEEPSPEED:
         assert json.loads(preset_text(preset, "deepspeed")) == preset.deepspeed_config()
     else:
@@ -42,11 +41,12 @@ def test_the_files_are_shown_with_comments_and_a_json_that_is_found_anywhere(nam
             preset_text(preset, "deepspeed")
 
 
-def test_a_block_in_another_style_is_written_anew(tmp_path: Path) -> None:
+def test_a_json_that_the_yaml_names_is_found_anywhere(tmp_path: Path) -> None:
     write(tmp_path / "mine.json", "{}")
-    text = "{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: mine.json}}\n"
-    config = yaml.safe_load(preset_text(read_preset(write(tmp_path / "mine.yaml", text)), "accelerate"))
-    assert config["deepspeed_config"] == {"deepspeed_config_file": str(tmp_path / "mine.json")}
+    text = "# Why.\n{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: mine.json}}\n"
+    shown = preset_text(read_preset(write(tmp_path / "mine.yaml", text)), "accelerate")
+    assert shown.startswith("# Why.\n")
+    assert yaml.safe_load(shown)["deepspeed_config"] == {"deepspeed_config_file": str(tmp_path / "mine.json")}
 
 
 def test_the_command_prints_what_was_asked_for_from_another_directory(tmp_path: Path) -> None:
@@ -150,7 +150,24 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 
 
 def test_a_relative_folder_gives_an_absolute_json(tmp_path: Path) -> None:
-    ended = toolkit("preset", "export", "here", "zero1", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout.split()) == (0, ["here/zero1.yaml", "here/zero1.json"])
-    config = yaml.safe_load((tmp_path / "here" / "zero1.yaml").read_text())
-    assert config["deepspeed_config"]["deepspeed_config_file"] == str(tmp_path / "here" / "zero1.json")
+    deepspeed_pair(tmp_path, {"zero_optimization": {"stage": 2}})
+    ended = toolkit("preset", "export", "here", "mine.yaml", "zero1", cwd=tmp_path)
+    files = ["here/mine.yaml", "here/mine.json", "here/zero1.yaml", "here/zero1.json"]
+    assert (ended.returncode, ended.stdout.split()) == (0, files)
+    config = yaml.safe_load((tmp_path / "here" / "mine.yaml").read_text())
+    assert config["deepspeed_config"]["deepspeed_config_file"] == str(tmp_path / "here" / "mine.json")
+    assert (tmp_path / "here" / "zero1.yaml").read_text() == (ROOT / "accelerate_configs" / "zero1.yaml").read_text()
+
+
+def test_one_file_of_a_pair_that_was_changed_is_not_passed_over(tmp_path: Path) -> None:
+    """accelerate reads the YAML alone: a change of the JSON would have no effect there."""
+    export_presets([load_preset("zero3")], tmp_path, force=False)
+    changed = (tmp_path / "zero3.json").read_text().replace('"stage": 3', '"stage": 2')
+    write(tmp_path / "zero3.json", changed)
+    with pytest.raises(
+        ToolkitError, match=r"zero3\.json differs from the settings in .*zero3\.yaml, which are"
+    ) as caught:
+        read_preset(tmp_path / "zero3.yaml")
+    assert f"`deepspeed_config_file: {tmp_path / 'zero3.json'}`" in str(caught.value.hint)
+    write(tmp_path / "zero3.yaml", (tmp_path / "zero3.yaml").read_text().replace('"stage": 3', '"stage": 2'))
+    assert read_preset(tmp_path / "zero3.yaml").sharding == "shard_grad_op"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,7 @@ def test_every_preset_is_listed_with_the_documented_keys() -> None:
 def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sharding, optimizer, param, processes, sharded = SPECIFIED[name]
     yaml_path, json_path = ROOT / "accelerate_configs" / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"
-    json_path = json_path.with_stem("zero3") if name == "ulysses" else json_path
-    has_json = engine == "deepspeed"
+    has_json = engine == "deepspeed" and name != "ulysses"  # whose settings are those of zero3
     monkeypatch.chdir(tmp_path)  # paths are absolute
     preset = load_preset(name)
     assert preset.as_row() == {
@@ -94,7 +94,7 @@ def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypa
     assert preset.sharded_at_load is (name in SHARDED_AT_LOAD)
     assert (preset.replicas, preset.dp_shard_size(16)) == ((2, 8) if name == "fsdp2_hybrid" else (1, None))
     assert (preset.needs_gpu is not None) is (name == "zeropp")
-    assert (preset.deepspeed_config() is not None) is has_json
+    assert (preset.deepspeed_config() is not None) is (engine == "deepspeed")
     assert [Path(path).name for path in preset.texts()] == [yaml_path.name, json_path.name][: 1 + has_json]
 
 
@@ -164,6 +164,26 @@ def test_a_json_beside_the_yaml_is_found(tmp_path: Path) -> None:
     assert preset.deepspeed_config_path == (tmp_path / "mine.json").resolve()
 
 
+SETTINGS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "|\n    " + json.dumps(SETTINGS, indent=2).replace("\n", "\n    "),
+        f"'{json.dumps(SETTINGS)}'",
+        base64.urlsafe_b64encode(json.dumps(SETTINGS).encode()).decode(),
+    ],
+)
+def test_settings_in_the_yaml_itself_are_read_in_every_form_that_accelerate_takes(text: str, tmp_path: Path) -> None:
+    block = f"{DEEPSPEED}deepspeed_config:\n  deepspeed_config_file: {text}\n"
+    preset = load_preset(str(write(tmp_path / "mine.yaml", block)))
+    assert (preset.sharding, preset.mixed_precision, preset.deepspeed_config_path) == ("shard_optimizer", "bf16", None)
+    # The precision is the run's, as that of FSDP2's YAML: a CPU computes in fp32.
+    assert preset.deepspeed_config() == SETTINGS | {"bf16": {"enabled": "auto"}}
+    assert preset.deepspeed_argument == json.dumps(preset.deepspeed_config())
+
+
 DDP, FSDP, DEEPSPEED = (f"distributed_type: {name}\n" for name in ("MULTI_GPU", "FSDP", "DEEPSPEED"))
 FSDP2 = FSDP + "fsdp_config: {fsdp_version: 2"
 MESH = "parallelism_config: {parallelism_config_dp_replicate_size: "
@@ -176,6 +196,7 @@ MESH = "parallelism_config: {parallelism_config_dp_replicate_size: "
         (f"{FSDP2}, fsdp_reshard_after_forward: SHARD_GRAD_OP}}", "'SHARD_GRAD_OP', expected true or false"),
         (f"{DEEPSPEED}deepspeed_config: {{zero_stage: 3}}", "names no deepspeed_config_file"),
         (f"{DEEPSPEED}deepspeed_config: {{deepspeed_config_file: gone.json}}", "file 'gone.json' does not exist"),
+        (f"{DEEPSPEED}deepspeed_config: {{deepspeed_config_file: '{{'}}", "deepspeed_config_file, line 1: not JSON"),
         ("distributed_type: MEGATRON_LM", "expected one of NO, MULTI_GPU"),
         ("- a list", "holds list, expected keys and values"),
         ("a: [", "is not YAML: while parsing"),

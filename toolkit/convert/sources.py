@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from toolkit.convert.draft import PRESET, Draft, block_of, load_dialect
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.errors import ToolkitError, shown
-from toolkit.files.documents import read_configuration
+from toolkit.files.documents import read_configuration, settings_for_path
 from toolkit.files.paths import find_file, is_file
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job
@@ -146,10 +146,12 @@ def take_strategy(draft: Draft, near: Path, *, chosen: Choice | None = None) -> 
 
 
 def preset_of_deepspeed(value: Any, near: Path) -> Choice:
-    """Return the preset for a DeepSpeed configuration: its settings, or the path of its JSON.
+    """Return the preset for a DeepSpeed configuration: its settings, also as text, or the path of its JSON.
 
     Where the file is not at hand, its name decides. Raises ToolkitError for a name that says no ZeRO stage.
     """
+    if not isinstance(value, Mapping):
+        value = settings_for_path(str(value), str(near)) or value
     path = None if isinstance(value, Mapping) else find_file(str(value), near)
     if isinstance(value, Mapping) or path is not None:
         zero = (value if path is None else read_configuration(path)).get("zero_optimization")

@@ -6,12 +6,14 @@ and is left out; any other line that is no object is an error, with its number.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -190,6 +192,16 @@ def parse_json(
         raise ToolkitError(f"{name} is not JSON: {str(error).split(';')[0]}") from None
     check_values(content, name, limits, allow_nan=allow_nan)
     return content
+
+
+def settings_for_path(value: str, name: str) -> dict[str, Any] | None:
+    """Return the settings that stand where a path may: JSON, or base64 of it, as accelerate takes both; or None.
+
+    Raises ToolkitError as `parse_json` does.
+    """
+    with suppress(ValueError):
+        value = value if value.lstrip().startswith("{") else base64.urlsafe_b64decode(value).decode()
+    return as_mapping(parse_json(value, name, limits=CONFIGURATION), name) if value.lstrip().startswith("{") else None
 
 
 def as_mapping(content: Any, name: str) -> dict[str, Any]:

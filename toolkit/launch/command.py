@@ -191,9 +191,9 @@ def threads_per_rank(world_size: int) -> int:
 def accelerate_options(preset: PresetSpec, *, world_size: int) -> list[str]:
     """Return the options of `accelerate launch` that select the preset on one node of `world_size` ranks."""
     options = ["--config_file", str(preset.accelerate_config_path)]
-    if preset.deepspeed_config_path is not None:
-        # accelerate resolves the YAML's path against the working directory; an absolute path works from anywhere
-        options += ["--deepspeed_config_file", str(preset.deepspeed_config_path)]
+    if preset.deepspeed_argument is not None:
+        # accelerate resolves the YAML's path against the working directory; and the precision is the run's to decide
+        options += ["--deepspeed_config_file", preset.deepspeed_argument]
     options += ["--num_processes", str(world_size)]
     shard_size = preset.dp_shard_size(world_size)
     if shard_size is not None:  # the file gives the number of replicas; the ranks per replica follow from world_size

@@ -104,7 +104,7 @@ def nvme_path_of(preset: PresetSpec, given: str | None) -> Path | None:
     for name, block in blocks.items():
         if block.get("nvme_path") != "auto":
             raise ToolkitError(
-                f"{preset.deepspeed_config_path}: {name}.nvme_path is {block.get('nvme_path')!r}, expected 'auto'",
+                f"preset {preset.name!r}: {name}.nvme_path is {block.get('nvme_path')!r}, expected 'auto'",
                 hint=f'write `"nvme_path": "auto"`, and give the disk at launch: {NVME_PATH_HINT}',
             )
     if not given:

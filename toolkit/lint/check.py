@@ -47,7 +47,7 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
 
     Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration.
     """
-    documents: dict[Path, Document] = {}
+    documents: dict[tuple[Path, str | None], Document] = {}
     unreadable: list[ToolkitError] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
@@ -69,11 +69,12 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
                 )
             for each in (document, document.deepspeed_json):
                 if document.kind is not None and each is not None:
-                    documents.setdefault(Path(each.path).resolve(), each)
+                    documents.setdefault((Path(each.path).resolve(), each.kind), each)
     if not documents and not unreadable:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     findings = [finding for document in documents.values() for finding in lint_document(document)]
-    return LintResult(findings=findings, files=[each.path for each in documents.values()], unreadable=unreadable)
+    files = list(dict.fromkeys(each.path for each in documents.values()))
+    return LintResult(findings=findings, files=files, unreadable=unreadable)
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -73,7 +73,7 @@ class Document:
     repeated: tuple[KeyPosition, ...] = ()  # keys that repeat one in the same block
     dotted_lines: dict[str, int] = field(default_factory=dict)  # of keys at the top level with a dot in their names
     is_json: bool = False
-    deepspeed_json: Document | None = None  # the DeepSpeed JSON that this file names, where it was found
+    deepspeed_json: Document | None = None  # the DeepSpeed JSON that this file names, where it was found, or has itself
     script: JobScript = EMPTY_SCRIPT  # the shell script that this file is or has
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -112,7 +112,12 @@ def load_document(path: Path) -> Document:
 
 
 def with_deepspeed_json(document: Document) -> Document:
-    """Return the document with the DeepSpeed JSON that it names, where that file exists."""
+    """Return the document with the DeepSpeed JSON that it names, where that file exists, or that it has itself."""
+    value, position = document.get(key := deepspeed_files(document)[0]), document.positions.get(key)
+    if position is not None and isinstance(value, str) and value.startswith("{"):  # as a block on the lines below
+        lines = document.text.count("\n", 0, position.value_span[0]) + (document.text[position.value_span[0]] in "|>")
+        inner = read_text("\n" * lines + value, document.path, is_json=True)
+        return replace(document, deepspeed_json=replace(inner, kind=DEEPSPEED, is_json=False))
     named = next((path for path in deepspeed_files(document)[1] if is_file(path)), None)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
@@ -123,14 +128,14 @@ def _read_file(path: Path) -> Document:
     return read_text(documents.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
 
 
-def read_text(text: str, path: str) -> Document:
+def read_text(text: str, path: str, *, is_json: bool = False) -> Document:
     """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind."""
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
         script = read_script(text)
         # Without sbatch's directives it is a script of training only if it starts a launcher.
         kind = SBATCH if script.directives else SHELL if script.launches else None
         return Document(path=path, text=text, kind=kind, script=script)
-    is_json = path.endswith(".json")
+    is_json = is_json or path.endswith(".json")
     data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
@@ -279,7 +284,7 @@ def deepspeed_files(document: Document) -> tuple[str, list[Path]]:
     named = document.get(key)
     if not isinstance(named, str) or named in ("", "none") or named.startswith("{"):
         return key, []
-    if len(named) > MAX_PATH_LENGTH or "\0" in named:
+    if len(named) > MAX_PATH_LENGTH or "\0" in named or documents.settings_for_path(named, document.path):
         return key, []
     folder = Path(document.path).absolute().parent
     return key, [Path(named), folder / named, folder.parent / named, folder / Path(named).name]

@@ -34,7 +34,6 @@ from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.trial import StepsAlone, change, change_training_arguments
 from toolkit.observe.words import Words
-from toolkit.presets.preset import presets_root
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
@@ -45,8 +44,6 @@ from toolkit.record.folder import (
     RunFolder,
     start_facts,
 )
-
-DEEPSPEED_JSON_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 class ScriptRun:
@@ -87,7 +84,6 @@ class ScriptRun:
         return code
 
     def _form_group(self) -> None:
-        find_deepspeed_json()
         make_cpu_group(self.ranks)
 
     def _open_folder(self) -> None:
@@ -264,10 +260,3 @@ def make_cpu_group(ranks: int) -> None:
 
     PartialState.__init__, HfDeepSpeedConfig.__init__ = init, join_group
     PartialState()
-
-
-def find_deepspeed_json() -> None:
-    """Give accelerate the absolute path of a preset's JSON, which it looks for in the working directory."""
-    named = os.environ.get(DEEPSPEED_JSON_VARIABLE)
-    if named is not None and not Path(named).is_file() and (presets_root() / named).is_file():
-        os.environ[DEEPSPEED_JSON_VARIABLE] = str(presets_root() / named)

@@ -10,7 +10,6 @@ mixed_precision: bf16
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ import yaml
 
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
-from toolkit.files.documents import parse_yaml, read_text
+from toolkit.files.documents import read_text
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import unsupported
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
 
 FORMS = ("accelerate", "deepspeed", "trainer")
-# The only line of a YAML that depends on the location of its JSON.
-JSON_LINE = re.compile(r"^(\s*deepspeed_config_file:\s*)\S.*$", re.MULTILINE)
 
 
 def preset_text(preset: Preset, form: str) -> str:
@@ -40,32 +37,25 @@ def preset_text(preset: Preset, form: str) -> str:
         return trainer_text(preset)
     if form != "deepspeed":
         raise ToolkitError(f"--as {form} is not one of {', '.join(FORMS)}")
-    if preset.deepspeed_config_path is None:
+    if preset.engine != "deepspeed":
         raise ToolkitError(
             f"preset {preset.name!r} has no DeepSpeed JSON: its engine is {preset.engine}",
             hint=f"`toolkit preset show {preset.name}`",
         )
-    return read_text(preset.deepspeed_config_path)
+    json_path = preset.deepspeed_config_path
+    return json.dumps(preset.deepspeed_config(), indent=2) + "\n" if json_path is None else read_text(json_path)
 
 
 def accelerate_text(preset: Preset, json_path: Path | None) -> str:
-    """Return the YAML with its comments, and its JSON as an absolute path.
+    """Return the YAML with its comments; one that names a JSON is written again, with that as an absolute path.
 
     accelerate resolves a relative path against the working directory.
     """
-    text = read_text(preset.accelerate_config_path)
-    if json_path is None:
-        return text
+    if json_path is None or preset.deepspeed_text is not None:
+        return read_text(preset.accelerate_config_path)
     wanted = preset.accelerate_config()
     wanted["deepspeed_config"]["deepspeed_config_file"] = str(json_path.absolute())
-    quoted = json.dumps(str(json_path.absolute()), ensure_ascii=False)
-    moved = JSON_LINE.sub(lambda line: line[1] + quoted, text)
-    try:
-        is_same = parse_yaml(moved, "") == wanted
-    except ToolkitError:  # the replaced line was the start of something longer
-        is_same = False
-    # A user's file may use another YAML style; it is then written again, without its comments.
-    return moved if is_same else yaml.safe_dump(wanted, sort_keys=False)
+    return f"# {preset.summary}\n" * bool(preset.summary) + yaml.safe_dump(wanted, sort_keys=False)
 
 
 def trainer_text(preset: Preset) -> str:
@@ -102,7 +92,7 @@ def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> l
     """
     texts: dict[Path, str] = {}
     for preset in presets:
-        json_path = None if preset.deepspeed_config_path is None else folder / f"{preset.name}.json"
+        json_path = folder / f"{preset.name}.json" if preset.engine == "deepspeed" else None
         texts[folder / f"{preset.name}.yaml"] = accelerate_text(preset, json_path)
         if json_path is not None:
             texts[json_path] = preset_text(preset, "deepspeed")

@@ -68,6 +68,9 @@ def or_null(kind: ValueType) -> ValueType:
 
 SWITCH = ValueType("true or false", lambda value: type(value) is bool, "without quotes")
 TEXT = ValueType("text in one line", _is_text, "put a number or a word like `no` in quotes")
+SETTINGS = ValueType(
+    "text: a path, or JSON", lambda value: isinstance(value, str) and _is_text(value.replace("\n", ""))
+)
 COUNT = ValueType("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
 DEGREE = ValueType("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
 WHOLE = ValueType("a whole number", _is_whole)
@@ -118,9 +121,10 @@ ACCELERATE_BLOCKS = _blocks(
         },
         "deepspeed_config": {
             PARALLEL: PARALLEL_KEY,
-            or_null(TEXT): "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile"
-            " deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher"
-            " offload_optimizer_nvme_path offload_param_nvme_path",
+            or_null(SETTINGS): "deepspeed_config_file",
+            or_null(TEXT): "deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter"
+            " deepspeed_moe_layer_cls_names deepspeed_multinode_launcher offload_optimizer_nvme_path"
+            " offload_param_nvme_path",
             or_null(one_of(*OFFLOAD_DEVICES)): "offload_optimizer_device offload_param_device",
             or_null(SWITCH): "zero3_init_flag zero3_save_16bit_model",
             or_auto(DEGREE): "gradient_accumulation_steps",

@@ -8,13 +8,14 @@ True
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError, nearest, shown
-from toolkit.files.documents import read_configuration, read_text, unexpected
+from toolkit.files.documents import read_configuration, read_text, settings_for_path, unexpected
 from toolkit.files.paths import is_file, user_path
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, PARALLEL_KEY, check_keys_and_values
@@ -117,10 +118,11 @@ def read_preset(path: Path) -> Preset:
     config = read_configuration(path)
     check_keys_and_values(config, ACCELERATE_BLOCKS, path)
     engine = _engine(config, path)
-    json_path = _deepspeed_path(config, path)
+    json_path, text = _deepspeed_source(config, path)
     parallel = _parallel(config, engine, path)
     first = read_text(path).split("\n", 1)[0]
-    fields = _deepspeed_fields(json_path, path) if engine == "deepspeed" else _torch_fields(config, engine, parallel)
+    is_deepspeed = engine == "deepspeed"
+    fields = _deepspeed_fields(json_path, text, path) if is_deepspeed else _torch_fields(config, engine, parallel)
     if parallel:
         fields |= {"min_world_size": _smallest_layout(parallel), "world_size_multiple": 1}
     return Preset(
@@ -130,6 +132,7 @@ def read_preset(path: Path) -> Preset:
         parallel=parallel,
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
+        deepspeed_text=text,
         **fields,
     )
 
@@ -160,11 +163,25 @@ def _parallel(config: dict[str, Any], engine: str, path: Path) -> tuple[str, ...
     return ()
 
 
-def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
-    """accelerate resolves the JSON against the working directory; here a path relative to the YAML works as well."""
+def _deepspeed_source(config: dict[str, Any], path: Path) -> tuple[Path | None, str | None]:
+    """The JSON, and the settings that a YAML has itself; its JSON is then the one of its name, which says the same."""
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if named is None:
-        return None
+    settings = None if named is None else settings_for_path(named, f"{path}: deepspeed_config_file")
+    if settings is None:
+        return (None if named is None else _deepspeed_path(named, path)), None
+    folder = path.resolve().parent
+    tried = [each / f"{path.stem}.json" for each in (folder, folder.parent / "ds_configs")]
+    beside = next(filter(is_file, tried), None)
+    if beside is not None and read_configuration(beside) != settings:
+        raise ToolkitError(
+            f"{beside} differs from the settings in {path}, which are those that accelerate reads",
+            hint=f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`",
+        )
+    return beside, json.dumps(settings)
+
+
+def _deepspeed_path(named: str, path: Path) -> Path:
+    """accelerate resolves the JSON against the working directory; here a path relative to the YAML works as well."""
     relative = user_path(named)
     tried = [folder / relative for folder in (path.resolve().parent.parent, path.resolve().parent, Path.cwd())]
     found = next(filter(is_file, tried), None) or next(filter(os.path.lexists, tried), None)
@@ -175,14 +192,14 @@ def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
     return Path(os.path.realpath(found))
 
 
-def _deepspeed_fields(json_path: Path | None, path: Path) -> dict[str, Any]:
-    if json_path is None:
+def _deepspeed_fields(json_path: Path | None, text: str | None, path: Path) -> dict[str, Any]:
+    if json_path is None and text is None:
         raise ToolkitError(
             f"{path}: deepspeed_config names no deepspeed_config_file",
-            hint="put the DeepSpeed settings into a JSON file and name it there",
+            hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`",
         )
-    deepspeed = read_configuration(json_path)
-    check_keys_and_values(deepspeed, DEEPSPEED_BLOCKS, json_path)
+    deepspeed = read_configuration(json_path) if text is None and json_path is not None else json.loads(text or "")
+    check_keys_and_values(deepspeed, DEEPSPEED_BLOCKS, path if json_path is None else json_path)
     zero = deepspeed.get("zero_optimization", {})
     # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
     hpz = int(zero.get("zero_hpz_partition_size", 1))

@@ -5,6 +5,7 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ class PresetSpec:
     """True if transformers shards the model while it loads it (`DistributedConfig`), instead of accelerate later."""
     accelerate_config_path: Path
     deepspeed_config_path: Path | None
+    """The JSON that the YAML names, or the one of the same name whose settings it repeats."""
+    deepspeed_text: str | None = None
+    """The settings that the YAML has itself, as JSON."""
 
     @property
     def sharded_parts(self) -> tuple[str, ...]:
@@ -104,15 +108,21 @@ class PresetSpec:
         return world_size // self.replicas if self.replicas > 1 else None
 
     def accelerate_config(self) -> dict[str, Any]:
-        """Return the YAML as accelerate reads it, with the DeepSpeed JSON as an absolute path."""
+        """Return the YAML as accelerate reads it, with the DeepSpeed JSON that it names as an absolute path."""
         config = read_configuration(self.accelerate_config_path)
-        if self.deepspeed_config_path is not None:
+        if self.deepspeed_config_path is not None and self.deepspeed_text is None:
             config["deepspeed_config"]["deepspeed_config_file"] = str(self.deepspeed_config_path)
         return config
 
     def deepspeed_config(self) -> dict[str, Any] | None:
-        """Return the DeepSpeed JSON, or None for another engine."""
-        return None if self.deepspeed_config_path is None else read_configuration(self.deepspeed_config_path)
+        """Return DeepSpeed's settings, or None for another engine."""
+        config: dict[str, Any] | None = None if self.deepspeed_text is None else json.loads(self.deepspeed_text)
+        return config if self.deepspeed_config_path is None else read_configuration(self.deepspeed_config_path)
+
+    @property
+    def deepspeed_argument(self) -> str | None:
+        """What accelerate's `--deepspeed_config_file` takes, in any working directory: a path, or the settings."""
+        return self.deepspeed_text if self.deepspeed_config_path is None else str(self.deepspeed_config_path)
 
     def texts(self) -> dict[str, str]:
         """Return file name to text for each of the preset's files, as a run folder records them."""

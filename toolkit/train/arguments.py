@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
 from toolkit.errors import ToolkitError
-from toolkit.files.paths import user_path
+from toolkit.files.paths import is_file, user_path
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.job.accumulation import SHARDED, with_accumulate
 from toolkit.job.global_batch import WARMUP_SHARE, ScaledRate, global_batch_size, scaled_rate, with_accumulation
@@ -62,7 +62,7 @@ class LaunchContext:
     def from_env(cls) -> LaunchContext:
         """Read it from the environment, or from the command line of the `accelerate launch` above this process.
 
-        Completes the environment: by the preset's under torchrun alone, and by the absolute path of its JSON. Raises
+        Completes the environment: by the preset's under torchrun alone, and by its settings of DeepSpeed. Raises
         ToolkitError for several nodes without a preset, a preset without its launcher, and other ranks than asked for.
         """
         started_by_torchrun = ACCELERATE_VARIABLE not in os.environ
@@ -93,9 +93,9 @@ class LaunchContext:
             )
         else:
             context = _from_parent_processes()
-        path = None if context.preset is None else context.preset.deepspeed_config_path
-        if path is not None and not Path(os.environ.get(DEEPSPEED_CONFIG_VARIABLE, path)).is_file():
-            os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(path)
+        argument = None if context.preset is None else context.preset.deepspeed_argument
+        if argument is not None and not is_file(Path(os.environ.get(DEEPSPEED_CONFIG_VARIABLE, ""))):
+            os.environ[DEEPSPEED_CONFIG_VARIABLE] = argument
         return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
     @classmethod
