@@ -83,9 +83,6 @@ def accelerate_launch(
     if script is not None and not script.endswith(".py"):
         started = [str(SCRIPTS / "changed_training.py"), script]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
-    settings = ROOT / "ds_configs" / f"{config.stem}.json"
-    if module == "toolkit.observe" and settings.exists():  # the script decides its precision, as under `toolkit train`
-        named += ["--deepspeed_config_file", str(settings)]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
     environment = cpu_environment() | (variables or {})
     if cold or SERVER_VARIABLE not in os.environ:

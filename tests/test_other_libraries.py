@@ -38,14 +38,12 @@ def test_the_installed_version_is_the_one_that_is_named(library: str) -> None:
 def launch(preset: str, folder: Path, script: str, *words: str) -> str:
     """Launch a script under the preset's exported files, from a folder of its own, and return its output."""
     folder.mkdir(exist_ok=True)
-    config, *settings = export_presets([load_preset(preset)], folder / "presets", force=False)
-    options = [word for path in settings for word in ("--deepspeed_config_file", str(path))]  # fp32 is the script's
+    config, *_ = export_presets([load_preset(preset)], folder / "presets", force=False)
     # A script of our own finds the compiled ops by itself.
     variables = {"TORCH_EXTENSIONS_DIR": str(torch_extensions_folder()), "PATH": path_with_ninja()}
     variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     words = (script, *words)
-    how = {"script": "run_on_cpu_ranks.py", "cwd": folder, "options": options, "variables": variables}
-    ended = accelerate_launch(config, *words, **how)
+    ended = accelerate_launch(config, *words, script="run_on_cpu_ranks.py", cwd=folder, variables=variables)
     assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
     return ended.stdout
 

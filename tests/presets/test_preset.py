@@ -179,9 +179,8 @@ def test_settings_in_the_yaml_itself_are_read_in_every_form_that_accelerate_take
     block = f"{DEEPSPEED}deepspeed_config:\n  deepspeed_config_file: {text}\n"
     preset = load_preset(str(write(tmp_path / "mine.yaml", block)))
     assert (preset.sharding, preset.mixed_precision, preset.deepspeed_config_path) == ("shard_optimizer", "bf16", None)
-    # The precision is the run's, as that of FSDP2's YAML: a CPU computes in fp32.
-    assert preset.deepspeed_config() == SETTINGS | {"bf16": {"enabled": "auto"}}
-    assert preset.deepspeed_argument == json.dumps(preset.deepspeed_config())
+    assert preset.deepspeed_config() == SETTINGS
+    assert preset.deepspeed_argument == json.dumps(SETTINGS)
 
 
 DDP, FSDP, DEEPSPEED = (f"distributed_type: {name}\n" for name in ("MULTI_GPU", "FSDP", "DEEPSPEED"))
