@@ -3,6 +3,8 @@
 A comment before a ```bash block says how it is tested, with its substitutions. To write the generated blocks again:
 
     PYTHONPATH=docs/site python tests/test_readme.py
+
+It writes those of the docs too: `build` (docs/site/reference_blocks.py) and `planned` (docs/test_planned_figures.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import doctest
 import functools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from pathlib import Path
 import pytest
 import typer
 from launching import ROOT, cpu_environment, run_bash
-from reference_blocks import BUILT, measured_table
+from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table
 from test_examples import examples_table
 from test_fits_table import fits_table
@@ -121,6 +124,19 @@ def with_generated(name: str) -> str:
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_blocks_are_up_to_date(name: str) -> None:
     assert with_generated(name) == GENERATED[name][0].read_text(), UPDATE
+
+
+def built_blocks(page: Path) -> list[str]:
+    return [name for _, name, _ in BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if built_blocks(page)], ids=page_name)
+def test_a_pages_built_blocks_are_up_to_date(page: Path) -> None:
+    assert with_blocks(page.read_text(), BUILT) == page.read_text(), UPDATE
+
+
+def test_every_built_block_is_on_one_page() -> None:
+    assert sorted(name for page in PAGES for name in built_blocks(page)) == sorted(BUILT)
 
 
 def test_the_readme_is_short_and_names_every_preset() -> None:
@@ -254,3 +270,6 @@ def test_the_readme_has_the_attribution_of_the_data_and_uses_the_example_configu
 if __name__ == "__main__":
     for generated, (path, _) in GENERATED.items():
         path.write_text(with_generated(generated))
+    for path in PAGES:
+        path.write_text(with_blocks(path.read_text(), BUILT))
+    runpy.run_path(str(ROOT / "tests" / "docs" / "test_planned_figures.py"), run_name="__main__")

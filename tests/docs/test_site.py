@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from browser import DESKTOP, PHONE, chromium, open_page
 from playwright.sync_api import Browser, ViewportSize
-from reference_blocks import BUILT
 from results_documents import Tags
 
 import toolkit
@@ -28,7 +27,6 @@ PAGES += [Path("project/contributing.html"), Path("project/changelog.html")]
 WIDEST = [Path("reference", f"{name}.html") for name in ("cli", "presets", "lint", "results", "python")]
 # Attributes by which a browser loads something without a click.
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
-BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
 NO_NOTICES = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
 
 
@@ -66,17 +64,6 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
         assert [url for url in loaded if re.match(r"(https?:)?//", url)] == [], page
     for style in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text("utf-8")), style
-
-
-def test_every_generated_block_of_a_page_is_filled_in(site: Path) -> None:
-    sources = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
-    blocks = [name for text in sources.values() for name in BLOCK.findall(text)]
-    assert sorted(blocks) == sorted(BUILT)
-    for path, text in sources.items():
-        if BLOCK.search(text):
-            page = html(site, path.relative_to(ROOT / "docs").with_suffix(".html").as_posix())
-            assert "build: " not in page
-            assert "<code>make docs</code>" not in page
 
 
 def test_the_reference_has_every_command_argument_preset_and_public_name(site: Path) -> None:
