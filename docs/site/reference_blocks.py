@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.timeline import Goodput
-from toolkit.units import counted
+from toolkit.units import GIB, counted
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVER = ROOT / "toolkit" / "observe" / "observer.py"
@@ -65,6 +66,7 @@ RECORDED |= dict.fromkeys(("peers_two_ranks", "peers_two_ranks_in_turns"), "peer
 UNFOLDED_ROWS = 10
 
 QWEN = "Qwen/Qwen3-8B"
+GPU_CHECK = ROOT / "benchmarks" / "results" / "gpu-check.json"
 COLUMNS = 80
 # Commands whose output a page shows, and how many of its paragraphs.
 PRINTED = {
@@ -202,6 +204,24 @@ def recorded_table(name: str) -> str:
     return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
 
 
+def measured_fits(record: Path = GPU_CHECK) -> list[dict[str, Any]]:
+    """Return the measured allocated peaks of README's jobs, from the file of `make gpu-check`."""
+    parts = json.loads(record.read_text())["parts"] if record.is_file() else []
+    rows = [row for part in parts if part["part"] == "fits" for row in part["rows"]]
+    return [row for row in rows if row["quantity"] == "allocated"]
+
+
+def fits_measured(record: Path = GPU_CHECK) -> str:
+    """Return one row per measured job of README's table: planned and measured allocated peak."""
+    head = ["job", "preset", "planned, GiB", "measured, GiB", "error of the plan"]
+    return markdown_table(head, [_measured_row(row) for row in measured_fits(record)])
+
+
+def _measured_row(row: dict[str, Any]) -> list[str]:
+    sizes = [f"{row[name] / GIB:.1f}" for name in ("planned", "measured")]
+    return [row["case"], f"`{row['preset']}`", *sizes, f"{row['error']:+.1%}"]
+
+
 def printed(command: str, paragraphs: int) -> str:
     """Return the first paragraphs that a command prints; of Qwen3-8B, a well-known model, without the hub."""
     answer = CliRunner().invoke(app, command.split(), env={"COLUMNS": str(COLUMNS)}).stdout
@@ -330,6 +350,7 @@ def python_directives() -> str:
 
 BUILT: dict[str, Callable[[], str]] = {
     **{name: functools.partial(printed, *shown) for name, shown in PRINTED.items()},
+    "fits_measured": fits_measured,
     "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,
