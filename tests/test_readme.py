@@ -176,7 +176,7 @@ def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyP
     assert {words[1] for _, words in commands} >= {"train", "compare", "rehearse", "report"}
     program = typer.main.get_command(app)
     for page, (_, name, *words) in commands:
-        options, _, training = shlex.join(words).partition(" -- ")
+        options, _, training = f" {shlex.join(words)}".partition(" -- ")
         command, given = program.commands[name], shlex.split(options)  # type: ignore[attr-defined]
         while hasattr(command, "commands"):  # `toolkit preset show`: a command of commands
             command = command.commands[given.pop(0)]

@@ -51,7 +51,9 @@ HOW_TO_GROUPS = {
     "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
 }
 # Parts of the theme that a page does without: the table of contents, where a table needs its width.
-HIDDEN = {"index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
+HIDDEN = {"index.md": "navigation, toc", "planner/index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
+# A list of changes has a sentence on everything, and explains nothing.
+NOT_SEARCHED = {"project/changelog.md"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: (\w+) -->\n\[.*\n", re.MULTILINE)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
@@ -95,7 +97,9 @@ def page_text(file: str, page: str) -> str:
     text = with_blocks(text, ON_SITE)
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
     hidden = HIDDEN.get(page)
-    text = f"---\nhide: [{hidden}]\n---\n\n{text}" if hidden else text
+    front = [f"hide: [{hidden}]"] if hidden else []
+    front += ["search: { exclude: true }"] if page in NOT_SEARCHED else []
+    text = "\n".join(["---", *front, "---", "", text]) if front else text
     return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
 
 
@@ -110,7 +114,7 @@ def title(text: str) -> str:
 
 def navigation(texts: dict[str, str]) -> list[dict[str, object]]:
     """Return MkDocs' nav: the home page, then each section that has pages; the how-tos in their groups."""
-    nav: list[dict[str, object]] = [{"Home": "index.md"}]
+    nav: list[dict[str, object]] = [{"Home": "index.md"}, {"Planner": "planner/index.md"}]
     for section, first in SECTIONS.items():
         order = [f"{section}/{stem}.md" for stem in first]
         pages = sorted((page for page in texts if page.startswith(f"{section}/")), key=lambda page: rank(page, order))
