@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, open_page
+from browser import DESKTOP, PHONE, chromium, open_page, overflow
 from playwright.sync_api import Browser, ViewportSize
 from results_documents import Tags
 
@@ -103,6 +106,76 @@ def test_a_page_opens_without_errors_requests_or_overflow(browser: Browser, site
             opened.page.goto((site / page).as_uri())
             opened.page.wait_for_selector("html.js")  # the theme's script ran
             assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
+
+
+class Host(SimpleHTTPRequestHandler):
+    """A host of pages that serves the site under a path, and its 404.html for every wrong address."""
+
+    PREFIX = "/finetune-toolkit/"
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path("/" + path.removeprefix(self.PREFIX) if path.startswith(self.PREFIX) else "/none")
+
+    def send_error(self, code: int, *_: object) -> None:
+        page = Path(self.directory, "404.html").read_bytes()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(page if self.command == "GET" else b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Host, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}{Host.PREFIX}"
+    server.shutdown()
+
+
+def test_no_link_of_a_page_begins_at_the_servers_root(site: Path) -> None:
+    linking = [page for page in site.rglob("*.html") if re.search(r'(?:href|src)="/(?!/)', page.read_text("utf-8"))]
+    assert linking == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("wrong", ["nothing.html", "how-to/nothing.html", "a/b/nothing.html"])
+def test_the_page_of_a_wrong_address_has_its_styles_and_links_under_a_path(
+    browser: Browser, address: str, wrong: str
+) -> None:
+    page = browser.new_page(viewport=PHONE)
+    failed: list[str] = []
+    page.on("response", lambda response: failed.append(response.url) if response.status >= 400 else None)
+    page.goto(address + wrong)
+    page.wait_for_selector("html.js")
+    missing = [url for url in failed if "search_index" not in url and url != address + wrong]
+    assert (missing, overflow(page)) == ([], [])
+    page.locator("a.md-logo").first.click(force=True)
+    page.wait_for_load_state()
+    assert page.url == f"{address}index.html"
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("too close", "concepts/plan.html#verdicts-fits-too-close-does-not-fit"),
+        ("cost", "concepts/plan.html#time-and-cost"),
+        ("planner", "planner/index.html"),
+    ],
+)
+def test_the_search_finds_first_what_explains_the_words(browser: Browser, site: Path, words: str, place: str) -> None:
+    with open_page(browser, site / "index.html") as opened:
+        field = opened.page.locator("input.md-search__input")
+        field.click()
+        field.press_sequentially(words)
+        result = opened.page.locator(".md-search-result__item").first
+        result.wait_for()
+        links = [link.get_attribute("href") or "" for link in result.locator("a").all()]
+        assert any(re.sub(r"\?h=[^#]*", "", link).endswith(place) for link in links), links
 
 
 # Loading the theme takes longest, so one page shows the articles of all.
