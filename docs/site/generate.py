@@ -51,9 +51,15 @@ HOW_TO_GROUPS = {
     "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
 }
 # Parts of the theme that a page does without: the table of contents, where a table needs its width.
-HIDDEN = {"index.md": "navigation, toc", "planner/index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
-# A list of changes has a sentence on everything, and explains nothing.
-NOT_SEARCHED = {"project/changelog.md"}
+HIDDEN = {
+    "index.md": "navigation, toc",
+    "planner/index.md": "navigation, toc",
+    "reference/presets.md": "toc",
+    "reference/results.md": "toc",
+}
+# What the search thinks of a section's pages: a reference has every word, and explains few. Changes explain nothing.
+WEIGHT = {"reference": "boost: 0.3", "project": "boost: 0.3"}
+NOT_SEARCHED = {"project/changelog.md": "exclude: true"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: (\w+) -->\n\[.*\n", re.MULTILINE)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
@@ -97,8 +103,9 @@ def page_text(file: str, page: str) -> str:
     text = with_blocks(text, ON_SITE)
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
     hidden = HIDDEN.get(page)
+    weight = NOT_SEARCHED.get(page, WEIGHT.get(page.split("/")[0]))
     front = [f"hide: [{hidden}]"] if hidden else []
-    front += ["search: { exclude: true }"] if page in NOT_SEARCHED else []
+    front += [f"search: {{ {weight} }}"] if weight else []
     text = "\n".join(["---", *front, "---", "", text]) if front else text
     return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
 

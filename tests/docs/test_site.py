@@ -164,6 +164,7 @@ def test_the_page_of_a_wrong_address_has_its_styles_and_links_under_a_path(
     [
         ("too close", "concepts/plan.html#verdicts-fits-too-close-does-not-fit"),
         ("cost", "concepts/plan.html#time-and-cost"),
+        ("out of memory", "how-to/choose-a-preset.html#out-of-memory"),
         ("planner", "planner/index.html"),
     ],
 )
