@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 MODEL = "Qwen/Qwen3-8B"
 MODEL_CONFIG = ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json"
 THREE_GPUS = {"H100 80 GB": "h100", "L40S 48 GB": "l40s", "RTX 4090 24 GB": "rtx-4090"}
-NAMES = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
+NAMES = {"fits": "fits", "too_close": "too close", "does_not_fit": "does not fit"}
 Steps = dict[str, str]
 """Rows of a table: what is changed, and the options of `toolkit plan` for it."""
 
