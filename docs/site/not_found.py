@@ -27,6 +27,10 @@ SET_THE_BASE = """<script>
 var config = document.getElementById("__config")
 config.textContent = JSON.stringify({ ...JSON.parse(config.textContent), base: location.origin + site })
 </script>"""
+WHAT_NOW = (
+    '<p>There is no such page here. Search for a word of it, or begin at <a href="index.html">the first page</a>. '
+    'A failed run: <a href="how-to/my-run-failed.html">my run failed</a>.</p>'
+)
 CONFIG = re.compile(r'<script id="__config".*?</script>', re.DOTALL)
 
 
@@ -34,4 +38,5 @@ def on_post_build(config: MkDocsConfig) -> None:
     page = Path(config.site_dir) / "404.html"
     text = re.sub(r'((?:href|src)=")/(?!/)', r"\1", page.read_text("utf-8"))
     text = text.replace("<head>", f"<head>{FIND_THE_SITE}", 1)
+    text = text.replace("<h1>404 - Not found</h1>", f"<h1>Page not found</h1>{WHAT_NOW}", 1)
     page.write_text(CONFIG.sub(lambda found: found[0] + SET_THE_BASE, text, count=1), "utf-8")
