@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
+from reference_blocks import GPU_CHECK, fits_measured, measured_fits
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
@@ -20,11 +21,9 @@ from toolkit.plan.options import PlanOptions  # noqa: E402
 from toolkit.plan.planner import make_plans, plan_request  # noqa: E402
 from toolkit.units import GIB  # noqa: E402
 
-GPU_CHECK = ROOT / "benchmarks" / "results" / "gpu-check.json"
-
 
 def cells_of(found: Candidate | None) -> str:
-    """Return preset, micro-batch and planned GiB, with the host's where the preset offloads, as cells of Markdown."""
+    """Return preset, per-GPU batch and planned GiB, with the host's where the preset offloads, as cells of Markdown."""
     if found is None:
         return "does not fit | |"
     job, preset, memory = found.job, found.preset, found.memory
@@ -35,35 +34,29 @@ def cells_of(found: Candidate | None) -> str:
 
 
 def fits_table(record: Path = GPU_CHECK) -> str:
-    """Return the table; the first hardware that was measured has a column of allocated peaks and the plan's errors."""
-    measured = measured_peaks(record)
-    seen = [column for column in HARDWARE if any(case.endswith(f", {column}") for case in measured)][:1]
-    titles = [f"{hardware} | micro-batch | GiB{' | measured' if hardware in seen else ''}" for hardware in HARDWARE]
-    head = [": :--- | :--- | ---:" + (" | ---:" if hardware in seen else "") for hardware in HARDWARE]
-    lines = [f"| model | method | {' | '.join(titles)} |", f"| :--- | :--- | {' | '.join(head)} |".replace(": :", ":")]
+    """Return the table, and a sentence on the rows that were measured on a GPU; none without the file of the check."""
+    titles = " | ".join(f"{hardware} | batch | GiB" for hardware in HARDWARE)
+    lines = [f"| model | method | {titles} |", "| :--- | :--- |" + " :--- | :--- | ---: |" * len(HARDWARE)]
     for model, method in rows():
-        cells = [
-            cells_of(chosen(model, method, column))
-            + (f" | {measured.get(f'{model} {method}, {column}', '')}" if column in seen else "")
-            for column in HARDWARE
-        ]
+        cells = [cells_of(chosen(model, method, column)) for column in HARDWARE]
         lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *([] if not seen else ["", measured_note(record)])])
+    return "\n".join([*lines, *measured_note(record)])
 
 
-def measured_peaks(record: Path) -> dict[str, str]:
-    """Return case -> measured allocated GiB and the plan's error, of the file of `make gpu-check`; none without it."""
-    if not record.is_file():
-        return {}
-    fits = [row for part in read_document(record)["parts"] if part["part"] == "fits" for row in part["rows"]]
-    of_peaks = [row for row in fits if row["quantity"] == "allocated"]
-    return {row["case"]: f"{row['measured'] / GIB:.0f} ({row['error']:+.1%})" for row in of_peaks}
-
-
-def measured_note(record: Path) -> str:
-    found = read_document(record)
-    gpu = found["machine"]["gpus"][0]["name"]
-    return f"Measured: rank 0's allocated peak, rehearsed on one {gpu}, {found['date'][:10]} (error of the plan)."
+def measured_note(record: Path) -> list[str]:
+    """Return how far the allocated peaks of the table's jobs were from their plans on a GPU, with the conditions."""
+    peaks = measured_fits(record)
+    if not peaks:
+        return []
+    document = read_document(record)
+    gpu, torch = document["machine"]["gpus"][0]["name"], document["versions"]["torch"]
+    errors = sorted(row["error"] for row in peaks)
+    return [
+        "",
+        f"{len(peaks)} of these jobs, as they were planned then, were rehearsed on one {gpu} with torch {torch} "
+        f"({document['date'][:10]}): the plan of the allocated peak was off by {errors[0]:+.1%} to {errors[-1]:+.1%} "
+        "([figures](docs/evidence/gpu.md#jobs-of-readmes-table)).",
+    ]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,36 +82,34 @@ def test_what_fits_nowhere_says_so() -> None:
     assert cells_of(choice("Qwen3-32B", FULL, tiny)).startswith("does not fit")
 
 
-def made_up_record(folder: Path, cases: dict[str, float]) -> Path:
+def made_up_record(folder: Path, errors: dict[str, float]) -> Path:
     """Figures that nothing measured: 64 GiB, an error for each case, and a row that ran out of memory."""
     made = [
-        {"case": f"{case}, 8 × H100 80 GB", "quantity": "allocated", "measured": 64 * GIB, "error": error}
-        for case, error in cases.items()
+        {"case": f"{case}, 8 × H100 80 GB", "quantity": "allocated", "preset": "ddp"}
+        | {"planned": 64 * GIB * (1 + error), "measured": 64 * GIB, "error": error}
+        for case, error in errors.items()
     ]
     failed = {"case": "Qwen3-32B full, 8 × H100 80 GB", "quantity": "", "measured": None, "error": None}
     found = {"schema_version": 1, "date": "2000-01-02T03:04:05", "machine": {"gpus": [{"name": "Made-up GPU"}]}}
     path = folder / "gpu-check.json"
-    path.write_text(json.dumps(found | {"parts": [{"part": "fits", "rows": [*made, failed]}]}))
+    parts = [{"part": "fits", "rows": [*made, failed]}]
+    path.write_text(json.dumps(found | {"versions": {"torch": "1.2.3"}, "parts": parts}))
     return path
 
 
-def test_the_measured_column_comes_from_the_file_of_the_check(tmp_path: Path) -> None:
-    lines = fits_table(made_up_record(tmp_path, {"Qwen3-8B full": 0.02, "Qwen3-8B LoRA r=16": -0.02})).splitlines()
-    assert lines[0].startswith(
-        "| model | method | 8 × H100 80 GB | micro-batch | GiB | measured | 2 × RTX 4090 24 GB |"
-    )
-    assert {line.count("|") for line in lines if line.startswith("|")} == {10}
-    assert [line.split("|")[6].strip() for line in lines if "Qwen3-8B | " in line] == ["64 (+2.0%)", "64 (-2.0%)", ""]
-    assert (
-        lines[-1] == "Measured: rank 0's allocated peak, rehearsed on one Made-up GPU, 2000-01-02 (error of the plan)."
+def test_the_sentence_on_measured_jobs_has_their_errors_and_conditions(tmp_path: Path) -> None:
+    record = made_up_record(tmp_path, {"Qwen3-8B full": 0.02, "Qwen3-8B LoRA r=16": -0.031})
+    assert fits_table(record).splitlines()[-1] == (
+        "2 of these jobs, as they were planned then, were rehearsed on one Made-up GPU with torch 1.2.3 (2000-01-02): "
+        "the plan of the allocated peak was off by -3.1% to +2.0% "
+        "([figures](docs/evidence/gpu.md#jobs-of-readmes-table))."
     )
 
 
-def test_without_a_file_no_column_is_measured(tmp_path: Path) -> None:
-    assert "easured" not in fits_table(tmp_path / "gpu-check.json")
+def test_a_measured_peak_stands_beside_the_planned_peak_of_the_same_kind(tmp_path: Path) -> None:
+    record = made_up_record(tmp_path, {"Qwen3-8B full": 0.5})
+    assert fits_measured(record).splitlines()[-1] == "| Qwen3-8B full, 8 × H100 80 GB | `ddp` | 96.0 | 64.0 | +50.0% |"
 
 
-def test_readme_has_room_for_the_measured_column(tmp_path: Path) -> None:
-    record = made_up_record(tmp_path, {f"{model} {method}": 0.012 for model, method in rows()})
-    longer = len(fits_table(record).encode()) - len(fits_table().encode())
-    assert len((ROOT / "README.md").read_bytes()) + longer <= 10_000
+def test_without_a_file_nothing_is_called_measured(tmp_path: Path) -> None:
+    assert "rehearsed" not in fits_table(tmp_path / "gpu-check.json")

@@ -1,4 +1,4 @@
-"""Everything in toolkit/ that only CUDA reaches is listed in docs/evidence/gpu.md, with what runs it."""
+"""Everything in toolkit/ that only CUDA reaches is listed in benchmarks/gpu/places.md, with what runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
 import check  # noqa: E402
 
-PAGE = ROOT / "docs" / "evidence" / "gpu.md"
+PAGE = ROOT / "benchmarks" / "gpu" / "places.md"
 ROW = re.compile(r"^\| `(toolkit/[\w/]+\.py)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 # Attributes, names and texts that stand for a GPU: `torch.cuda.Event`, `tensor.is_cuda`, `self.cuda`, `Nvml`,
 # "nvmlDeviceGetName", "nccl", "nvidia-smi", `varlen_attn` (torch's flash attention), `find_nvcc`.

@@ -3,6 +3,8 @@
 A comment before a ```bash block says how it is tested, with its substitutions. To write the generated blocks again:
 
     PYTHONPATH=docs/site python tests/test_readme.py
+
+It writes those of the docs too: `build` (docs/site/reference_blocks.py) and `planned` (docs/test_planned_figures.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import doctest
 import functools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from pathlib import Path
 import pytest
 import typer
 from launching import ROOT, cpu_environment, run_bash
-from reference_blocks import BUILT, measured_table
+from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table
 from test_examples import examples_table
 from test_fits_table import fits_table
@@ -64,15 +67,26 @@ def page_name(page: Path) -> str:
 
 
 def bash_blocks(page: Path, kind: str | None = None) -> list[Block]:
-    """Return a page's blocks, or those of a kind: `launch` or `variables`."""
+    """Return a page's blocks, or those of a kind, as `launch`."""
     found = re.findall(r"(?:<!-- test: ([^\n]*) -->\n)?```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL)
     return [block for block in (Block(*each) for each in found) if kind in (None, block.kind)]
 
 
-def toolkit_commands() -> list[list[str]]:
-    texts = [block.text.replace("\\\n", " ") for page in PAGES for block in bash_blocks(page)]
-    lines = [line for text in texts for line in text.splitlines() if line.startswith("toolkit ")]
-    return [shlex.split(line, comments=True) for line in lines]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`(toolkit (?:train|compare|rehearse) [^`\n]* -- [^`\n]+)`")
+
+
+def toolkit_commands() -> list[tuple[str, list[str]]]:
+    """Return page and words of each command: those in blocks, and those in a sentence that are complete."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        blocks = [block.replace("\\\n", " ") for language, block in FENCE.findall(text) if language != "text"]
+        lines = [line for block in blocks for line in block.splitlines() if line.startswith("toolkit ")]
+        prose = [line for line in INLINE.findall(FENCE.sub("", text)) if not re.search(r"\.\.\.|…", line)]
+        commands = [shlex.split(line, comments=True) for line in lines + prose if "[OPTIONS]" not in line]
+        found += [(page_name(page), words) for words in commands]
+    return found
 
 
 # Programs of a script that are forked from the session's server, so that they do not import torch again. The command
@@ -123,6 +137,19 @@ def test_generated_blocks_are_up_to_date(name: str) -> None:
     assert with_generated(name) == GENERATED[name][0].read_text(), UPDATE
 
 
+def built_blocks(page: Path) -> list[str]:
+    return [name for _, name, _ in BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if built_blocks(page)], ids=page_name)
+def test_a_pages_built_blocks_are_up_to_date(page: Path) -> None:
+    assert with_blocks(page.read_text(), BUILT) == page.read_text(), UPDATE
+
+
+def test_every_built_block_is_on_one_page() -> None:
+    assert sorted(name for page in PAGES for name in built_blocks(page)) == sorted(BUILT)
+
+
 def test_the_readme_is_short_and_names_every_preset() -> None:
     text = README.read_text()
     assert len(text.encode()) <= README_BYTES
@@ -132,8 +159,8 @@ def test_the_readme_is_short_and_names_every_preset() -> None:
 # -- commands
 
 
-def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
-    (block,) = bash_blocks(README, "variables")
+def test_the_variables_of_a_tutorial_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
+    block = bash_blocks(ROOT / "docs" / "tutorials" / "compare-three-presets.md")[0]
     shown = run_bash(block.text + 'echo "$model"; echo "$data"', cpu_environment())
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
@@ -146,24 +173,24 @@ def test_our_own_configuration_files_have_no_findings() -> None:
 def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the example's path is relative to it
     commands = toolkit_commands()
-    assert {words[1] for words in commands} >= {"train", "compare", "report"}
+    assert {words[1] for _, words in commands} >= {"train", "compare", "rehearse", "report"}
     program = typer.main.get_command(app)
-    for _, name, *words in commands:
-        options, _, training = shlex.join(words).partition(" -- ")
+    for page, (_, name, *words) in commands:
+        options, _, training = f" {shlex.join(words)}".partition(" -- ")
         command, given = program.commands[name], shlex.split(options)  # type: ignore[attr-defined]
         while hasattr(command, "commands"):  # `toolkit preset show`: a command of commands
             command = command.commands[given.pop(0)]
         context = command.make_context(name, given)
         presets = context.params.get("preset") or []
         named = {name for name in ([presets] if isinstance(presets, str) else presets) if not name.endswith(".yaml")}
-        assert named <= set(preset_names())
+        assert named - {"auto"} <= set(preset_names())
         file, _, flags = training.partition(" ")
         if context.params.get("script") or context.params.get("module"):
             continue  # what follows is another program's
         if file.endswith(".yaml") and not Path(file).exists():  # an earlier command of the page writes it
             read_arguments(shlex.split(flags))
         elif training:
-            assert read_arguments(shlex.split(training))["model_name_or_path"] == "$model"
+            assert "model_name_or_path" in read_arguments(shlex.split(training)), (page, training)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in page.read_text()], ids=page_name)
@@ -248,9 +275,12 @@ def test_the_readme_has_the_attribution_of_the_data_and_uses_the_example_configu
 
     assert DATA_ATTRIBUTION in README.read_text()
     assert "lora_r" in read_config_file(ROOT / EXAMPLE)
-    assert any(EXAMPLE in words for words in toolkit_commands())
+    assert any(EXAMPLE in words for page, words in toolkit_commands() if page == "README.md")
 
 
 if __name__ == "__main__":
     for generated, (path, _) in GENERATED.items():
         path.write_text(with_generated(generated))
+    for path in PAGES:
+        path.write_text(with_blocks(path.read_text(), BUILT))
+    runpy.run_path(str(ROOT / "tests" / "docs" / "test_planned_figures.py"), run_name="__main__")

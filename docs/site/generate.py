@@ -1,7 +1,6 @@
 """Pages of the docs site that are generated when it is built, run by MkDocs (plugin gen-files).
 
-docs/index.md is the home page, to which links to README.md lead. Text between `<!-- build: NAME -->` and
-`<!-- /build -->` is replaced by a block of reference_blocks.py. A table of benchmarks/results is shown, folded, at its
+docs/index.md is the home page, to which links to README.md lead. A table of benchmarks/results is shown, folded, at its
 `<!-- table: NAME -->`. Links to files of the repository become links to copies of them; the navigation has every page.
 """
 
@@ -17,7 +16,7 @@ import mkdocs_gen_files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from reference_blocks import BUILT, folded  # noqa: E402
+from reference_blocks import ON_SITE, folded, with_blocks  # noqa: E402
 
 # Files of the repository's top level -> pages of the site; the home page is docs/index.md.
 PAGE_OF = {
@@ -52,9 +51,16 @@ HOW_TO_GROUPS = {
     "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
 }
 # Parts of the theme that a page does without: the table of contents, where a table needs its width.
-HIDDEN = {"index.md": "navigation, toc", "reference/presets.md": "toc", "reference/results.md": "toc"}
+HIDDEN = {
+    "index.md": "navigation, toc",
+    "planner/index.md": "navigation, toc",
+    "reference/presets.md": "toc",
+    "reference/results.md": "toc",
+}
+# What the search thinks of a section's pages: a reference has every word, and explains few. Changes explain nothing.
+WEIGHT = {"reference": "boost: 0.3", "project": "boost: 0.3"}
+NOT_SEARCHED = {"project/changelog.md": "exclude: true"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
-BUILT_BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^<!-- table: (\w+) -->\n\[.*\n", re.MULTILINE)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
@@ -94,10 +100,13 @@ def link_on_site(target: str, file: str, page: str) -> str:
 def page_text(file: str, page: str) -> str:
     """Return the text of a page: blocks filled in, comments left out, links as the site needs them."""
     text = TABLE.sub(lambda found: folded(recorded_text(found[1])) + "\n", (ROOT / file).read_text())
-    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), text)
+    text = with_blocks(text, ON_SITE)
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
     hidden = HIDDEN.get(page)
-    text = f"---\nhide: [{hidden}]\n---\n\n{text}" if hidden else text
+    weight = NOT_SEARCHED.get(page, WEIGHT.get(page.split("/")[0]))
+    front = [f"hide: [{hidden}]"] if hidden else []
+    front += [f"search: {{ {weight} }}"] if weight else []
+    text = "\n".join(["---", *front, "---", "", text]) if front else text
     return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
 
 
@@ -112,7 +121,7 @@ def title(text: str) -> str:
 
 def navigation(texts: dict[str, str]) -> list[dict[str, object]]:
     """Return MkDocs' nav: the home page, then each section that has pages; the how-tos in their groups."""
-    nav: list[dict[str, object]] = [{"Home": "index.md"}]
+    nav: list[dict[str, object]] = [{"Home": "index.md"}, {"Planner": "planner/index.md"}]
     for section, first in SECTIONS.items():
         order = [f"{section}/{stem}.md" for stem in first]
         pages = sorted((page for page in texts if page.startswith(f"{section}/")), key=lambda page: rank(page, order))

@@ -1,15 +1,19 @@
-"""Tables and listings of the docs that are generated from the program.
+"""Tables and listings of the docs that are generated from the program and from the records of benchmarks.
 
-tests/test_readme.py checks the ones that are committed in a page; the others, `BUILT`, are filled in when the site is
-built.
+A page has each between `<!-- build: NAME -->` and `<!-- /build -->`, so that a code host and a clone show it.
+tests/test_readme.py writes them and checks that they are those of today.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
+import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,9 +41,10 @@ from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.timeline import Goodput
 from toolkit.screen_text import wrapped
-from toolkit.units import counted
+from toolkit.units import GIB, counted
 
 ROOT = Path(__file__).resolve().parents[2]
+OBSERVER = ROOT / "toolkit" / "observe" / "observer.py"
 
 RESULTS_MODELS: dict[str, type[Model]] = {
     model.__name__: model
@@ -62,34 +67,36 @@ RECORDED |= dict.fromkeys(("peers_two_ranks", "peers_two_ranks_in_turns"), "peer
 UNFOLDED_ROWS = 10
 
 QWEN = "Qwen/Qwen3-8B"
-# Commands whose output a page shows, and how many of its lines.
+GPU_CHECK = ROOT / "benchmarks" / "results" / "gpu-check.json"
+COLUMNS = 90
+# Commands whose output a page shows, and how many of its paragraphs.
 PRINTED = {
-    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 10),
+    "recommendation": (f"recommend {QWEN} --gpu h100 --num-processes 8 --max-seq-length 2048", 2),
     "recommendation_of_lora": (
         f"recommend {QWEN} --gpu rtx-4090 --num-processes 2 --max-seq-length 2048 --lora-r 16",
-        8,
+        2,
     ),
     "plan": (
         f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --preset zero3 --max-seq-length 4096"
         " --per-device-train-batch-size 1 --activation-checkpointing",
-        10,
+        2,
     ),
-    "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 13),
+    "plan_of_dpo": (f"plan {QWEN} --gpu h100 --num-processes 8 --preset zero2 --preset zero3 --method dpo", 2),
     "plan_of_a_dpo_script": (
         f"plan {QWEN} --method dpo --lora-r 16 --preset zero3 --preset fsdp2 --num-processes 8 --gpu h100"
         " --per-device-train-batch-size 2 --max-seq-length 1024",
-        11,
+        2,
     ),
     "simulated_pipelines": (
         "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
         " --transfer-ms 0.6",
-        11,
+        1,
     ),
     "simulated_failures": (
         "simulate failures --gpus 16384 --checkpoint-seconds 30 --restart-minutes 10 --detection-minutes 10",
-        6,
+        1,
     ),
-    "simulated_stragglers": ("simulate stragglers --workers 64 --slow-workers 1 --slow-factor 1.5", 8),
+    "simulated_stragglers": ("simulate stragglers --workers 16 --slow-workers 1 --slow-factor 1.5", 1),
 }
 
 FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
@@ -198,11 +205,30 @@ def recorded_table(name: str) -> str:
     return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
 
 
-def printed(command: str, lines: int) -> str:
-    """Return the first lines that a command prints on a terminal; of Qwen3-8B, a well-known model, without the hub."""
-    answer = CliRunner().invoke(app, command.split(), env={"COLUMNS": "90"}).stdout
-    shown = [part for line in answer.rstrip().splitlines()[:lines] for part in wrapped(line, 90)]
-    return "\n".join(["```text", *shown, "```"])
+def measured_fits(record: Path = GPU_CHECK) -> list[dict[str, Any]]:
+    """Return the measured allocated peaks of README's jobs, from the file of `make gpu-check`."""
+    parts = json.loads(record.read_text())["parts"] if record.is_file() else []
+    rows = [row for part in parts if part["part"] == "fits" for row in part["rows"]]
+    return [row for row in rows if row["quantity"] == "allocated"]
+
+
+def fits_measured(record: Path = GPU_CHECK) -> str:
+    """Return one row per measured job of README's table: planned and measured allocated peak."""
+    head = ["job", "preset", "planned, GiB", "measured, GiB", "error of the plan"]
+    return markdown_table(head, [_measured_row(row) for row in measured_fits(record)])
+
+
+def _measured_row(row: dict[str, Any]) -> list[str]:
+    sizes = [f"{row[name] / GIB:.1f}" for name in ("planned", "measured")]
+    return [row["case"], f"`{row['preset']}`", *sizes, f"{row['error']:+.1%}"]
+
+
+def printed(command: str, paragraphs: int) -> str:
+    """Return the first paragraphs that a command prints; of Qwen3-8B, a well-known model, without the hub."""
+    answer = CliRunner().invoke(app, command.split(), env={"COLUMNS": str(COLUMNS)}).stdout
+    shown = "\n\n".join(answer.rstrip().split("\n\n")[:paragraphs])
+    lines = [part for line in shown.splitlines() for part in wrapped(line.rstrip(), COLUMNS)]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def argument_table() -> str:
@@ -298,15 +324,35 @@ def _json_type(schema: dict[str, Any]) -> str:
     return " or ".join(dict.fromkeys(types))
 
 
-def python_names() -> str:
-    """Return mkdocstrings' directives for every public name of the package."""
+def public_names() -> list[str]:
     names = [f"toolkit.{name}" for name in toolkit.__all__ if not name.startswith("__")]
-    names += [f"toolkit.presets.{name}" for name in toolkit.presets.__all__ if name not in toolkit.__all__]
-    return "\n".join(f"::: {name}\n" for name in names)
+    return names + [f"toolkit.presets.{name}" for name in toolkit.presets.__all__ if name not in toolkit.__all__]
+
+
+def python_names() -> str:
+    """Return every public name of the package and the first sentence of its docstring."""
+    return markdown_table(["name", "what it is"], [[f"`{name}`", _summary(name)] for name in public_names()])
+
+
+def _summary(name: str) -> str:
+    """Return the first paragraph of a docstring; that of `observe`, whose import brings torch, from its source."""
+    module, _, word = name.rpartition(".")
+    if word == "observe":
+        functions = [node for node in ast.parse(OBSERVER.read_text()).body if isinstance(node, ast.FunctionDef)]
+        text = ast.get_docstring(next(node for node in functions if node.name == word))
+    else:
+        text = inspect.getdoc(getattr(import_module(module), word))
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def python_directives() -> str:
+    """Return mkdocstrings' directives for every public name of the package: the site shows signatures."""
+    return "\n".join(f"::: {name}\n" for name in public_names())
 
 
 BUILT: dict[str, Callable[[], str]] = {
     **{name: functools.partial(printed, *shown) for name, shown in PRINTED.items()},
+    "fits_measured": fits_measured,
     "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,
@@ -324,3 +370,13 @@ BUILT: dict[str, Callable[[], str]] = {
     **{f"recorded_{name}": functools.partial(recorded_table, name) for name in RECORDED},
     **{f"results_{name}": functools.partial(results_table, name) for name in RESULTS_MODELS},
 }
+# Blocks that the site shows in another form.
+ON_SITE: dict[str, Callable[[], str]] = {"python_names": python_directives}
+BLOCK = re.compile(r"^(<!-- build: (\w+) -->\n).*?(^<!-- /build -->)$", re.MULTILINE | re.DOTALL)
+
+
+def with_blocks(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+    """Return a page in which each of these blocks is as the program has it today."""
+    return BLOCK.sub(
+        lambda found: f"{found[1]}{blocks[found[2]]().strip()}\n{found[3]}" if found[2] in blocks else found[0], text
+    )

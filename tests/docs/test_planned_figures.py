@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 MODEL = "Qwen/Qwen3-8B"
 MODEL_CONFIG = ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json"
 THREE_GPUS = {"H100 80 GB": "h100", "L40S 48 GB": "l40s", "RTX 4090 24 GB": "rtx-4090"}
-NAMES = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
+NAMES = {"fits": "fits", "too_close": "too close", "does_not_fit": "does not fit"}
 Steps = dict[str, str]
 """Rows of a table: what is changed, and the options of `toolkit plan` for it."""
 
@@ -60,9 +60,9 @@ SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
 LARGE = "--per-device-train-batch-size 8"
 LEAN = f"{SMALL} --activation-checkpointing"
 CHEAPEST_FIRST: Steps = {
-    "start: `zero2`, micro-batch 8, `--loss full`": f"{JOB} --preset zero2 {LARGE} --loss full",
+    "start: `zero2`, per-GPU batch 8, `--loss full`": f"{JOB} --preset zero2 {LARGE} --loss full",
     "1. the chunked loss, the default": f"{JOB} --preset zero2 {LARGE}",
-    "2. and micro-batch 1, 8 accumulation steps": f"{JOB} --preset zero2 {SMALL}",
+    "2. and per-GPU batch 1, 8 accumulation steps": f"{JOB} --preset zero2 {SMALL}",
     "3. and activation checkpointing": f"{JOB} --preset zero2 {LEAN}",
     "4. and `zero3` instead of `zero2`": f"{JOB} --preset zero3 {LEAN}",
     "5. and 16 GPUs instead of 8, 4 accumulation steps": (
@@ -110,7 +110,7 @@ def one_gpu() -> str:
 
 
 def eight_gpus() -> str:
-    head = ["preset", "verdict", "planned peak, GiB", "left, GiB", "largest micro-batch", "host memory, GiB"]
+    head = ["preset", "verdict", "planned peak, GiB", "left, GiB", "largest per-GPU batch", "host memory, GiB"]
     rows = []
     for plan in plans(EIGHT_GPUS):
         sizes = [gib(plan[f"{name}_bytes"]) for name in ("planned_peak", "headroom", "host")]
@@ -158,7 +158,7 @@ def recommended(options: str) -> str:
     checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
     size = gib(choice["planned_peak_bytes"])
     host = f", host {gib(choice['host_bytes'])} GiB" if "offload" in choice["preset"] else ""
-    batch = f"micro-batch {choice['per_device_train_batch_size']}{checkpointing}"
+    batch = f"per-GPU batch {choice['per_device_train_batch_size']}{checkpointing}"
     return f"`{choice['preset']}`, {batch}, {size} GiB{host}"
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, open_page
+from browser import DESKTOP, PHONE, chromium, open_page, overflow
 from playwright.sync_api import Browser, ViewportSize
-from reference_blocks import BUILT
 from results_documents import Tags
 
 import toolkit
@@ -28,7 +30,6 @@ PAGES += [Path("project/contributing.html"), Path("project/changelog.html")]
 WIDEST = [Path("reference", f"{name}.html") for name in ("cli", "presets", "lint", "results", "python")]
 # Attributes by which a browser loads something without a click.
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
-BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
 NO_NOTICES = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
 
 
@@ -68,17 +69,6 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text("utf-8")), style
 
 
-def test_every_generated_block_of_a_page_is_filled_in(site: Path) -> None:
-    sources = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
-    blocks = [name for text in sources.values() for name in BLOCK.findall(text)]
-    assert sorted(blocks) == sorted(BUILT)
-    for path, text in sources.items():
-        if BLOCK.search(text):
-            page = html(site, path.relative_to(ROOT / "docs").with_suffix(".html").as_posix())
-            assert "build: " not in page
-            assert "<code>make docs</code>" not in page
-
-
 def test_the_reference_has_every_command_argument_preset_and_public_name(site: Path) -> None:
     page = html(site, "reference/cli.html")
     commands = ("plan", "train", "compare", "preset-show", "checkpoint-convert")
@@ -116,6 +106,75 @@ def test_a_page_opens_without_errors_requests_or_overflow(browser: Browser, site
             opened.page.goto((site / page).as_uri())
             opened.page.wait_for_selector("html.js")  # the theme's script ran
             assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
+
+
+class Host(SimpleHTTPRequestHandler):
+    """A host of pages that serves the site under a path, and its 404.html for every wrong address."""
+
+    PREFIX = "/finetune-toolkit/"
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path("/" + path.removeprefix(self.PREFIX) if path.startswith(self.PREFIX) else "/none")
+
+    def send_error(self, code: int, *_: object) -> None:
+        page = Path(self.directory, "404.html").read_bytes()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(page if self.command == "GET" else b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Host, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}{Host.PREFIX}"
+    server.shutdown()
+
+
+def test_no_link_of_a_page_begins_at_the_servers_root(site: Path) -> None:
+    linking = [page for page in site.rglob("*.html") if re.search(r'(?:href|src)="/(?!/)', page.read_text("utf-8"))]
+    assert linking == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("wrong", ["nothing.html", "how-to/nothing.html", "a/b/nothing.html"])
+def test_the_page_of_a_wrong_address_has_its_styles_and_links_under_a_path(
+    browser: Browser, address: str, wrong: str
+) -> None:
+    page = browser.new_page(viewport=PHONE)
+    page.goto(address + wrong)
+    page.wait_for_selector("html.js")  # the theme's script ran
+    assert page.evaluate("getComputedStyle(document.querySelector('.md-header')).position") == "sticky"
+    assert page.evaluate("[...document.styleSheets].filter(sheet => sheet.href).length") > 2
+    assert overflow(page) == []
+    page.get_by_role("link", name="the first page").click()
+    page.wait_for_url(f"{address}index.html")
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("too close", "concepts/plan.html#verdicts-fits-too-close-does-not-fit"),
+        ("cost", "concepts/plan.html#time-and-cost"),
+        ("out of memory", "how-to/choose-a-preset.html#out-of-memory"),
+        ("planner", "planner/index.html"),
+    ],
+)
+def test_the_search_finds_first_what_explains_the_words(browser: Browser, site: Path, words: str, place: str) -> None:
+    with open_page(browser, site / "index.html") as opened:
+        field = opened.page.locator("input.md-search__input")
+        field.click()
+        field.press_sequentially(words)
+        result = opened.page.locator(".md-search-result__item").first
+        result.wait_for()
+        links = [link.get_attribute("href") or "" for link in result.locator("a").all()]
+        assert any(re.sub(r"\?h=[^#]*", "", link).endswith(place) for link in links), links
 
 
 # Loading the theme takes longest, so one page shows the articles of all.
