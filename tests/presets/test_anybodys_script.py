@@ -12,7 +12,7 @@ import yaml
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.environment import convert_dict_to_env_variables
 from launching import CPU_PRESETS, MESH_OPTIONS, ROOT, SCRIPTS, accelerate_launch, nightly, read, torchrun
-from scripts.write_presets import expected_text
+from scripts.write_presets import SHARED, expected_text
 
 from toolkit.cache import path_with_ninja, torch_extensions_folder
 from toolkit.presets import list_presets, load_preset
@@ -26,7 +26,7 @@ def text_of(name: str) -> str:
 
 
 def json_of(name: str) -> Path:
-    return JSONS / f"{name}.json"
+    return JSONS / f"{SHARED.get(name, name)}.json"
 
 
 def in_accelerate(source: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def test_every_preset_is_listed_with_the_documented_keys() -> None:
 def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sharding, optimizer, param, processes, sharded = SPECIFIED[name]
     yaml_path, json_path = ROOT / "accelerate_configs" / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"
-    has_json = engine == "deepspeed" and name != "ulysses"  # whose settings are those of zero3
+    json_path = json_path.with_stem("zero3") if name == "ulysses" else json_path
+    has_json = engine == "deepspeed"
     monkeypatch.chdir(tmp_path)  # paths are absolute
     preset = load_preset(name)
     assert preset.as_row() == {
@@ -94,7 +95,7 @@ def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypa
     assert preset.sharded_at_load is (name in SHARDED_AT_LOAD)
     assert (preset.replicas, preset.dp_shard_size(16)) == ((2, 8) if name == "fsdp2_hybrid" else (1, None))
     assert (preset.needs_gpu is not None) is (name == "zeropp")
-    assert (preset.deepspeed_config() is not None) is (engine == "deepspeed")
+    assert (preset.deepspeed_config() is not None) is has_json
     assert [Path(path).name for path in preset.texts()] == [yaml_path.name, json_path.name][: 1 + has_json]
 
 

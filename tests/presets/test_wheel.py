@@ -25,7 +25,7 @@ def test_the_wheel_carries_the_presets_byte_for_byte_and_what_is_not_python(whee
         names = set(archive.namelist())
         packed = {name: archive.read(name) for name in names if name.startswith("toolkit/_presets/")}
     paths = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
-    assert len(paths) == 29
+    assert len(paths) == 28
     paths += (ROOT / "examples").glob("*.*")
     assert packed == {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit/report/templates").iterdir()}

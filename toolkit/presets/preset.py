@@ -164,7 +164,10 @@ def _parallel(config: dict[str, Any], engine: str, path: Path) -> tuple[str, ...
 
 
 def _deepspeed_source(config: dict[str, Any], path: Path) -> tuple[Path | None, str | None]:
-    """The JSON, and the settings that a YAML has itself; its JSON is then the one of its name, which says the same."""
+    """The JSON, and the settings that a YAML has itself; its JSON is then the one of its name, or one that says the same.
+
+    `ulysses` has the settings of `zero3`.
+    """
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     settings = None if named is None else settings_for_path(named, f"{path}: deepspeed_config_file")
     if settings is None:
@@ -177,6 +180,9 @@ def _deepspeed_source(config: dict[str, Any], path: Path) -> tuple[Path | None, 
             f"{beside} differs from the settings in {path}, which are those that accelerate reads",
             hint=f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`",
         )
+    if beside is None:
+        others = sorted((folder.parent / "ds_configs").glob("*.json"))
+        beside = next((each for each in others if read_configuration(each) == settings), None)
     return beside, json.dumps(settings)
 
 
