@@ -28,9 +28,6 @@ def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES, *, vocab_size: i
     sys.path.append(str(ROOT / "tests"))
     from random_models import random_llama
 
-    sys.path.append(str(ROOT / "tests"))
-    from random_models import random_llama
-
     if not folder.exists():
         tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
         random_llama(folder, tokenizer.train_new_from_iterator([], vocab_size) if vocab_size else tokenizer, **sizes)
