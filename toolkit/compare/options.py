@@ -24,9 +24,11 @@ from toolkit.flags import (
     NvmePath,
     PresetNames,
     PricePerGpuHour,
+    RanksPerGpu,
     TrainingArguments,
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.hardware.shared_gpu import MOST_RANKS_PER_GPU
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
@@ -49,6 +51,7 @@ class CompareOptions(ScriptOptions):
         tuple[str, ...],
         typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
+    ranks_per_gpu: RanksPerGpu = 1
     nproc_per_node: Annotated[
         int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
@@ -105,6 +108,7 @@ class CompareOptions(ScriptOptions):
     def __post_init__(self) -> None:
         limits = {
             "nproc-per-node": (self.nproc_per_node, Range(lowest=1, highest=2**10)),
+            "ranks-per-gpu": (self.ranks_per_gpu, Range(lowest=1, highest=MOST_RANKS_PER_GPU)),
             "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
             "find-max-batch": (self.find_max_batch, Range(lowest=1, highest=2**20)),
             "stop-after-steps": (self.stop_after_steps, Range(lowest=1, highest=2**31)),
@@ -117,6 +121,8 @@ class CompareOptions(ScriptOptions):
         for name, (value, allowed) in limits.items():
             check_range(f"--{name}", value, allowed)
         self._check_script()
+        if self.ranks_per_gpu > 1:
+            self._check_shared_gpu()
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
         if self.nproc_per_node is not None and self.warm_start:
@@ -133,6 +139,15 @@ class CompareOptions(ScriptOptions):
                 "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
                 hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
             )
+
+    def _check_shared_gpu(self) -> None:
+        """Raise ToolkitError for options that need speeds, which ranks that share a GPU do not have."""
+        needs = {"--profile": self.profile, "--price-per-gpu-hour": self.price_per_gpu_hour is not None}
+        needs |= {"--target-interval": bool(self.target_interval), "--nproc-per-node": self.nproc_per_node is not None}
+        for option, given in needs.items():
+            if given:
+                why = "is for GPUs of several nodes" if "node" in option else "needs speeds, and ranks share a GPU"
+                raise ToolkitError(f"{option} {why}", hint=f"leave `{option}` or `--ranks-per-gpu` out")
 
     def _check_script(self) -> None:
         """Raise ToolkitError for options that need a script whose arguments are known, or that only another one has."""
@@ -164,7 +179,7 @@ class CompareOptions(ScriptOptions):
                 hint=f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two",
             )
         if not self.num_processes:
-            return (default_num_processes(on_cpu=self.on_cpu),)
+            return (self.ranks_per_gpu * default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
         for word in words:
             if not re.fullmatch("[0-9]+", word):

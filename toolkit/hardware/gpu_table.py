@@ -77,6 +77,14 @@ class Gpu:
         return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
+def shared_gpu(gpu: Gpu, ranks: int) -> Gpu:
+    """Return what one of `ranks` ranks has of a GPU that they share: a part of the memory, and no peak."""
+    if ranks == 1:
+        return gpu
+    part = {"memory_gib": gpu.memory_gib / ranks, "peak_tflops": (None,) * len(DTYPES)}
+    return replace(gpu, name=f"{gpu.name}, 1/{ranks}", **part)  # type: ignore[arg-type]
+
+
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of a short name, or of its driver's. Raises ToolkitError with the nearest for another."""
     found = known_gpu(name)

@@ -7,6 +7,7 @@ plans = make_plans(request)
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu
+from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu, shared_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
@@ -180,31 +181,57 @@ def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, host_me
 
 
 def plan_run_here(
-    preset: PresetSpec, job: Job, *, world_size: int, say: Callable[[str], None]
+    preset: PresetSpec, job: Job, *, world_size: int, say: Callable[[str], None], ranks_per_gpu: int = 1
 ) -> dict[str, Any] | None:
     """Return the plan for this node's GPUs as a row of `toolkit plan --json`, or None if it cannot be planned.
 
-    Passes one line about the plan, or the reason for which there is none, to `say`.
+    Passes one line about the plan, or the reason for which there is none, to `say`. Raises ToolkitError for more ranks
+    on each GPU than fit.
     """
     try:
         names = sorted(set(gpu_names()))
         if len(names) != 1:
             raise ToolkitError(f"the GPUs of this node are {', '.join(names) or 'not known to nvidia-smi'}")
-        plan = plan_run(preset, job, world_size=world_size, gpu=find_gpu(names[0]), host_memory_bytes=node_memory())
+        gpu = shared_gpu(find_gpu(names[0]), ranks_per_gpu)
+        plan = plan_run(preset, job, world_size=world_size, gpu=gpu, host_memory_bytes=node_memory())
     except ToolkitError as error:
         say(f"not planned: {error.message}")
         return None
+    if ranks_per_gpu > 1:
+        check_ranks_fit(preset, job, world_size=world_size, gpu=find_gpu(names[0]), ranks_per_gpu=ranks_per_gpu)
     say(plan_line(plan))
     if plan.verdict == DOES_NOT_FIT:
         say("  hint: `toolkit recommend` names presets that fit; a run that goes out of memory has exit code 3")
     return plan.as_row()
 
 
+def check_ranks_fit(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, ranks_per_gpu: int) -> None:
+    """Raise ToolkitError where the ranks of a GPU do not fit on it, each with a CUDA context and communicators."""
+
+    def plan_of_ranks(ranks: int) -> Plan | None:
+        with contextlib.suppress(ToolkitError):  # a job or a number of processes that is not planned
+            size = max(1, world_size * ranks // ranks_per_gpu)
+            return plan_run(preset, job, world_size=size, gpu=shared_gpu(gpu, ranks))
+        return None
+
+    plan = plan_of_ranks(ranks_per_gpu)
+    if plan is None or plan.verdict != DOES_NOT_FIT:
+        return
+    fewer = (ranks for ranks in range(ranks_per_gpu - 1, 1, -1) if (less := plan_of_ranks(ranks)) and less.fits)
+    if (fitting := next(fewer, None)) is not None:
+        hint = f"`--ranks-per-gpu {fitting} --num-processes {world_size * fitting // ranks_per_gpu}`"
+    else:
+        hint = "a smaller model, or `-- --max_seq_length 512 --per_device_train_batch_size 1`"
+    raise ToolkitError(f"{ranks_per_gpu} ranks do not fit on one {gpu.name}: {plan_line(plan)}", hint=hint)
+
+
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
     peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.request.gpu.memory_bytes)
     verdict = plan.host_refusal or VERDICT_TEXT[plan.verdict]
-    return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {verdict}"
+    part = plan.request.gpu.name.rpartition(", ")[2]  # `1/4`, of a GPU that ranks share
+    per = f"{part} of a GPU" if part.startswith("1/") else "GPU"
+    return f"planned peak {peak} of {memory} per {per} ({plan.memory.peak.phase}): {verdict}"
 
 
 def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:
