@@ -22,8 +22,7 @@ CpuFlag = Annotated[
 RanksPerGpu = Annotated[
     int,
     typer.Option(
-        help="real ranks on each GPU: memory, sharding, losses and parity of several GPUs, without speeds; also read"
-        " from TOOLKIT_RANKS_PER_GPU",
+        help="real ranks on each GPU: memory, losses and parity, no speeds; also read from TOOLKIT_RANKS_PER_GPU",
         envvar="TOOLKIT_RANKS_PER_GPU",
         show_envvar=False,
     ),

@@ -325,7 +325,7 @@ def test_more_ranks_than_fit_on_a_gpu_are_refused_with_a_number_that_fits(monkey
     row = plan_run_here(load_preset("fsdp2"), job, **shared)
     assert (row or {})["gpu"] == "h100-sxm, 1/2"
     assert (row or {})["step_seconds"] is None
-    assert "per 1/2 of a GPU" in lines[0]
+    assert " per rank (" in lines[0]
     with pytest.raises(ToolkitError) as refused:
         plan_run_here(load_preset("fsdp2"), arguments(), **shared)
     assert refused.value.message.startswith("2 ranks do not fit on one h100-sxm: planned peak ")

@@ -121,8 +121,11 @@ class CompareOptions(ScriptOptions):
         for name, (value, allowed) in limits.items():
             check_range(f"--{name}", value, allowed)
         self._check_script()
-        if self.ranks_per_gpu > 1:
-            self._check_shared_gpu()
+        speeds = {"--profile": self.profile, "--price-per-gpu-hour": self.price_per_gpu_hour is not None}
+        for option, given in (speeds | {"--target-interval": bool(self.target_interval)}).items():
+            if given and self.ranks_per_gpu > 1:
+                hint = f"leave `{option}` or `--ranks-per-gpu` out"
+                raise ToolkitError(f"{option} needs speeds, and ranks that share a GPU have none", hint=hint)
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
         if self.nproc_per_node is not None and self.warm_start:
@@ -139,15 +142,6 @@ class CompareOptions(ScriptOptions):
                 "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
                 hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
             )
-
-    def _check_shared_gpu(self) -> None:
-        """Raise ToolkitError for options that need speeds, which ranks that share a GPU do not have."""
-        needs = {"--profile": self.profile, "--price-per-gpu-hour": self.price_per_gpu_hour is not None}
-        needs |= {"--target-interval": bool(self.target_interval), "--nproc-per-node": self.nproc_per_node is not None}
-        for option, given in needs.items():
-            if given:
-                why = "is for GPUs of several nodes" if "node" in option else "needs speeds, and ranks share a GPU"
-                raise ToolkitError(f"{option} {why}", hint=f"leave `{option}` or `--ranks-per-gpu` out")
 
     def _check_script(self) -> None:
         """Raise ToolkitError for options that need a script whose arguments are known, or that only another one has."""

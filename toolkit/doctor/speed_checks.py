@@ -22,14 +22,7 @@ from typing import Any
 from toolkit.doctor.checks import ERROR, NOTE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.hardware.gpu_table import GIGA, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
-from toolkit.hardware.shared_gpu import (
-    RANKS_PER_GPU_VARIABLE,
-    WAY_VARIABLE,
-    WAYS,
-    default_way,
-    nccl_version,
-    rank_variables,
-)
+from toolkit.hardware.shared_gpu import WAY_VARIABLE, WAYS, default_way, nccl_version, rank_variables
 from toolkit.hardware.system_text import output_of
 from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
@@ -134,15 +127,14 @@ def ranks_per_gpu(node: NodeReadings, outcome: Outcome) -> None:
     gpus, version = count_gpus(), nccl_version()
     if not gpus:
         raise NotMeasured("no NVIDIA GPU")
-    slices = sum(line.strip().startswith("MIG ") for line in (output_of("nvidia-smi", "-L") or "").splitlines())
+    slices = (output_of("nvidia-smi", "-L") or "").count("(UUID: MIG-")
     nccl, way = version and ".".join(map(str, version)), default_way(version)
     outcome.measured = {"gpus": gpus, "mig_slices": slices, "nccl": nccl, "way": way}
     if not node.options.long or not installed_version("torch"):
         return
-    failures = []
+    failures, command = [], [sys.executable, "-m", "toolkit.doctor.speed_checks", "2"]
     for tried in sorted(WAYS, key=lambda name: name != way):
-        command = [sys.executable, "-m", "toolkit.doctor.speed_checks", "2"]
-        code, printed = run_program(command, **{RANKS_PER_GPU_VARIABLE: "2", WAY_VARIABLE: tried})
+        code, printed = run_program(command, TOOLKIT_RANKS_PER_GPU="2", **{WAY_VARIABLE: tried})
         if code == 0 and read_nccl_tests(printed):
             outcome.measured["works_by"], fix = tried, f"export {WAY_VARIABLE}={tried}"
             outcome.add(NOTE, "two ranks share a GPU in another way only", tried, way, fix, when=tried != way)

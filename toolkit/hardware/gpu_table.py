@@ -81,8 +81,8 @@ def shared_gpu(gpu: Gpu, ranks: int) -> Gpu:
     """Return what one of `ranks` ranks has of a GPU that they share: a part of the memory, and no peak."""
     if ranks == 1:
         return gpu
-    part = {"memory_gib": gpu.memory_gib / ranks, "peak_tflops": (None,) * len(DTYPES)}
-    return replace(gpu, name=f"{gpu.name}, 1/{ranks}", **part)  # type: ignore[arg-type]
+    name, no_peaks = f"{gpu.name}, 1/{ranks}", (None, None, None, None)
+    return replace(gpu, name=name, memory_gib=gpu.memory_gib / ranks, peak_tflops=no_peaks)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -4,12 +4,11 @@
 >>> rank_variables(launched, nccl=(2, 30, 7))["CUDA_VISIBLE_DEVICES"]
 '6'
 
-NCCL refuses two ranks of one host on one device ("Duplicate GPU detected", `init.cc`). Ranks with host ids of their own
-are ranks of several hosts to it: they communicate through sockets. From 2.30 on, a variable allows them on one host.
+NCCL refuses two ranks of one host on one device (`init.cc`). Ranks with host ids of their own are ranks of several
+hosts to it, which communicate through sockets. From 2.30 on, a variable allows them on one host.
 
-Each rank is a node of its own by its variables: one device is visible, and `LOCAL_RANK` is 0. So it is the same device
-for `DistributedDataParallel(device_ids=[local_process_index])`, accelerate's barriers, DeepSpeed's
-`set_device(local_rank)`, torch's device meshes and a script's `cuda:$LOCAL_RANK`. CUDA knows no device twice.
+Each rank is a node of its own by its variables: one device is visible, and `LOCAL_RANK` is 0. So accelerate, DDP's
+`device_ids`, DeepSpeed, torch's device meshes and a script's `cuda:$LOCAL_RANK` all use the same device.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import contextlib
 import ctypes
 import ctypes.util
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -27,15 +25,13 @@ from pathlib import Path
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import installed_gpus
 
-RANKS_PER_GPU_VARIABLE = "TOOLKIT_RANKS_PER_GPU"
-WAY_VARIABLE = "TOOLKIT_RANKS_PER_GPU_BY"
+RANKS_PER_GPU_VARIABLE, WAY_VARIABLE = "TOOLKIT_RANKS_PER_GPU", "TOOLKIT_RANKS_PER_GPU_BY"
 MOST_RANKS_PER_GPU = 64
-# Each way by its name: what all ranks of it have, `{rank}` replaced. What the user has set stays.
+# Each way by its name, and what its ranks have in their environment, unless the user has set it.
 WAYS = {
     "one-host": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
     "hosts": {
-        "NCCL_HOSTID": "toolkit-rank-{rank}",
-        **{"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
+        **{"NCCL_HOSTID": "toolkit-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
         **{"NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"},
     },
 }
@@ -43,28 +39,24 @@ ONE_HOST_SINCE = (2, 30)
 DUPLICATE_GPU = "Duplicate GPU detected"  # NCCL's own words
 
 
-def read_ranks_per_gpu(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the ranks on each GPU of this run, 1 by default. Raises ToolkitError for no such number."""
+def sharing_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks share this rank's GPU; None where none does, and for a process that is no rank.
+
+    Raises ToolkitError for a variable that is no number of ranks.
+    """
     text = environment.get(RANKS_PER_GPU_VARIABLE) or "1"
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS_PER_GPU:
         expected = f"expected a whole number from 1 to {MOST_RANKS_PER_GPU}"
         raise ToolkitError(f"{RANKS_PER_GPU_VARIABLE} is {text[:20]!r}, {expected}", hint="`--ranks-per-gpu 2`")
-    return int(text)
-
-
-def sharing_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks share this rank's GPU; None where none does, and for a process that is no rank."""
-    ranks = read_ranks_per_gpu(environment)
-    return ranks if ranks > 1 and "RANK" in environment else None
+    return int(text) if int(text) > 1 and "RANK" in environment else None
 
 
 def rank_variables(environment: Mapping[str, str], *, nccl: tuple[int, ...] | None) -> dict[str, str]:
-    """Return the variables that put this rank on its device, rank r of the node on device r // N; empty without N.
+    """Return the variables that put rank r of this node on device r // N; empty where ranks do not share GPUs.
 
     Raises ToolkitError for fewer GPUs than that needs, and for several nodes.
     """
-    ranks = sharing_ranks(environment)
-    if ranks is None:
+    if (ranks := sharing_ranks(environment)) is None:
         return {}
     if environment.get("GROUP_WORLD_SIZE", "1") != "1":
         raise ToolkitError("--ranks-per-gpu is for the GPUs of one node", hint="leave it out on several nodes")
@@ -72,8 +64,8 @@ def rank_variables(environment: Mapping[str, str], *, nccl: tuple[int, ...] | No
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     devices = installed_gpus() if visible is None else [word for word in visible.split(",") if word.strip()]
     if local_rank // ranks >= len(devices):
-        hint = f"`--ranks-per-gpu {math.ceil(size / len(devices))}`" if devices else "leave `--ranks-per-gpu` out"
-        needed = f"{size} processes with {ranks} ranks per GPU need {math.ceil(size / ranks)} GPUs"
+        hint = f"`--ranks-per-gpu {-(-size // len(devices))}`" if devices else "leave `--ranks-per-gpu` out"
+        needed = f"{size} processes with {ranks} ranks per GPU need {-(-size // ranks)} GPUs"
         raise ToolkitError(f"{needed}, and {len(devices)} are visible here", hint=hint)
     way = environment.get(WAY_VARIABLE) or default_way(nccl)
     if way not in WAYS:
@@ -84,11 +76,7 @@ def rank_variables(environment: Mapping[str, str], *, nccl: tuple[int, ...] | No
 
 
 def default_way(nccl: tuple[int, ...] | None) -> str:
-    """Return the way of a version of NCCL; of an unknown one, that of older versions.
-
-    >>> default_way((2, 29, 7)), default_way((2, 30, 7))
-    ('hosts', 'one-host')
-    """
+    """Return the way of a version of NCCL; of an unknown one, that of older versions."""
     return "one-host" if nccl is not None and nccl >= ONE_HOST_SINCE else "hosts"
 
 
@@ -103,12 +91,9 @@ def refused_by_nccl(message: str) -> ToolkitError | None:
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-    """Return the version of the NCCL library that torch loads, by the library itself; None without one.
-
-    `torch.cuda.nccl.version()` is the version that torch was built with.
-    """
+    """Return the version of the NCCL that torch loads, by the library itself: torch names the one it was built with."""
     number = ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError, TypeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # no library
         if ctypes.CDLL(nccl_library()).ncclGetVersion(ctypes.byref(number)) == 0:
             return number.value // 10_000, number.value // 100 % 100, number.value % 100
     return None
@@ -116,10 +101,9 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 def nccl_library() -> str | None:
     """Return the NCCL that is loaded here, or that of torch's own package, or the system's; None without one."""
-    with contextlib.suppress(OSError):
-        if loaded := re.search(r"/\S*libnccl\.so\S*", Path("/proc/self/maps").read_text()):
-            return loaded[0]
-    with contextlib.suppress(ModuleNotFoundError):  # the package `nvidia`
+    if loaded := re.search(r"/\S*libnccl\.so\S*", Path("/proc/self/maps").read_text()):
+        return loaded[0]
+    with contextlib.suppress(ModuleNotFoundError):  # of the package `nvidia`
         spec = importlib.util.find_spec("nvidia.nccl")
         for folder in (spec and spec.submodule_search_locations) or ():
             if (library := Path(folder, "lib", "libnccl.so.2")).is_file():

@@ -207,30 +207,26 @@ def plan_run_here(
 
 def check_ranks_fit(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, ranks_per_gpu: int) -> None:
     """Raise ToolkitError where the ranks of a GPU do not fit on it, each with a CUDA context and communicators."""
-
-    def plan_of_ranks(ranks: int) -> Plan | None:
+    plans: list[Plan] = []
+    for ranks in range(ranks_per_gpu, 1, -1):
         with contextlib.suppress(ToolkitError):  # a job or a number of processes that is not planned
-            size = max(1, world_size * ranks // ranks_per_gpu)
-            return plan_run(preset, job, world_size=size, gpu=shared_gpu(gpu, ranks))
-        return None
-
-    plan = plan_of_ranks(ranks_per_gpu)
-    if plan is None or plan.verdict != DOES_NOT_FIT:
+            size = world_size * ranks // ranks_per_gpu
+            plans.append(plan_run(preset, job, world_size=size, gpu=shared_gpu(gpu, ranks)))
+        if not plans or plans[0].verdict != DOES_NOT_FIT or plans[-1].fits:
+            break
+    if not plans or plans[0].verdict != DOES_NOT_FIT:
         return
-    fewer = (ranks for ranks in range(ranks_per_gpu - 1, 1, -1) if (less := plan_of_ranks(ranks)) and less.fits)
-    if (fitting := next(fewer, None)) is not None:
-        hint = f"`--ranks-per-gpu {fitting} --num-processes {world_size * fitting // ranks_per_gpu}`"
-    else:
-        hint = "a smaller model, or `-- --max_seq_length 512 --per_device_train_batch_size 1`"
-    raise ToolkitError(f"{ranks_per_gpu} ranks do not fit on one {gpu.name}: {plan_line(plan)}", hint=hint)
+    hint = "a smaller model, or `-- --max_seq_length 512 --per_device_train_batch_size 1`"
+    if plans[-1].fits:
+        hint = f"`--ranks-per-gpu {ranks} --num-processes {plans[-1].world_size}`"
+    raise ToolkitError(f"{ranks_per_gpu} ranks do not fit on one {gpu.name}: {plan_line(plans[0])}", hint=hint)
 
 
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
     peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.request.gpu.memory_bytes)
     verdict = plan.host_refusal or VERDICT_TEXT[plan.verdict]
-    part = plan.request.gpu.name.rpartition(", ")[2]  # `1/4`, of a GPU that ranks share
-    per = f"{part} of a GPU" if part.startswith("1/") else "GPU"
+    per = "rank" if ", 1/" in plan.request.gpu.name else "GPU"  # that ranks share
     return f"planned peak {peak} of {memory} per {per} ({plan.memory.peak.phase}): {verdict}"
 
 

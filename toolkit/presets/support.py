@@ -108,13 +108,14 @@ def _gpu_count(case: Case) -> Answers:
     device, size = case.device, case.world_size
     if device is None or device.count is None or size is None or size <= device.count * device.ranks_per_gpu:
         return
-    count, shared = device.count, f", with {device.ranks_per_gpu} ranks on each" if device.ranks_per_gpu > 1 else ""
-    hint = "`--cpu` trains on the CPU"
+    count, shared, hint = device.count, device.ranks_per_gpu, "`--cpu` trains on the CPU"
     if count:
         hint = f"`--ranks-per-gpu {-(-size // count)}` for memory, losses and parity of real ranks, without speeds"
-        hint = f"`--num-processes {count * device.ranks_per_gpu}`, or {hint}"
+        hint = f"`--num-processes {count * shared}`, or {hint}"
     gpus = "1 GPU is" if count == 1 else f"{count} GPUs are"
-    yield job_answer(f"{size} processes, but {gpus} visible here{shared}", hint)
+    yield job_answer(
+        f"{size} processes, but {gpus} visible here" + f", with {shared} ranks on each" * (shared > 1), hint
+    )
 
 
 def _shared_gpu(case: Case, preset: PresetSpec) -> Answers:
