@@ -176,7 +176,8 @@ def check_request(request: PlanRequest) -> None:
 def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, host_memory_bytes: int | None = None) -> Plan:
     """Return the plan for rows of full length on one node. Raises ToolkitError, with the reason, if there is none."""
     shape = read_model(str(job.model_name_or_path), count=False)
-    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
+    planned = replace(PlannedJob.of(job), gpus_per_node=max(PlannedJob.gpus_per_node, world_size))
+    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=planned, gpu=gpu)
     return make_plans(replace(request, host_memory_bytes=host_memory_bytes))[0]
 
 
