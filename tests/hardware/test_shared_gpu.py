@@ -73,8 +73,15 @@ def test_ranks_that_cannot_be_placed_are_refused(environment: dict[str, str], me
     assert hint in (refused.value.hint or "")
 
 
-def test_nccls_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    last = "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+@pytest.mark.parametrize(
+    "last",
+    [  # of the libraries 2.29.7 and 2.30.7
+        "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+        "Last error:\nMultiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this"
+        " configuration.",
+    ],
+)
+def test_nccls_refusal_says_what_to_do(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused_by_nccl("unhandled cuda error") is None
     error = refused_by_nccl(f"NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage\n{last}")
     assert error is not None

@@ -36,7 +36,8 @@ WAYS = {
     },
 }
 ONE_HOST_SINCE = (2, 30)
-DUPLICATE_GPU = "Duplicate GPU detected"  # NCCL's own words
+# NCCL's own words: up to 2.29, and since.
+REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
 
 
 def sharing_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -82,12 +83,12 @@ def default_way(nccl: tuple[int, ...] | None) -> str:
 
 def refused_by_nccl(message: str) -> ToolkitError | None:
     """Return NCCL's refusal of several ranks on one GPU with what to do; None for another message."""
-    if DUPLICATE_GPU not in message:
+    if not any(words in message for words in REFUSALS):
         return None
     hint = "one process per GPU; or `--ranks-per-gpu 2`: two real ranks on each, without speeds"
     if sharing_ranks() is not None:
         hint = f"`export {WAY_VARIABLE}=hosts`, or NCCL 2.30; or under ddp `-- --ddp_backend gloo`"
-    return ToolkitError(f"NCCL refuses several ranks on one GPU ({DUPLICATE_GPU})", hint=hint)
+    return ToolkitError("NCCL refuses several ranks on one GPU", hint=hint)
 
 
 def nccl_version() -> tuple[int, int, int] | None:
