@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PYTHON_PATH, ROOT, accelerate_launch, read, run_captured
+from launching import PYTHON_PATH, ROOT, accelerate_launch, nightly, read, run_captured
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.shared_gpu import WAYS, rank_variables, refused_by_nccl, sharing_ranks
@@ -109,14 +109,15 @@ def test_nccls_version_is_that_of_the_library_in_torchs_package_and_torch_is_not
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.cold_start  # the fork server sees no device
+@pytest.mark.parametrize("preset", ["zero3", *nightly("ddp", "fsdp2")])
 def test_ranks_that_are_nodes_of_their_own_train_together_and_show_no_speed(
     preset: str, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
     words += ["--per_device_train_batch_size", "2", "--max_steps", "4", "--output_dir", str(tmp_path / "run")]
     variables = {"CUDA_VISIBLE_DEVICES": "0", "TOOLKIT_RANKS_PER_GPU": "2"}
-    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, variables=variables)
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, variables=variables, cold=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     run, ranks = read(tmp_path / "run" / "run.json"), read(tmp_path / "run" / "attestation.json")["ranks"]
     assert (run["ranks_per_gpu"], run["world_size"], len(ranks)) == (2, 2, 2)
