@@ -87,8 +87,7 @@ def sharing(check: Check) -> Step:
 
 
 def last_json(log: Path) -> Row:
-    lines = log.read_text().splitlines() if log.is_file() else []
-    return dict(json.loads(lines[-1])) if lines and lines[-1].startswith("{") else {}
+    return next((line for line in reversed(read_lines(log)) if isinstance(line, dict)), {})
 
 
 def with_losses(
@@ -210,7 +209,7 @@ def kernels(check: Check) -> Step:
     log = check.output / "kernels.log"
 
     def read() -> list[Row]:
-        lines = [line for line in read_lines(log) if "kernel" in line] if log.is_file() else []
+        lines = [line for line in read_lines(log) if isinstance(line, dict) and "kernel" in line]
         return [{**row_of(each["kernel"], "kernel", None, each["seconds"]), "note": each["note"]} for each in lines]
 
     return "kernels", [sys.executable, str(ROOT / "benchmarks" / "gpu" / "kernels.py")], read

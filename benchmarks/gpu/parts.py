@@ -437,7 +437,7 @@ def bandwidth(check: Check) -> Step:
 
     def read() -> list[Row]:
         rows = []
-        for found in read_lines(log) if log.is_file() else []:
+        for found in (line for line in read_lines(log) if isinstance(line, dict)):
             pair = (found.get("planned_at_least_bytes_per_second"), found.get("bus_bytes_per_second"))
             note = found.get("note") or ("planned: the slow end" if pair[0] else "")
             rows.append(row_of("all-reduce of 256 MiB", "bytes/s", *pair, note=note, world_size=found.get("ranks")))
