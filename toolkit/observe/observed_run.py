@@ -129,7 +129,7 @@ class ObservedRun:
         if signs:
             done = "done, but it may have diverged"
             print(f"warning: {'; '.join(signs)}: the run may have diverged; lower `--learning_rate`", flush=True)
-        print(f"{done}: {len(measured.step_seconds)} steps, {loss}{speed}; {self.folder.path}", flush=True)
+        print(f"{done}: {len(measured.step_tokens)} steps, {loss}{speed}; {self.folder.path}", flush=True)
 
     def write_completion(self, **facts: Any) -> None:
         """Write run.json's status, times and `facts`."""
