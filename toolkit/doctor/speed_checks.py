@@ -130,6 +130,9 @@ def ranks_per_gpu(node: NodeReadings, outcome: Outcome) -> None:
     slices = (output_of("nvidia-smi", "-L") or "").count("(UUID: MIG-")
     nccl, way = version and ".".join(map(str, version)), default_way(version)
     outcome.measured = {"gpus": gpus, "mig_slices": slices, "nccl": nccl, "way": way}
+    fix = "`toolkit compare --ranks-per-gpu 2`: memory, losses and parity of real ranks, without speeds"
+    value = f"NCCL {nccl or 'of an unknown version'}: ranks share it, by {WAY_VARIABLE}={way}"
+    outcome.add(NOTE, "one GPU, for presets of several", value, "a GPU for each rank", fix, when=gpus == 1)
     if not node.options.long or not installed_version("torch"):
         return
     failures, command = [], [sys.executable, "-m", "toolkit.doctor.speed_checks", "2"]
