@@ -317,7 +317,7 @@ def test_how_ranks_share_a_gpu_is_examined(
     known = {"gpus": 1, "mig_slices": 2, "nccl": "2.29.7", "way": "hosts"}
     assert outcome.measured == known | ({"works_by": works} if works else {})
     *others, offer = sorted(outcome.findings, key=lambda finding: "--ranks-per-gpu" in finding.fix)
-    assert offer.value == "NCCL 2.29.7: ranks share it, by TOOLKIT_RANKS_PER_GPU_BY=hosts"
+    assert offer.value == "NCCL 2.29.7, TOOLKIT_RANKS_PER_GPU_BY=hosts"
     assert [finding.level for finding in others] == levels
 
 

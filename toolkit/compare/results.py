@@ -186,10 +186,7 @@ class Results(Model):
 
     @property
     def shows_speeds(self) -> bool:
-        """False for ranks that share GPUs, and for single runs on a CPU.
-
-        Speeds of a CPU vary by tens of per cent, and of single runs no interval says so.
-        """
+        """False for ranks that share GPUs, and for single runs on a CPU: no interval says how their speeds vary."""
         return self.method.ranks_per_gpu == 1 and (not self.on_cpu or self.method.repeats > 1)
 
     def as_reported(self) -> Results:

@@ -27,7 +27,7 @@ from toolkit.hardware.system_text import output_of
 from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
-from toolkit.units import MIB
+from toolkit.units import MIB, NOT_AVAILABLE
 from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
@@ -127,12 +127,12 @@ def ranks_per_gpu(node: NodeReadings, outcome: Outcome) -> None:
     gpus, version = count_gpus(), nccl_version()
     if not gpus:
         raise NotMeasured("no NVIDIA GPU")
-    slices = (output_of("nvidia-smi", "-L") or "").count("(UUID: MIG-")
-    nccl, way = version and ".".join(map(str, version)), default_way(version)
+    slices, way = (output_of("nvidia-smi", "-L") or "").count("(UUID: MIG-"), default_way(version)
+    nccl = version and ".".join(map(str, version))
     outcome.measured = {"gpus": gpus, "mig_slices": slices, "nccl": nccl, "way": way}
     fix = "`toolkit compare --ranks-per-gpu 2`: memory, losses and parity of real ranks, without speeds"
-    value = f"NCCL {nccl or 'of an unknown version'}: ranks share it, by {WAY_VARIABLE}={way}"
-    outcome.add(NOTE, "one GPU, for presets of several", value, "a GPU for each rank", fix, when=gpus == 1)
+    value = f"NCCL {nccl or NOT_AVAILABLE}, {WAY_VARIABLE}={way}"
+    outcome.add(NOTE, "one GPU: ranks can share it", value, "a GPU for each rank", fix, when=gpus == 1)
     if not node.options.long or not installed_version("torch"):
         return
     failures, command = [], [sys.executable, "-m", "toolkit.doctor.speed_checks", "2"]

@@ -79,10 +79,8 @@ class Gpu:
 
 def shared_gpu(gpu: Gpu, ranks: int) -> Gpu:
     """Return what one of `ranks` ranks has of a GPU that they share: a part of the memory, and no peak."""
-    if ranks == 1:
-        return gpu
-    name, no_peaks = f"{gpu.name}, 1/{ranks}", (None, None, None, None)
-    return replace(gpu, name=name, memory_gib=gpu.memory_gib / ranks, peak_tflops=no_peaks)
+    none, name = (None, None, None, None), f"{gpu.name}, 1/{ranks}"
+    return gpu if ranks == 1 else replace(gpu, name=name, memory_gib=gpu.memory_gib / ranks, peak_tflops=none)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -4,8 +4,8 @@
 >>> rank_variables(launched, nccl=(2, 30, 7))["CUDA_VISIBLE_DEVICES"]
 '6'
 
-NCCL refuses two ranks of one host on one device (`init.cc`). Ranks with host ids of their own are ranks of several
-hosts to it, which communicate through sockets. From 2.30 on, a variable allows them on one host.
+NCCL refuses two ranks of one host on one device (`init.cc`). With host ids of their own they communicate through
+sockets, as between hosts; from 2.30 on, a variable allows them on one host.
 
 Each rank is a node of its own by its variables: one device is visible, and `LOCAL_RANK` is 0. So accelerate, DDP's
 `device_ids`, DeepSpeed, torch's device meshes and a script's `cuda:$LOCAL_RANK` all use the same device.
@@ -18,7 +18,6 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,10 +40,7 @@ REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
 
 
 def sharing_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks share this rank's GPU; None where none does, and for a process that is no rank.
-
-    Raises ToolkitError for a variable that is no number of ranks.
-    """
+    """Return how many ranks share this rank's GPU; None where none does, and for a process that is no rank."""
     text = environment.get(RANKS_PER_GPU_VARIABLE) or "1"
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS_PER_GPU:
         expected = f"expected a whole number from 1 to {MOST_RANKS_PER_GPU}"
@@ -101,9 +97,7 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 
 def nccl_library() -> str | None:
-    """Return the NCCL that is loaded here, or that of torch's own package, or the system's; None without one."""
-    if loaded := re.search(r"/\S*libnccl\.so\S*", Path("/proc/self/maps").read_text()):
-        return loaded[0]
+    """Return the NCCL of torch's own package, or the system's; None without one."""
     with contextlib.suppress(ModuleNotFoundError):  # of the package `nvidia`
         spec = importlib.util.find_spec("nvidia.nccl")
         for folder in (spec and spec.submodule_search_locations) or ():
