@@ -15,7 +15,7 @@ from launching import PYTHON_PATH, ROOT, accelerate_launch, nightly, read, run_c
 from toolkit.errors import ToolkitError
 from toolkit.hardware.shared_gpu import WAYS, rank_variables, refused_by_nccl, sharing_ranks
 
-SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE")
+SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE")
 
 
 def launched(rank: int, *, ranks_per_gpu: int = 2, size: int = 4, **changes: str) -> dict[str, str]:
@@ -34,7 +34,7 @@ def test_each_rank_is_a_node_of_its_own_with_one_device(nccl: tuple[int, ...] | 
     assert {frozenset(rank.keys() - place) for rank in ranks} == {frozenset(WAYS[way])}
     if way == "hosts":
         assert len({rank["NCCL_HOSTID"] for rank in ranks}) == 4
-        assert {tuple(rank[name] for name in SOCKETS) for rank in ranks} == {("lo", "lo", "1", "0", "0")}
+        assert {tuple(rank[name] for name in SOCKETS) for rank in ranks} == {("lo", "lo", "Socket", "0", "0")}
     else:
         assert {rank["NCCL_MULTI_RANK_GPU_ENABLE"] for rank in ranks} == {"1"}
 

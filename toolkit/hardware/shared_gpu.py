@@ -31,7 +31,7 @@ WAYS = {
     "one-host": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
     "hosts": {
         **{"NCCL_HOSTID": "toolkit-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
-        **{"NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"},
+        **{"NCCL_NET": "Socket", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"},
     },
 }
 ONE_HOST_SINCE = (2, 30)
