@@ -106,6 +106,18 @@ def test_nccls_version_is_that_of_the_library_in_torchs_package_and_torch_is_not
     assert ended.stdout.strip() == "(2, 30, 7) False", ended.stderr
 
 
+@pytest.mark.parametrize("words", [["toolkit.train", "--max_steps", "1"], ["toolkit.observe", "mine.py"]])
+def test_a_rank_without_a_gpu_to_share_ends_in_two_lines(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    environment = os.environ | launched(0, CUDA_VISIBLE_DEVICES="", PYTHONPATH=PYTHON_PATH)
+    ended = run_captured([sys.executable, "-m", *words], environment, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "error: 4 processes with 2 ranks per GPU need 2 GPUs, and 0 are visible here",
+        "  hint: leave `--ranks-per-gpu` out",
+    ]
+
+
 # -- real ranks; on a CPU torch does not look at the devices
 
 
