@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,14 +123,33 @@ def test_the_file_says_where_it_was_measured_and_names_no_node_no_user_no_path_a
 
 
 def test_what_the_time_in_all_cuts_off_is_resumed_by_the_same_command(
-    three_parts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(check, "TINY_MINUTES", 10)
-    output = tmp_path / "out"
-    assert run(monkeypatch, "--output", output, "--tiny", "--minutes", 0.05) == 0
-    assert [part["ended"] for part in read_file(output)["parts"]] == ["done", "failed", check.CUT_OFF]
-    assert run(monkeypatch, "--output", output, "--tiny", "--minutes", 0.05) == 0
-    assert three_parts.read_text().split() == ["ends", "fails", "slow", "slow"]
+    """Each step takes four of a clock's minutes; `b` has three."""
+    clock, ran = [0.0], list[str]()
+
+    def take_four_minutes(_: list[str], log: Path, deadline: float, *__: Any) -> int | None:
+        ran.append(log.stem)
+        enough = clock[0] + 240 <= deadline
+        clock[0] = clock[0] + 240 if enough else deadline
+        return 0 if enough else None
+
+    def part(name: str, minutes: float) -> parts.Part:
+        return parts.Part(minutes=minutes, teaches="", steps=lambda *_: [(name, [], list)])
+
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(check, "run_until", take_four_minutes)
+    monkeypatch.setattr(check, "minutes_of", lambda _, name: check.PARTS[name].minutes)
+    monkeypatch.setattr(check, "PARTS", {"a": part("a", 5), "b": part("b", 3), "c": part("c", 5), "d": part("d", 5)})
+    words = ["--output", tmp_path / "out", "--tiny", "--minutes", "9"]
+    run(monkeypatch, *words)
+    ended = {each["part"]: each["ended"] for each in read_file(tmp_path / "out")["parts"]}
+    assert (ran, ended["a"], ended["c"]) == (["a", "b", "c"], "done", check.CUT_OFF)
+    assert check.OVER in ended["b"]
+    run(monkeypatch, *words)
+    assert ran[3:] == ["c", "d", "b"]
+    run(monkeypatch, *words[:3])  # without a limit for all, what had its time is not run again
+    assert ran[6:] == ["b"]  # which the last call cut off
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from toolkit.units import gib
 
 PARTS = FIRST_PARTS | LATER_PARTS
 FILE = "gpu-check.json"
-CUT_OFF = "cut off: the same command resumes"
+CUT_OFF, OVER = "cut off: the same command resumes", "minutes are over"
 SEND_TO = "Attach it to an issue of the repository: docs/evidence/gpu.md."
 HEARTBEAT_SECONDS, END_SECONDS = 30, 20
 # No hub, and no index of packages.
@@ -72,7 +72,7 @@ def run_part(check: Check, name: str, left_in_all: Callable[[], float]) -> Row:
             code = run_until(command, log, deadline, f"{name}: {label}", left_in_all)
             line["rows"] += read()
             if code is None:
-                over = f"its {minutes:g} minutes are over: `--part {name}` resumes"
+                over = f"its {minutes:g} {OVER}: `--part {name}` resumes"
                 line["ended"] = CUT_OFF if left_in_all() <= 0 else over
             elif code != 0:
                 line["ended"] = line["ended"] if code == EXIT_INVALID_INPUT else "failed"  # refused here, with a reason
@@ -252,10 +252,13 @@ def main() -> int:
     ended = read_lines(ledger)
     write_lines(ledger, ended)  # without an incomplete last line
     done = {part["part"]: part["ended"] for part in ended}
-    names = given.part or [name for name in PARTS if done.get(name, CUT_OFF) == CUT_OFF]
+    left = [name for name in PARTS if done.get(name, CUT_OFF) == CUT_OFF]
+    if given.minutes < math.inf:  # and what its own time was too short for
+        left += [name for name in PARTS if OVER in done.get(name, "")]
+    names = given.part or left
     began, budget = time.monotonic(), 60 * min(given.minutes, sum(minutes_of(check, name) for name in names))
     for number, name in enumerate(names, 1):
-        if time.monotonic() - began > budget:
+        if time.monotonic() - began >= budget:
             break
         message(f"[{number}/{len(names)}] {name}: {PARTS[name].teaches}; at most {minutes_of(check, name):g} min")
         append_line(ledger, run_part(check, name, lambda: began + budget - time.monotonic()))
