@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import ROOT, cpu_environment, run_bash, run_captured
+from launching import PYTHON_PATH, ROOT, cpu_environment, run_bash, run_captured
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
@@ -187,6 +187,47 @@ def test_with_one_gpu_two_four_and_eight_ranks_share_it(one_gpu: parts.Check) ->
     assert [batches[label] for label in ("ranks-single", "ranks-2", "ranks-8")] == ["8", "4", "1"]
     (_, command, _), *_ = parts.presets(one_gpu)
     assert (after("--ranks-per-gpu", command), after("--num-processes", command)) == ("2", "2")
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+  -L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)" ;;
+  --query-gpu*) echo "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 700.00, 1980, 2619" ;;
+esac
+"""
+
+
+@pytest.mark.nightly
+def test_every_command_of_the_first_parts_passes_its_checks_on_a_node_with_one_gpu(
+    one_gpu: parts.Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The GPU is a name that nvidia-smi prints; the checkpoint to convert is not there."""
+
+    def write_stub(folder: Path, config: dict[str, Any]) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        header = b'{"w": {"dtype": "U8", "shape": [928], "data_offsets": [0, 928]}}'
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(928))
+        return folder
+
+    monkeypatch.setattr(parts, "write_model", write_stub)
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    variables = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH} | variables
+    (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "hosts"}\n')
+    tried = []
+    for name, part in first_parts.FIRST_PARTS.items():
+        for label, command, _ in part.steps(one_gpu, part.minutes):
+            if command[1:3] == ["-m", "toolkit"] and label not in ("measured", "ranks-converted"):
+                at = command.index("--")
+                ended = run_captured([*command[:at], "--dry-run", *command[at:]], environment)
+                missing = ("needs liger-kernel", "needs Triton", "libaio is not installed")
+                assert ended.returncode == 0 or any(text in ended.stderr for text in missing), f"{name}: {ended.stderr}"
+                tried.append(label)
+    assert {"ranks-2", "ranks-4", "ranks-8", "ranks-saved", "profile-eager", "again-experts", "grpo"} <= set(tried)
 
 
 def test_where_nccl_takes_no_two_ranks_on_a_gpu_ddp_is_run_with_gloo(one_gpu: parts.Check) -> None:
