@@ -96,7 +96,10 @@ def with_losses(
     """Return the rows of a comparison, then each preset's last loss beside that of `single` with the same batch."""
     alone = measured_of(check.output / "ranks-single" / "trials" / "single-n1-r0").get("last_loss")
     trials = {key: check.output / name / "trials" / f"{key}-n{size}-r0" for key in variants}
-    pairs = {key: measured_of(folder).get("last_loss") for key, folder in trials.items()}
+    runs = {key: read_json(folder / "run.json") or {} for key, folder in trials.items()}
+    # Ranks that share their rows have more of them in a step.
+    same = {key: run for key, run in runs.items() if (run.get("spec") or {}).get("global_batch_size") == GLOBAL_BATCH}
+    pairs = {key: (run.get("measured") or {}).get("last_loss") for key, run in same.items()}
     note = "planned: the loss of `single`"
     rows = [row_of(key, "loss", alone, loss, world_size=size, note=note) for key, loss in pairs.items() if loss]
     return [*read(), *rows, *others]
