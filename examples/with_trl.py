@@ -5,7 +5,8 @@ When to use it: you want TRL's trainers, and the engine and settings of a preset
     torchrun --nproc_per_node 8 examples/with_trl.py --preset zero2
 
 It needs `pip install trl`. A TRL script that you do not want to change runs under a preset's file as well, from any
-directory: `accelerate launch --config_file CLONE/accelerate_configs/zero2.yaml --num_processes 8 script.py`. To try this one without GPUs, on two processes:
+directory: `accelerate launch --config_file CLONE/accelerate_configs/zero2.yaml --num_processes 8 script.py`.
+To try this one without GPUs, on two processes:
 
     torchrun --nproc_per_node 2 examples/with_trl.py --preset zero2 --model "$(python -m toolkit.demo --model)"
 """

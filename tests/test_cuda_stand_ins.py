@@ -17,8 +17,10 @@ import torch
 from launching import PYTHON_PATH, read, run_captured, toolkit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.file_baton import FileBaton
 from trl_jobs import trl_words
 
+from toolkit.hardware.shared_gpu import WAYS
 from toolkit.job.job import Job
 from toolkit.observe import checkpoint_saver
 from toolkit.observe.checkpoint_saver import BackgroundSaver
@@ -28,6 +30,7 @@ from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.profiler import MemorySnapshot
 from toolkit.observe.progress import Progress
+from toolkit.observe.rank_process import prepare_environment
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
 from toolkit.rehearse.rehearsal import _measured_lines
@@ -115,6 +118,26 @@ def test_a_step_is_timed_by_events_and_its_row_waits_until_the_gpu_has_done_it(
     timer.flush(wait=False)
     assert '"seconds": 0.25,' in timer.path.read_text()
     assert cuda["resets"] == 0  # peaks are of the whole process
+
+
+@pytest.mark.parametrize(("rank", "ranks", "caps"), [("3", "4", [0.25]), ("3", "1", []), (None, "4", [])])
+def test_a_rank_that_shares_a_gpu_may_allocate_its_part_of_it(
+    rank: str | None, ranks: str, caps: list[float], cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capped: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", capped.append)
+    monkeypatch.setattr(FileBaton, "wait", FileBaton.wait)
+    given = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "4" if rank else None}
+    given |= {"TOOLKIT_RANKS_PER_GPU": ranks, "CUDA_VISIBLE_DEVICES": "7", "PATH": os.environ["PATH"]}
+    with monkeypatch.context() as variables:
+        for name, text in (os.environ | given).items():
+            variables.delenv(name, raising=False) if text is None else variables.setenv(name, text)
+        prepare_environment()
+        placed = os.environ.get("LOCAL_RANK"), os.environ["CUDA_VISIBLE_DEVICES"]
+        for name in ("NCCL_HOSTID", *WAYS["hosts"]):
+            os.environ.pop(name, None)
+    assert (capped, placed) == (caps, ("0" if caps else rank, "7"))
+    assert cuda["is_available"]
 
 
 def test_a_rehearsal_reads_the_allocators_peak_of_each_phase(cuda: dict[str, Any], tmp_path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import ROOT, cpu_environment, run_bash, run_captured
+from launching import PYTHON_PATH, ROOT, cpu_environment, run_bash, run_captured
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
 import check  # noqa: E402
+import first_parts  # noqa: E402
+import hot_kernels  # noqa: E402
 import parts  # noqa: E402
 import small_job  # noqa: E402
 
@@ -51,11 +56,13 @@ def three_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_parts_take_ten_minutes_at_most_and_45_in_all_and_are_listed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    minutes = [part.minutes for part in parts.PARTS.values()]
+    minutes = [part.minutes for part in check.PARTS.values()]
     assert max(minutes) <= 10
     assert sum(minutes) <= 45
+    assert list(check.PARTS)[:6] == ["ranks", "profile", "kernels", "again", "fits", "unseen"]
+    assert sum(part.minutes for part in first_parts.FIRST_PARTS.values()) <= 14
     assert run(monkeypatch, "--output", tmp_path, "--list") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(parts.PARTS)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(check.PARTS)
 
 
 def test_a_node_without_a_gpu_ends_with_two_lines(
@@ -115,12 +122,145 @@ def test_the_file_says_where_it_was_measured_and_names_no_node_no_user_no_path_a
         assert name not in text
 
 
-def test_with_one_gpu_the_parts_for_several_are_said_to_be_left_out(
+def test_what_the_time_in_all_cuts_off_is_resumed_by_the_same_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Each step takes four of a clock's minutes; `b` has three."""
+    clock, ran = [0.0], list[str]()
+
+    def take_four_minutes(_: list[str], log: Path, deadline: float, *__: Any) -> int | None:
+        ran.append(log.stem)
+        enough = clock[0] + 240 <= deadline
+        clock[0] = clock[0] + 240 if enough else deadline
+        return 0 if enough else None
+
+    def part(name: str, minutes: float) -> parts.Part:
+        return parts.Part(minutes=minutes, teaches="", steps=lambda *_: [(name, [], list)])
+
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(check, "run_until", take_four_minutes)
+    monkeypatch.setattr(check, "minutes_of", lambda _, name: check.PARTS[name].minutes)
+    monkeypatch.setattr(check, "PARTS", {"a": part("a", 5), "b": part("b", 3), "c": part("c", 5), "d": part("d", 5)})
+    words = ["--output", tmp_path / "out", "--tiny", "--minutes", "9"]
+    run(monkeypatch, *words)
+    ended = {each["part"]: each["ended"] for each in read_file(tmp_path / "out")["parts"]}
+    assert (ran, ended["a"], ended["c"]) == (["a", "b", "c"], "done", check.CUT_OFF)
+    assert check.OVER in ended["b"]
+    run(monkeypatch, *words)
+    assert ran[3:] == ["c", "d", "b"]
+    run(monkeypatch, *words[:3])  # without a limit for all, what had its time is not run again
+    assert ran[6:] == ["b"]  # which the last call cut off
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> parts.Check:
+    """A check of an H100, whose commands are read and not run; no model is written."""
     monkeypatch.setattr(parts, "count_gpus", lambda: 1)
-    left_out = check.run_part(parts.Check(output=tmp_path), "bandwidth", lambda: 0.0)
-    assert (left_out["ended"], left_out["rows"][0]["note"]) == ("left out", "needs 2 GPUs")
+    monkeypatch.setattr(parts, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    monkeypatch.setattr(parts, "write_model", lambda folder, _: folder)
+    monkeypatch.setenv("TOOLKIT_RANKS_PER_GPU_BY", "")
+    return parts.Check(output=tmp_path)
+
+
+def after(word: str, command: list[str]) -> str | None:
+    return command[command.index(word) + 1] if word in command else None
+
+
+def test_with_one_gpu_two_four_and_eight_ranks_share_it(one_gpu: parts.Check) -> None:
+    (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "one-host", "findings": []}\n')
+    steps = first_parts.ranks(one_gpu)
+    _, _, read = next(steps)
+    assert read()[0]["note"] == "NCCL 2.29.7, by one-host"
+    assert os.environ["TOOLKIT_RANKS_PER_GPU_BY"] == "one-host"
+    commands = {label: command for label, command, _ in steps}
+    shared = {label: after("--ranks-per-gpu", command) for label, command in commands.items()}
+    assert shared["ranks-single"] is None
+    assert [shared[f"ranks-{size}"] for size in (2, 4, 8)] == ["2", "4", "8"]
+    assert "--warm-start" in commands["ranks-8"]
+    assert shared["ranks-saved"] == shared["ranks-converted"] == "2"
+    variants = [each.partition("=")[0] for each in commands["ranks-2"] if "=" in each]
+    assert len(variants) >= 8
+    assert {"ddp", "zero2", "zero3", "fsdp2"} < set(variants)
+    assert not {"zeropp", "fsdp2_hybrid"} & set(variants)
+    assert any("fsdp2_hybrid=" in word for word in commands["ranks-4"])
+    batches = {label: after("--per_device_train_batch_size", command) for label, command in commands.items()}
+    assert [batches[label] for label in ("ranks-single", "ranks-2", "ranks-8")] == ["8", "4", "1"]
+    (_, command, _), *_ = parts.presets(one_gpu)
+    assert (after("--ranks-per-gpu", command), after("--num-processes", command)) == ("2", "2")
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+  -L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)" ;;
+  --query-gpu*) echo "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 700.00, 1980, 2619" ;;
+esac
+"""
+
+
+@pytest.mark.nightly
+def test_every_command_of_the_first_parts_passes_its_checks_on_a_node_with_one_gpu(
+    one_gpu: parts.Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The GPU is a name that nvidia-smi prints; the checkpoint to convert is not there."""
+
+    def write_stub(folder: Path, config: dict[str, Any]) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        header = b'{"w": {"dtype": "U8", "shape": [928], "data_offsets": [0, 928]}}'
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(928))
+        return folder
+
+    monkeypatch.setattr(parts, "write_model", write_stub)
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    variables = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH} | variables
+    (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "hosts"}\n')
+    tried = []
+    for name, part in first_parts.FIRST_PARTS.items():
+        for label, command, _ in part.steps(one_gpu, part.minutes):
+            if command[1:3] == ["-m", "toolkit"] and label not in ("measured", "ranks-converted"):
+                at = command.index("--")
+                ended = run_captured([*command[:at], "--dry-run", *command[at:]], environment)
+                missing = ("needs liger-kernel", "needs Triton", "libaio is not installed")
+                assert ended.returncode == 0 or any(text in ended.stderr for text in missing), f"{name}: {ended.stderr}"
+                tried.append(label)
+    assert {"ranks-2", "ranks-4", "ranks-8", "ranks-saved", "profile-eager", "again-experts", "grpo"} <= set(tried)
+
+
+def test_where_nccl_takes_no_two_ranks_on_a_gpu_ddp_is_run_with_gloo(one_gpu: parts.Check) -> None:
+    failed = {"nccl": "2.27.5", "findings": ["two ranks cannot share a GPU: Duplicate GPU detected"]}
+    (one_gpu.output / "sharing.log").write_text(json.dumps(failed) + "\n")
+    steps = first_parts.ranks(one_gpu)
+    assert "Duplicate GPU" in next(steps)[2]()[0]["note"]
+    commands = {label: command for label, command, _ in steps}
+    assert list(commands) == ["ranks-single", "ranks-2", "ranks-4", "ranks-8"]
+    assert "ddp=ddp --ddp_backend gloo" in commands["ranks-2"]
+
+
+def test_a_profile_has_the_dearest_kernels_and_the_gap_after_each(tmp_path: Path) -> None:
+    """Two kernels of 3 and 1 ms, 2 ms apart, twice; a copy of another stream runs beside the first."""
+
+    def event(name: str, at_ms: float, ms: float, kind: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": kind, "ts": 1000 * at_ms, "dur": 1000 * ms, "tid": 1}
+
+    events = [event("ProfilerStep#1", 0, 14, "user_annotation")]
+    for start in (0, 7):
+        events += [event("gemm", start, 3), event("norm", start + 5, 1), event("copy", start + 1, 1, "gpu_memcpy")]
+    trace = tmp_path / "rank0.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    found = hot_kernels.hot_kernels(trace)
+    totals = (found["step_seconds"], found["busy_seconds"], found["gap_seconds"])
+    assert totals == pytest.approx((0.014, 0.008, 0.005))
+    assert {row["name"]: row["count"] for row in found["kernels"]} == {"gemm": 2, "copy": 2, "norm": 2}
+    assert found["kernels"][0]["name"] == "gemm"
+    gaps = {row["name"]: row["seconds"] for row in found["gaps"]}
+    assert gaps == pytest.approx({"gemm": 0.004, "norm": 0.001})
+    shown = "\n".join(hot_kernels.table_lines(found))
+    assert "kernels: 8.0 ms of 14.0 ms" in shown
+    assert "4.00 ms  80.0%      2 x  after gemm" in shown
 
 
 def test_a_folder_of_another_check_and_another_file_are_refused(
@@ -196,10 +336,10 @@ def test_make_runs_the_check_without_a_set_up(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_every_part_is_tried_whole_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "check.py"), "--tiny", "--output", str(tmp_path)]
-    for name in parts.PARTS:
+    for name in check.PARTS:
         ended = run_captured([*command, "--part", name], cpu_environment())
         assert ended.returncode == 0, f"{name}: {ended.stderr[-3000:]}"
     found = {part["part"]: part for part in read_file(tmp_path)["parts"]}
-    assert {name: part["ended"] for name, part in found.items()} == dict.fromkeys(parts.PARTS, "done")
+    assert {name: part["ended"] for name, part in found.items()} == dict.fromkeys(check.PARTS, "done")
     for name, part in found.items():
         assert any(row["measured"] for row in part["rows"]) or name == "tests", name

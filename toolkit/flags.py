@@ -19,6 +19,14 @@ TrainingArguments = Annotated[
 CpuFlag = Annotated[
     bool | None, typer.Option("--cpu/--no-cpu", help="train on the CPU; the default where no GPU is visible")
 ]
+RanksPerGpu = Annotated[
+    int,
+    typer.Option(
+        help="real ranks on each GPU: memory, losses and parity, no speeds; also read from TOOLKIT_RANKS_PER_GPU",
+        envvar="TOOLKIT_RANKS_PER_GPU",
+        show_envvar=False,
+    ),
+]
 NvmePath = Annotated[
     str | None,
     typer.Option(

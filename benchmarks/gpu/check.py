@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -29,7 +30,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parts import PARTS, Check, Row, unmeasured
+from first_parts import FIRST_PARTS
+from hot_kernels import table_lines
+from parts import LATER_PARTS, Check, Row, unmeasured
 from record import ROOT, append_line, circumstances, print_table, read_lines, write_lines
 
 from toolkit.entry_point import exit_code_of
@@ -39,7 +42,9 @@ from toolkit.hardware.gpus import count_gpus, gpu_names
 from toolkit.record.folder import read_json
 from toolkit.units import gib
 
+PARTS = FIRST_PARTS | LATER_PARTS
 FILE = "gpu-check.json"
+CUT_OFF, OVER = "cut off: the same command resumes", "minutes are over"
 SEND_TO = "Attach it to an issue of the repository: docs/evidence/gpu.md."
 HEARTBEAT_SECONDS, END_SECONDS = 30, 20
 # No hub, and no index of packages.
@@ -56,19 +61,19 @@ def minutes_of(check: Check, name: str) -> float:
 
 
 def run_part(check: Check, name: str, left_in_all: Callable[[], float]) -> Row:
-    """Run a part to its end or its time limit, and return its line of `parts.jsonl`."""
+    """Run a part to its end, its time limit or that of all, and return its line of `parts.jsonl`."""
     part, started = PARTS[name], time.monotonic()
     minutes = minutes_of(check, name)
-    if check.gpus < part.gpus and not check.tiny:
-        return {"part": name, "ended": "left out", "seconds": 0, "rows": unmeasured(name, f"needs {part.gpus} GPUs")}
+    deadline = started + min(60 * minutes, left_in_all())
     line: Row = {"part": name, "ended": "done", "rows": []}
     try:
         for label, command, read in part.steps(check, minutes):
             log = check.output / f"{label}.log"
-            code = run_until(command, log, started + 60 * minutes, f"{name}: {label}", left_in_all)
+            code = run_until(command, log, deadline, f"{name}: {label}", left_in_all)
             line["rows"] += read()
             if code is None:
-                line["ended"] = f"its {minutes:g} minutes are over: `--part {name}` resumes"
+                over = f"its {minutes:g} {OVER}: `--part {name}` resumes"
+                line["ended"] = CUT_OFF if left_in_all() <= 0 else over
             elif code != 0:
                 line["ended"] = line["ended"] if code == EXIT_INVALID_INPUT else "failed"  # refused here, with a reason
                 line["rows"] += unmeasured(label, f"exit code {code}: {last_line(log)}")
@@ -152,6 +157,7 @@ def anonymous(text: str) -> str:
 
 SHOWN: dict[str, Callable[[float], str]] = {
     **dict.fromkeys(("states", "allocated", "reserved", "driver", "traced"), gib),
+    **dict.fromkeys(("kernel", "profile"), lambda seconds: f"{1000 * seconds:.2f} ms"),
     **{"step": lambda seconds: f"{1000 * seconds:.1f} ms", "mfu": "{:.3f}".format, "tokens/s": "{:,.0f}".format},
     "bytes/s": lambda rate: f"{rate / 1e9:.2f} GB/s",
 }
@@ -173,7 +179,7 @@ def table_rows(found: Row) -> Iterator[list[str]]:
                 mean = sum(abs(row["error"]) for row in rows) / len(rows)
                 note = f"the worst of {len(rows)} cases; mean {mean:.1%}"
             yield [part["part"], case, quantity, *values, n_a(worst["error"], "{:+.1%}".format), one_line(note)]
-        if part["ended"] not in ("done", "left out"):
+        if part["ended"] not in ("done", "left out"):  # files of earlier versions left parts out
             yield [part["part"], "", "", "", "", "", part["ended"]]
 
 
@@ -192,6 +198,8 @@ def print_report(found: Row) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
     print(f"{on}\n{versions}; commit {found['git_commit']}; {found['date']}")
     print_table(["part", "case", "of", "planned", "measured", "error", "note"], list(table_rows(found)))
+    for row in (row for part in found["parts"] for row in part["rows"] if row.get("table")):
+        print("\n".join(["", f"profile of {row['case']}", *table_lines(row["table"])]))
 
 
 def read_document(path: Path) -> Row:
@@ -230,6 +238,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder of the check; it resumes there")
     parser.add_argument("--part", nargs="+", choices=PARTS, help="run these parts, also if they ended")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long, and resume there later")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try every part")
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--report", type=Path, metavar="FILE", help=f"print the table of a {FILE}; run nothing")
@@ -242,10 +251,15 @@ def main() -> int:
     ledger, file = check.output / "parts.jsonl", check.output / FILE
     ended = read_lines(ledger)
     write_lines(ledger, ended)  # without an incomplete last line
-    done = {part["part"] for part in ended}
-    names = given.part or [name for name in PARTS if name not in done]
-    began, budget = time.monotonic(), 60 * sum(minutes_of(check, name) for name in names)
+    done = {part["part"]: part["ended"] for part in ended}
+    left = [name for name in PARTS if done.get(name, CUT_OFF) == CUT_OFF]
+    if given.minutes < math.inf:  # and what its own time was too short for
+        left += [name for name in PARTS if OVER in done.get(name, "")]
+    names = given.part or left
+    began, budget = time.monotonic(), 60 * min(given.minutes, sum(minutes_of(check, name) for name in names))
     for number, name in enumerate(names, 1):
+        if time.monotonic() - began >= budget:
+            break
         message(f"[{number}/{len(names)}] {name}: {PARTS[name].teaches}; at most {minutes_of(check, name):g} min")
         append_line(ledger, run_part(check, name, lambda: began + budget - time.monotonic()))
         written = file.with_suffix(".part")

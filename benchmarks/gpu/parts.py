@@ -7,7 +7,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from peer_jobs.commands import words
 from peer_jobs.comparison import figures
 from peer_jobs.job import LORA_R, Setting, make_model, make_rows
 from peers import job_of
-from plan_errors import STATES, peak_pairs
+from plan_errors import STATES, peak_pairs, reserved_bytes
 from record import ROOT, read_lines
 
 from toolkit.errors import ToolkitError
@@ -82,8 +82,8 @@ class Check:
 
     @property
     def ranks(self) -> int:
-        """Processes of the parts with several: one per GPU, two on a CPU."""
-        return self.gpus or 2
+        """Processes of the parts with several: one per GPU, two on a single GPU or a CPU."""
+        return max(2, self.gpus)
 
     @cached_property
     def gpu(self) -> Gpu:
@@ -253,6 +253,7 @@ def comparison(
     """Return one trial of each variant by `toolkit compare`, verified as in any comparison; `sft` trains our script."""
     folder, own = check.output / name, model or check.model[0]
     rows = 2 * GENERATIONS if method == "grpo" else min(2, check.model[1]) if name != "speed" else check.model[1]
+    rows = training.get("per_device_train_batch_size", rows)
     argv = [sys.executable, "-m", "toolkit", "compare", "--num-processes", str(world_size), "--repeats", "1"]
     argv += [
         "--output-dir",
@@ -266,6 +267,8 @@ def comparison(
     argv += ["--trial-timeout-minutes", str(LONGEST_TRIAL_MINUTES), *(["--cpu"] if check.tiny else [])]
     argv += [word for key, each in variants.items() for word in ("--variant", f"{key}={each.preset} {each.arguments}")]
     argv += ["--resume"] if folder.exists() else []
+    if check.gpus and world_size > check.gpus:
+        argv += ["--ranks-per-gpu", str(-(-world_size // check.gpus)), "--warm-start"]
     job = {"model_name_or_path": own, "per_device_train_batch_size": rows, "bf16": "true", "learning_rate": 1e-5}
     job |= {"max_steps": check.steps}
     if method == "sft":
@@ -278,6 +281,7 @@ def comparison(
 
     def read() -> list[Row]:
         known = {"method": method, "per_device_train_batch_size": rows}
+        known |= {key: training[key] for key in ("max_seq_length",) if key in training}
         return [
             row
             for key, each in variants.items()
@@ -306,6 +310,9 @@ def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: V
     step, timed = found.get("step_seconds_median"), plan and plan["step_seconds"] and not plan["without_generation"]
     pairs = {"states": (plan and sum(plan[name] for name in STATES), states)}
     pairs["allocated"] = (plan and plan["allocated_peak_bytes"], found.get("peak_allocated_bytes"))
+    if plan:
+        reserved = reserved_bytes({"preset": variant.preset, "world_size": world_size}, plan)
+        pairs["reserved"] = (reserved, found.get("peak_reserved_bytes"))
     pairs["driver"] = (plan and plan["planned_peak_bytes"], found.get("peak_driver_bytes"))
     timed = timed and not check.tiny  # no plan is of a CPU's speed
     pairs["step"] = (plan["step_seconds_estimate"] if plan and timed else None, step)
@@ -368,19 +375,34 @@ def gpu_tests(check: Check) -> Step:
     return "tests", [*command, *map(str, files)], read
 
 
-def presets(check: Check) -> Iterator[Step]:
-    """Yield every preset that these GPUs can run: with a dense model, with experts, and with a disk."""
-    groups: dict[str, dict[str, Variant]] = {"presets": {}, "experts": {}, "nvme": {}}
-    device, left_out = Device(type="cpu" if check.tiny else "gpu"), []
+Groups = dict[str, dict[str, Variant]]
+
+
+def supported(ranks: int, device: Device) -> tuple[Groups, list[Row]]:
+    """Return every preset that so many ranks run, by what it needs: nothing, experts or a disk; and why others do not.
+
+    Each preset's degrees of parallelism are 2.
+    """
+    groups: Groups = {"presets": {}, "experts": {}, "nvme": {}}
+    left_out = []
     for preset in list_presets():
         degrees = {name: 2 for name in preset.degrees}
         degrees |= {"gradient_accumulation_steps": 2} if "pp" in degrees else {}  # as many micro-batches as stages
-        reason = unsupported(preset, Job().with_values(**degrees), world_size=check.ranks, device=device)
+        reason = unsupported(preset, Job().with_values(**degrees), world_size=ranks, device=device)
         if reason is not None:
             left_out += unmeasured(preset.name, f"left out: {reason.message}")
             continue
         group = "experts" if "ep" in degrees else "nvme" if preset.uses_nvme else "presets"
         groups[group][preset.name] = Variant(preset=preset.name, arguments=" ".join(words(degrees)), planned=degrees)
+    return groups, left_out
+
+
+def presets(check: Check) -> Iterator[Step]:
+    """Yield every preset that these GPUs can run, on all of them: with a dense model, with experts, and with a disk."""
+    device = Device(type="cpu") if check.tiny else Device(ranks_per_gpu=check.ranks // check.gpus)
+    groups, left_out = supported(check.ranks, device)
+    if check.tiny:  # the part `ranks` has run the others
+        groups = {"presets": {name: groups["presets"][name] for name in ("ddp", "zero2")}}
     (check.output / "nvme-disk").mkdir(exist_ok=True)
     others = {
         "experts": {"model": check.experts},
@@ -393,24 +415,33 @@ def presets(check: Check) -> Iterator[Step]:
 
 
 ALL_REDUCE = """
-import json
+import json, sys
 from toolkit.doctor.checks import CHECKS, NodeReadings
 from toolkit.doctor.options import DoctorOptions
 from toolkit.doctor import speed_checks
-print(json.dumps(CHECKS["all-reduce"].run(NodeReadings(DoctorOptions(long=True))).measured))
+from toolkit.hardware.gpus import count_gpus
+if count_gpus() == 1:  # ranks that share it have no speed
+    for ranks in ("2", "4", "8"):
+        command = [sys.executable, "-m", "toolkit.doctor.speed_checks", ranks]
+        code, printed = speed_checks.run_program(command, TOOLKIT_RANKS_PER_GPU=ranks)
+        works = code == 0 and speed_checks.read_nccl_tests(printed) is not None
+        print(json.dumps({"ranks": ranks, "note": "right" if works else printed.strip()[-200:]}))
+else:
+    print(json.dumps(CHECKS["all-reduce"].run(NodeReadings(DoctorOptions(long=True))).measured))
 """
 
 
 def bandwidth(check: Check) -> Step:
-    """Return the doctor's all-reduce between all GPUs."""
+    """Return the doctor's all-reduce between all GPUs; with one, whether ranks that share it add up rightly."""
     log = check.output / "bandwidth.log"
 
     def read() -> list[Row]:
-        lines = log.read_text().splitlines() if log.is_file() else []
-        found = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-        pair = (found.get("planned_at_least_bytes_per_second"), found.get("bus_bytes_per_second"))
-        note = "planned: the slow end" if pair[0] else ""
-        return [row_of("all-reduce of 256 MiB", "bytes/s", *pair, note=note, world_size=found.get("ranks"))]
+        rows = []
+        for found in (line for line in read_lines(log) if isinstance(line, dict)):
+            pair = (found.get("planned_at_least_bytes_per_second"), found.get("bus_bytes_per_second"))
+            note = found.get("note") or ("planned: the slow end" if pair[0] else "")
+            rows.append(row_of("all-reduce of 256 MiB", "bytes/s", *pair, note=note, world_size=found.get("ranks")))
+        return rows
 
     return "bandwidth", [sys.executable, "-c", ALL_REDUCE], read
 
@@ -421,49 +452,39 @@ class Part:
 
     minutes: float
     teaches: str
-    steps: Callable[[Check, float], list[Step]]
+    steps: Callable[[Check, float], Iterable[Step]]
     """Of a check and the minutes that are left of the part."""
-    gpus: int = 1
 
 
 def methods(check: Check, _: float) -> list[Step]:
     kept = {"gradient_checkpointing": "false"}  # TRL recomputes activations by default
     dpo = comparison(check, "dpo", {"dpo": Variant()}, method="dpo", max_length=check.length, **kept)
-    lengths = {"num_generations": GENERATIONS, "max_completion_length": check.completion}
-    grpo = comparison(
-        check, "grpo", {"grpo": Variant()}, method="grpo", reward_funcs="think_format_reward", **lengths, **kept
-    )
-    return [*(comparison(check, name, {name: each}) for name, each in ADAPTERS.items()), dpo, grpo]
+    return [*(comparison(check, name, {name: each}) for name, each in ADAPTERS.items()), dpo]
 
 
 # Rehearsals take up to 150 s: the last one starts earlier.
-PARTS = {
-    "fits": Part(
-        minutes=7,
-        teaches="peaks of README's table: one rank of each row, rehearsed",
-        steps=lambda check, left: [validation(check, "fits", "--fits", minutes=left - 0.5)],
-    ),
+LATER_PARTS = {
     "peaks": Part(
         minutes=7,
         teaches="peaks and compute seconds of the registered grid against its plans",
         steps=lambda check, left: [validation(check, "peaks", minutes=left - 0.5)],
     ),
     "speed": Part(
-        minutes=5,
+        minutes=4,
         teaches=f"step time and MFU (goal {GOAL_MFU}): eager, Liger, compiled",
         steps=lambda check, _: [comparison(check, "speed", SPEED)],
     ),
-    "methods": Part(minutes=5, teaches="LoRA, QLoRA, DPO and GRPO against their plans", steps=methods),
+    "methods": Part(minutes=4, teaches="LoRA, QLoRA and DPO against their plans", steps=methods),
     "peers": Part(
-        minutes=5,
+        minutes=4,
         teaches="the same job in a bare Trainer, the toolkit and TRL",
         steps=lambda check, _: [peers(check)],
     ),
-    "presets": Part(minutes=8, gpus=2, teaches="every preset on all GPUs", steps=lambda check, _: list(presets(check))),
-    "bandwidth": Part(
-        minutes=1, gpus=2, teaches="bus bandwidth between the GPUs", steps=lambda check, _: [bandwidth(check)]
+    "presets": Part(
+        minutes=5, teaches="every preset on all GPUs, or as two ranks on one", steps=lambda check, _: presets(check)
     ),
-    "tests": Part(minutes=4, teaches="the tests marked gpu", steps=lambda check, _: [gpu_tests(check)]),
+    "bandwidth": Part(minutes=1, teaches="bus bandwidth between the GPUs", steps=lambda check, _: [bandwidth(check)]),
+    "tests": Part(minutes=3, teaches="the tests marked gpu", steps=lambda check, _: [gpu_tests(check)]),
     "traces": Part(
         minutes=3,
         teaches="plans against traces of the grid on fake tensors, on the CPU",

@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="run a few tiny cases on the CPU")
     parser.add_argument("--fake-tensors", action="store_true", help="run the cases that can be traced, on a CPU")
     parser.add_argument("--fits", action="store_true", help="run the rows of README's table instead of the grid")
+    parser.add_argument("--cases", type=Path, help="run the cases of a JSON file instead of the grid")
     parser.add_argument("--limit", type=int, help="run at most this many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="name of the GPU in the planner")
     parser.add_argument("--measure-only", action="store_true", help="make no plans; a later --report does")
@@ -228,6 +229,7 @@ def main() -> None:
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
     grid = fits_grid(given.gpu, tiny=given.tiny) if given.fits else grid
+    grid = json.loads(given.cases.read_text()) if given.cases else grid
     if given.fake_tensors:
         grid = [case for case in grid if case["preset"] in TRACED]
     given.output.mkdir(parents=True, exist_ok=True)

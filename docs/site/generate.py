@@ -45,7 +45,7 @@ SECTIONS: dict[str, list[str]] = {
 # The how-tos, by what the reader is about to do.
 HOW_TO_GROUPS = {
     "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "simulate", "simulate-stragglers"],
-    "Train": ["your-own-script", "data", "training", "optimizers", "checkpoints"],
+    "Train": ["your-own-script", "data", "training", "several-ranks-on-one-gpu", "optimizers", "checkpoints"],
     "Compare": ["report"],
     "Several nodes": ["multi-node", "offline-clusters"],
     "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],

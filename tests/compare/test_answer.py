@@ -75,6 +75,20 @@ def test_single_runs_on_gpus_decide_nothing_and_show_what_memory_is_saved(made_u
     ]
 
 
+def test_ranks_that_share_a_gpu_show_memory_and_no_speed(made_up: Document) -> None:
+    shared = on_gpus(made_up, ddp=BASELINE, zero2=(0.75, 2.0, (1.9, 2.1)))
+    shared |= {"method": shared["method"] | {"ranks_per_gpu": 2}}
+    assert answer_text(shared).splitlines() == [
+        "Memory, losses and parity only: speeds are n/a, since 2 ranks share a GPU, so no preset is recommended",
+        "- zero2 uses 25 % less memory than ddp",
+    ]
+    text = markdown_text(shared)
+    assert "2 ranks on 1 × NVIDIA H100 80GB HBM3" in text
+    assert "2 ranks share each GPU: memory, sharding, losses and parity are those of as many GPUs" in text
+    assert not {"1,000", "2,000", "Speed", "tokens/s is of all ranks"} & set(re.split(r"[|#\n]\s*|\s*[|\n]", text))
+    assert "2,000" not in "\n".join(console_lines(shared)) + html_text(shared)
+
+
 def test_a_smaller_preset_that_is_slower_is_named_with_its_price(made_up: Document) -> None:
     assert answer_text(made_up).splitlines() == [
         "Take zero2: the fastest of 3",

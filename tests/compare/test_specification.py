@@ -198,6 +198,16 @@ def test_world_sizes_are_separate_or_with_commas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "value"), [("profile", True), ("price_per_gpu_hour", 2.0), ("target_interval", 0.01)]
+)
+def test_what_needs_speeds_is_refused_where_ranks_share_a_gpu(option: str, value: Any) -> None:
+    with pytest.raises(ToolkitError, match="needs speeds, and ranks that share a GPU have none"):
+        options(ranks_per_gpu=2, **{option: value})
+    shared = make_specification(options(ranks_per_gpu=2, preset=("ddp",), cpu=False, num_processes=("2",)))
+    assert (shared.ranks_per_gpu, shared.target_interval) == (2, None)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("num_processes", ("1,two",), "--num-processes is 'two', expected whole numbers: `--num-processes 1,2,4`"),

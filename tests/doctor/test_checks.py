@@ -297,6 +297,30 @@ def test_torch_reduces_between_the_gpus_where_nccl_tests_are_missing(monkeypatch
     assert (found.level, found.value) == ("error", "['-m', 'toolkit.doctor.speed_checks', '8'] returned 7.0")
 
 
+@pytest.mark.parametrize(("works", "levels"), [("hosts", []), ("one-host", ["note"]), ("", ["warning"])])
+def test_how_ranks_share_a_gpu_is_examined(
+    works: str, levels: list[str], program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL 2.29.7 has one way; another way that works is a note."""
+    lines = "GPU 0: NVIDIA H100\n  MIG 1g.10gb Device 0: (UUID: MIG-a)\n  MIG 1g.10gb Device 1: (UUID: MIG-b)"
+    program("nvidia-smi", f"cat <<'END'\n{lines}\nEND")
+
+    def run(command: list[str], **variables: str) -> tuple[int, str]:
+        assert (command[-1], variables["TOOLKIT_RANKS_PER_GPU"]) == ("2", "2")
+        reduced = "# Out of bounds values : 0 OK\n# Avg bus bandwidth : 1.0"
+        return (0, reduced) if variables["TOOLKIT_RANKS_PER_GPU_BY"] == works else (1, "Duplicate GPU detected")
+
+    monkeypatch.setattr(speed_checks, "run_program", run)
+    monkeypatch.setattr(speed_checks, "count_gpus", lambda: 1)
+    monkeypatch.setattr(speed_checks, "nccl_version", lambda: (2, 29, 7))
+    outcome = run_here("ranks-per-gpu", options=DoctorOptions(long=True))
+    known = {"gpus": 1, "mig_slices": 2, "nccl": "2.29.7", "way": "hosts"}
+    assert outcome.measured == known | ({"works_by": works} if works else {})
+    *others, offer = sorted(outcome.findings, key=lambda finding: "--ranks-per-gpu" in finding.fix)
+    assert offer.value == "NCCL 2.29.7, TOOLKIT_RANKS_PER_GPU_BY=hosts"
+    assert [finding.level for finding in others] == levels
+
+
 @pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.cold_start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> N
     shown = command_of("fsdp2_hybrid", 8).shown
     assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in shown
     assert "parallelism_config" not in command_of("fsdp2", 8).shown
+
+
+def test_ranks_that_share_a_gpu_are_told_so_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TrainOptions(preset="zero2", num_processes=4, ranks_per_gpu=4, training_arguments=("--max_steps", "8"))
+    command = launch.command_of(options, load_preset("zero2"))
+    assert command.environment["TOOLKIT_RANKS_PER_GPU"] == "4"
+    assert command.shown.startswith("TOOLKIT_RANKS_PER_GPU=4 accelerate launch ")
+    assert "TOOLKIT_RANKS_PER_GPU" not in command_of("zero2", 2).environment
+    monkeypatch.setenv("TOOLKIT_RANKS_PER_GPU", "2")  # the option of this run counts
+    assert command_of("zero2", 2).environment["TOOLKIT_RANKS_PER_GPU"] == "1"
+    monkeypatch.setattr("toolkit.launch.options.default_num_processes", lambda **_: 1)
+    assert replace(options, num_processes=None).world_size(load_preset("zero2")) == 4
 
 
 def test_the_environment_on_gpus_describes_the_run_only(monkeypatch: pytest.MonkeyPatch) -> None:

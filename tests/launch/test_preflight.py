@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.launch import preflight
 from toolkit.launch.resume import TrainingRun
-from toolkit.presets import load_preset
+from toolkit.presets import list_presets, load_preset
 from toolkit.record.folder import write_json
 
 
@@ -48,7 +48,7 @@ def test_a_valid_job_passes_with_its_global_batch_size(model: Path, rows: Path) 
 @pytest.mark.parametrize(
     ("preset", "n", "gpus", "message", "hint"),
     [
-        ("ddp", 4, 2, "4 processes, but 2 GPUs are visible here", "`--num-processes 2`"),
+        ("ddp", 4, 2, "4 processes, but 2 GPUs are visible here", "`--num-processes 2`, or `--ranks-per-gpu 2` for"),
         ("ddp", 0, None, "--num-processes is 0, expected 1 or more", "None"),
         ("fsdp2_hybrid", 2, None, "preset 'fsdp2_hybrid' needs at least 4 processes, got 2", ""),
         ("fsdp2_hybrid", 5, 8, "preset 'fsdp2_hybrid' needs a multiple of 2 processes, got 5", "`--num-processes 6`"),
@@ -62,6 +62,30 @@ def test_an_unsupported_number_of_processes_is_refused(
         preflight.check_process_count(n, gpus=gpus, preset=load_preset(preset))
     assert caught.value.message == message
     assert str(caught.value.hint).startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("preset", "n", "gpus", "ranks", "message", "hint"),
+    [
+        ("zero3", 8, 1, 4, "8 processes, but 1 GPU is visible here, with 4 ranks on each", "`--ranks-per-gpu 8`"),
+        ("zeropp", 8, 1, 8, "preset 'zeropp' divides its quantised gradients by the GPUs", "`--preset zero3`"),
+        ("ddp", 2, None, 2, "--ranks-per-gpu needs a GPU, and this run has none", "leave it out"),
+        ("ddp", 2, 0, 2, "--ranks-per-gpu needs a GPU, and this run has none", "leave it out"),
+    ],
+)
+def test_ranks_that_cannot_share_a_gpu_are_refused(
+    preset: str, n: int, gpus: int | None, ranks: int, message: str, hint: str
+) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        preflight.check_process_count(n, gpus=gpus, preset=load_preset(preset), ranks_per_gpu=ranks)
+    assert message in refused.value.message
+    assert hint in str(refused.value.hint)
+
+
+def test_as_many_ranks_as_the_gpus_take_pass_under_every_other_preset() -> None:
+    for preset in list_presets():
+        if preset.needs_gpu is None and preset.max_world_size is None:
+            preflight.check_process_count(8, gpus=2, preset=preset, ranks_per_gpu=4)
 
 
 def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:

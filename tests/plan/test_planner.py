@@ -380,6 +380,25 @@ def test_a_run_that_is_not_planned_or_does_not_fit_says_so(
     assert len(lines) == (1 if preset == "zero2" else 2)  # with a hint to `toolkit recommend`
 
 
+def test_more_ranks_than_fit_on_a_gpu_are_refused_with_a_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of an H100 holds no half of an 8B's states; its adapters train there, but not 32 times on one GPU."""
+    monkeypatch.setattr("toolkit.plan.planner.gpu_names", lambda: [H100])
+    job, lines = replace(arguments(), lora_r=16), list[str]()
+    shared = {"world_size": 2, "ranks_per_gpu": 2, "say": lines.append}
+    row = plan_run_here(load_preset("fsdp2"), job, **shared)
+    assert (row or {})["gpu"] == "h100-sxm, 1/2"
+    assert (row or {})["step_seconds"] is None
+    assert " per rank (" in lines[0]
+    with pytest.raises(ToolkitError) as refused:
+        plan_run_here(load_preset("fsdp2"), arguments(), **shared)
+    assert refused.value.message.startswith("2 ranks do not fit on one h100-sxm: planned peak ")
+    assert "smaller model" in (refused.value.hint or "")
+    shared |= {"world_size": 32, "ranks_per_gpu": 32}
+    with pytest.raises(ToolkitError) as refused:
+        plan_run_here(load_preset("fsdp2"), job, **shared)
+    assert re.fullmatch(r"`--ranks-per-gpu (\d+) --num-processes \1`", refused.value.hint or "")
+
+
 def test_the_plan_of_a_run_is_that_of_the_plan_command() -> None:
     plan = plan_run(load_preset("fsdp2"), arguments(), world_size=8, gpu=find_gpu("h100"))
     options = {"per_device_train_batch_size": 1, "max_seq_length": 2048, "preset": ("fsdp2",), "gpu": "h100"}

@@ -15,6 +15,7 @@ from toolkit.record.measurements import (
     percentile,
     read_steps,
 )
+from toolkit.record.training_progress import step_line
 
 
 def test_a_percentile_is_the_smallest_value_that_covers_the_share() -> None:
@@ -45,6 +46,17 @@ def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -
     assert (measured.tokens_per_second, measured.tokens_per_cpu_second) == (200, 50)
     assert (measured.non_padding_tokens_per_second, measured.supervised_tokens_per_second) == (160, 80)
     assert (measured.step_seconds_median, measured.step_seconds_p90) == (1.0, 1.0)
+
+
+def test_ranks_that_share_a_gpu_have_memory_and_losses_and_no_speed() -> None:
+    steps = [[row(rank, ranks_per_gpu=2, peak_allocated_bytes=7, own_seconds=0.5) for rank in range(2)]] * 3
+    measured = measure(steps, untimed_steps=1)
+    assert (measured.peak_allocated_bytes, measured.losses, measured.ranks_per_gpu) == (7, (1.0,) * 3, 2)
+    assert (measured.summary()["steps"], measured.timed_steps, measured.step_seconds) == (3, 0, ())
+    speeds = (measured.tokens_per_second, measured.step_seconds_median, measured.tokens_per_cpu_second)
+    assert (*speeds, measured.timed_seconds, measured.rank_skew) == (None,) * 5
+    line = step_line(steps[0], max_steps=3, seconds_left=None)
+    assert line == "step 1/3  loss 1.0000  peak 0.0 MiB RSS"
 
 
 def test_losses_are_means_over_ranks_padding_is_a_share_and_peaks_are_maxima() -> None:

@@ -96,14 +96,17 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
         _check_node(prepared)
     if prepared.options.on_cpu or prepared.options.runs_script:
         return None
-    from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.plan.planner import plan_line, plan_run, plan_run_here
+    from toolkit.hardware.gpu_table import find_gpu, shared_gpu
+    from toolkit.plan.planner import check_ranks_fit, plan_line, plan_run, plan_run_here
 
-    run = prepared.run
+    run, shared = prepared.run, prepared.options.ranks_per_gpu
+    size = run.num_processes
     if prepared.options.gpu is None:
-        return plan_run_here(run.preset, run.job, world_size=run.num_processes, say=print_message)
+        return plan_run_here(run.preset, run.job, world_size=size, say=print_message, ranks_per_gpu=shared)
     gpu = find_gpu(prepared.options.gpu)
-    print_message(plan_line(plan_run(run.preset, run.job, world_size=run.num_processes, gpu=gpu)))
+    if shared > 1:
+        check_ranks_fit(run.preset, run.job, world_size=size, gpu=gpu, ranks_per_gpu=shared)
+    print_message(plan_line(plan_run(run.preset, run.job, world_size=size, gpu=shared_gpu(gpu, shared))))
     return None
 
 

@@ -69,6 +69,9 @@ def _answer_at(results: Results, world_size: int) -> Answer:
         return Answer(headline="No preset can be recommended: none trained the same problem", details=())
     if results.on_cpu:
         return Answer(headline=ON_CPU, details=tuple(_bytes_on_cpu(ranked)))
+    if (shared := results.method.ranks_per_gpu) > 1:
+        why = f"speeds are n/a, since {shared} ranks share a GPU, so no preset is recommended"
+        return Answer(headline=f"Memory, losses and parity only: {why}", details=tuple(_least_memory(results, ranked)))
     ranked = [(label, row) for label, row in ranked if row.has_speed]
     if len(ranked) == 1:
         return Answer(headline=f"Take {ranked[0][0]}, the only one that can be compared", details=(), recommends=True)

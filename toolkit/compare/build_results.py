@@ -125,6 +125,7 @@ def build_results(
             ratio_confidence=significance.confidence_of(rows),
             target_interval=spec.target_interval,
             scaling=spec.scaling,
+            ranks_per_gpu=spec.ranks_per_gpu,
         ),
     )
     return results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour)

@@ -25,7 +25,8 @@ from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.files.paths import user_path
-from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
+from toolkit.hardware.gpu_table import common_gpu
+from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus, gpu_names
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
@@ -33,6 +34,7 @@ from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_libraries, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.observe.script_file import check_script_preset
+from toolkit.plan.planner import check_ranks_fit
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals
@@ -101,6 +103,7 @@ def check_comparison(options: CompareOptions) -> Runner:
                 cpu=spec.cpu,
                 gpus=gpus,
                 nodes=nodes,
+                ranks_per_gpu=spec.ranks_per_gpu,
             )
             for row in dict.fromkeys([supported[-1], *own])
         ]
@@ -134,6 +137,7 @@ def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allo
     if here and not spec.cpu:
         gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
+    shared, gpu = spec.ranks_per_gpu, None if spec.cpu else common_gpu(gpu_names())
     for row in spec.rows():
         preset, job = spec.preset(row.preset), spec.job(row)
         if spec.script_or_module:
@@ -149,8 +153,10 @@ def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allo
                         " node only",
                         hint="compare it on one node, without `--nproc-per-node`",
                     )
-            check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes)
+            check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes, ranks_per_gpu=shared)
             check_arguments(job, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
+            if shared > 1 and gpu is not None and not spec.script_or_module:
+                check_ranks_fit(preset, job, world_size=row.world_size, gpu=gpu, ranks_per_gpu=shared)
         except ToolkitError as error:
             reasons[row] = error
     if len(reasons) == len(spec.rows()):

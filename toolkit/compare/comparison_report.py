@@ -227,14 +227,18 @@ def _short(name: str | None) -> str:
 def notes(results: Results) -> list[str]:
     """Return what a reader must know before quoting a figure."""
     method, price, rows = results.method, results.price_per_gpu_hour, results.rows
-    repeated = any(row.repeated for row in rows)
+    repeated, shared, hidden = any(row.repeated for row in rows), method.ranks_per_gpu, not results.shows_speeds
     labelled = results.labelled_rows
     throttled = [f"{label} ({', '.join(row.throttle_reasons)})" for label, row in labelled if row.throttle_reasons]
     recompiled = [label for label, row in labelled if row.recompilations_after_first_steps]
     planned = results.on_cpu and any(row.planned_gpu_state_bytes for row in rows)
     found: dict[str, object] = {
-        "Single runs: no interval, so no difference in speed can be claimed.": not repeated and not results.on_cpu,
-        "Single runs on a CPU: their speeds vary by tens of per cent and are not shown.": not results.shows_speeds,
+        f"{shared} ranks share each GPU: memory, sharding, losses and parity are those of as many GPUs; speeds are not,"
+        " and are not shown.": shared > 1,
+        "Single runs: no interval, so no difference in speed can be claimed.": not (
+            repeated or hidden or results.on_cpu
+        ),
+        "Single runs on a CPU: their speeds vary by tens of per cent and are not shown.": hidden and results.on_cpu,
         f"Intervals: {method.interval}; a difference is claimed only where the ratio's interval"
         f" ({100 * method.ratio_confidence:.4g} %) excludes 1.": repeated,
         f"Unclear: the interval includes 1 and reaches further than {percent(SAME_SPEED)} from it; more repeats narrow"

@@ -24,9 +24,11 @@ from toolkit.flags import (
     NvmePath,
     PresetNames,
     PricePerGpuHour,
+    RanksPerGpu,
     TrainingArguments,
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.hardware.shared_gpu import MOST_RANKS_PER_GPU
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
@@ -49,6 +51,7 @@ class CompareOptions(ScriptOptions):
         tuple[str, ...],
         typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
+    ranks_per_gpu: RanksPerGpu = 1
     nproc_per_node: Annotated[
         int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
@@ -105,6 +108,7 @@ class CompareOptions(ScriptOptions):
     def __post_init__(self) -> None:
         limits = {
             "nproc-per-node": (self.nproc_per_node, Range(lowest=1, highest=2**10)),
+            "ranks-per-gpu": (self.ranks_per_gpu, Range(lowest=1, highest=MOST_RANKS_PER_GPU)),
             "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
             "find-max-batch": (self.find_max_batch, Range(lowest=1, highest=2**20)),
             "stop-after-steps": (self.stop_after_steps, Range(lowest=1, highest=2**31)),
@@ -117,6 +121,11 @@ class CompareOptions(ScriptOptions):
         for name, (value, allowed) in limits.items():
             check_range(f"--{name}", value, allowed)
         self._check_script()
+        speeds = {"--profile": self.profile, "--price-per-gpu-hour": self.price_per_gpu_hour is not None}
+        for option, given in (speeds | {"--target-interval": bool(self.target_interval)}).items():
+            if given and self.ranks_per_gpu > 1:
+                hint = f"leave `{option}` or `--ranks-per-gpu` out"
+                raise ToolkitError(f"{option} needs speeds, and ranks that share a GPU have none", hint=hint)
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
         if self.nproc_per_node is not None and self.warm_start:
@@ -164,7 +173,7 @@ class CompareOptions(ScriptOptions):
                 hint=f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two",
             )
         if not self.num_processes:
-            return (default_num_processes(on_cpu=self.on_cpu),)
+            return (self.ranks_per_gpu * default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
         for word in words:
             if not re.fullmatch("[0-9]+", word):

@@ -114,7 +114,7 @@ def _planned_duration(
 ) -> ExpectedDuration | None:
     """The steps alone, with sequences of full length; what comes before and after them is not planned."""
     steps = fewest = spec.job(row).max_steps
-    if spec.cpu or shape is None or gpu is None or steps <= 0:
+    if spec.cpu or spec.ranks_per_gpu > 1 or shape is None or gpu is None or steps <= 0:
         return None
     with contextlib.suppress(ToolkitError):
         job, preset = PlannedJob.of(spec.job(row)), spec.preset(row.preset)
@@ -173,7 +173,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
             " starting, loading and saving come on top, and are known after a first trial"
         )
     if None in durations.values():
-        why = "the planner needs a GPU that it lists, and --max_steps"
+        why = "the planner needs a GPU that it lists, for each rank, and --max_steps"
         where = "of a script" if spec.script_or_module else "on a CPU"
         on_cpu = f"{where} no duration is known before a first trial: run one, stop, and repeat the dry run"
         unplanned = spec.cpu or spec.script_or_module

@@ -123,6 +123,8 @@ class ComparisonMethod(Model):
     target_interval: NonNegativeReal | None = None
     """A trial ended early once half the 95 % confidence interval of its median step was within this fraction of the
     median; null: all steps ran."""
+    ranks_per_gpu: PositiveCount = 1
+    """Ranks that shared each GPU; above 1 no speed is known."""
     scaling: Scaling | None = None
     """`strong`: the same global batch for each number of processes; `weak`: the same batch per process; null with a
     single number of processes."""
@@ -180,12 +182,14 @@ class Results(Model):
         if self.on_cpu:
             return f"{world_size} CPU {'process' if world_size == 1 else 'processes'}"
         names = {gpu.name for gpu in self.environment.gpus}
-        return f"{world_size} × {names.pop() if len(names) == 1 else 'GPU'}"
+        shared = self.method.ranks_per_gpu
+        ranks = f"{world_size} ranks on " if shared > 1 else ""
+        return f"{ranks}{-(-world_size // shared)} × {names.pop() if len(names) == 1 else 'GPU'}"
 
     @property
     def shows_speeds(self) -> bool:
-        """False for single runs on a CPU: their speeds vary by tens of per cent, and no interval says so."""
-        return not self.on_cpu or self.method.repeats > 1
+        """False for ranks that share GPUs, and for single runs on a CPU: no interval says how their speeds vary."""
+        return self.method.ranks_per_gpu == 1 and (not self.on_cpu or self.method.repeats > 1)
 
     def as_reported(self) -> Results:
         """Return the results as reports show them."""

@@ -95,6 +95,7 @@ class ComparisonSpec(BaseModel):
     reference: str
     """Name of the baseline."""
     cpu: bool
+    ranks_per_gpu: PositiveCount = 1
     processes_per_node: PositiveCount | None = None
     """Ranks on each node of a SLURM job; None where all trials run on one node, without it."""
     repeats: PositiveCount = 1
@@ -203,6 +204,7 @@ class ComparisonSpec(BaseModel):
             num_processes=row.world_size,
             training_arguments=(*self.training_argv(row, run_folder), *extra_arguments),
             cpu=self.cpu,
+            ranks_per_gpu=self.ranks_per_gpu,
             script=self.script,
             module=self.module,
             output_dir=run_folder if self.script_or_module else None,
@@ -303,7 +305,9 @@ def make_specification(options: CompareOptions) -> ComparisonSpec:
     if baseline not in presets:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(presets)}")
     target_interval = options.target_interval
-    if target_interval is None:
+    if options.ranks_per_gpu > 1:
+        target_interval = None  # there is no speed to be known
+    elif target_interval is None:
         offloads = any(preset.offloads for preset in presets.values())
         target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
     job, batches = Job() if options.runs_script else Job.from_argv(options.training_arguments), {}

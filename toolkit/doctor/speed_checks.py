@@ -18,13 +18,15 @@ from datetime import timedelta
 from statistics import median
 from typing import Any
 
-from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
+from toolkit.doctor.checks import ERROR, NOTE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.hardware.gpu_table import GIGA, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
+from toolkit.hardware.shared_gpu import WAY_VARIABLE, WAYS, default_way, nccl_version, rank_variables
+from toolkit.hardware.system_text import output_of
 from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
-from toolkit.units import MIB
+from toolkit.units import MIB, NOT_AVAILABLE
 from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
@@ -115,6 +117,35 @@ def all_reduce(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, f"{bandwidth / GIGA:.0f} GB/s", f"at least {expected / GIGA:.0f} GB/s", fix)
 
 
+@node_check(
+    "with `--long`: an all-reduce of two ranks on one GPU fails in every way, or only another way works",
+    "`toolkit/hardware/shared_gpu.py`",
+)
+def ranks_per_gpu(node: NodeReadings, outcome: Outcome) -> None:
+    """GPUs, MIG slices, and the NCCL that is loaded, which decides how ranks share a GPU (`--ranks-per-gpu`)."""
+    gpus, version = count_gpus(), nccl_version()
+    if not gpus:
+        raise NotMeasured("no NVIDIA GPU")
+    slices, way = (output_of("nvidia-smi", "-L") or "").count("(UUID: MIG-"), default_way(version)
+    nccl = version and ".".join(map(str, version))
+    outcome.measured = {"gpus": gpus, "mig_slices": slices, "nccl": nccl, "way": way}
+    fix = "`toolkit compare --ranks-per-gpu 2`: memory, losses and parity of real ranks, without speeds"
+    value = f"NCCL {nccl or NOT_AVAILABLE}, {WAY_VARIABLE}={way}"
+    outcome.add(NOTE, "one GPU: ranks can share it", value, "a GPU for each rank", fix, when=gpus == 1)
+    if not node.options.long or not installed_version("torch"):
+        return
+    failures, command = [], [sys.executable, "-m", "toolkit.doctor.speed_checks", "2"]
+    for tried in sorted(WAYS, key=lambda name: name != way):
+        code, printed = run_program(command, TOOLKIT_RANKS_PER_GPU="2", **{WAY_VARIABLE: tried})
+        if code == 0 and read_nccl_tests(printed):
+            outcome.measured["works_by"], fix = tried, f"export {WAY_VARIABLE}={tried}"
+            outcome.add(NOTE, "two ranks share a GPU in another way only", tried, way, fix, when=tried != way)
+            return
+        failures.append(_last_line(printed, code))
+    fix = "a newer NCCL; or under ddp `-- --ddp_backend gloo`"
+    outcome.add(WARNING, "two ranks cannot share a GPU", failures[0], "an all-reduce of both", fix)
+
+
 def read_nccl_tests(printed: str) -> float | None:
     """Return the average bus bandwidth in bytes per second; None if a value is wrong, or nothing is reported.
 
@@ -128,12 +159,14 @@ def read_nccl_tests(printed: str) -> float | None:
 
 def measure_all_reduce(rank: int, world_size: int, store: str) -> None:
     """Measure as one rank; rank 0 prints the bus bandwidth of the median of five, as nccl-tests do. Imports torch."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= rank_variables(os.environ, nccl=nccl_version())
     import torch
     from torch import distributed
 
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group(backend, f"file://{store}", timedelta(seconds=COLLECTIVE_SECONDS), world_size, rank)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     payload, seconds = torch.ones(PAYLOAD_BYTES // 4, dtype=torch.float32, device=device), []

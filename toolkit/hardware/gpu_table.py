@@ -77,6 +77,12 @@ class Gpu:
         return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
+def shared_gpu(gpu: Gpu, ranks: int) -> Gpu:
+    """Return what one of `ranks` ranks has of a GPU that they share: a part of the memory, and no peak."""
+    none, name = (None, None, None, None), f"{gpu.name}, 1/{ranks}"
+    return gpu if ranks == 1 else replace(gpu, name=name, memory_gib=gpu.memory_gib / ranks, peak_tflops=none)
+
+
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of a short name, or of its driver's. Raises ToolkitError with the nearest for another."""
     found = known_gpu(name)

@@ -19,9 +19,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.cache import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
+from toolkit.hardware.shared_gpu import RANKS_PER_GPU_VARIABLE
 from toolkit.launch.options import TrainOptions
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, WORLD_SIZE_VARIABLE
@@ -113,6 +115,7 @@ def command_of(
         nvme_path=nvme_path,
         hang_timeout_minutes=options.hang_timeout_minutes,
         program=program,
+        ranks_per_gpu=options.ranks_per_gpu,
     )
 
 
@@ -125,6 +128,7 @@ def launch_command(
     nvme_path: Path | None = None,
     hang_timeout_minutes: float | None = None,
     program: Sequence[str] = ("-m", "toolkit.train"),
+    ranks_per_gpu: int = 1,
 ) -> LaunchCommand:
     """Build the command that starts `num_processes` ranks of a program on this node.
 
@@ -138,7 +142,9 @@ def launch_command(
     if preset.engine == "none" and tuple(program[:2]) == ("-m", "toolkit.train"):
         launcher = []  # it would import torch to set this rank's environment, and wait: 2 CPU-seconds and 150 MiB
     run_id = new_run_id()
-    variables = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
+    variables: dict[str, Any] = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
+    if ranks_per_gpu > 1 or RANKS_PER_GPU_VARIABLE in os.environ:
+        variables[RANKS_PER_GPU_VARIABLE] = ranks_per_gpu
     added = {name: str(value) for name, value in variables.items() if value is not None}
     assignments = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
     return LaunchCommand(

@@ -77,6 +77,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
         training_argv=options.training_arguments,
         cpu=options.on_cpu,
         gpus=None if options.gpu is None else options.world_size(preset),
+        ranks_per_gpu=options.ranks_per_gpu,
     )
     check_output(run.job, engine=preset.engine)
     nvme = check_nvme(preset, nvme_path=options.nvme_path, job=run.job, cpu=options.on_cpu)
@@ -96,7 +97,8 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
 def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Callable[[str], None]) -> PreparedRun:
     """Check what can be known of somebody's script, and build its launch command."""
     processes = options.world_size(preset)
-    check_process_count(processes, gpus=None if options.on_cpu else count_gpus(), preset=preset)
+    gpus = None if options.on_cpu else count_gpus()
+    check_process_count(processes, gpus=gpus, preset=preset, ranks_per_gpu=options.ranks_per_gpu)
     check_script_preset(preset)
     check_script(options.script, options.module)
     _check_trl_on_cpu(options)

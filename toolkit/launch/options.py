@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.errors import ToolkitError
-from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, NvmePath, TrainingArguments
+from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, NvmePath, RanksPerGpu, TrainingArguments
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.hardware.shared_gpu import MOST_RANKS_PER_GPU
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class TrainOptions(ScriptOptions):
 
     preset: Annotated[str, typer.Option(help=f"{PRESET_HELP}; auto: {AUTO_HELP}")] = AUTO_PRESET
     num_processes: NumProcesses = None
+    ranks_per_gpu: RanksPerGpu = 1
     training_arguments: TrainingArguments = ()
     cpu: CpuFlag = None
     dry_run: Annotated[
@@ -88,6 +90,7 @@ class TrainOptions(ScriptOptions):
             "--hang-timeout-minutes": (self.hang_timeout_minutes, Range(lowest=0, highest=YEAR_MINUTES)),
             "--stop-minutes": (self.stop_minutes, Range(lowest=0, highest=YEAR_MINUTES)),
             "--max-restarts": (self.max_restarts, Range(lowest=0, highest=MAX_RESTARTS)),
+            "--ranks-per-gpu": (self.ranks_per_gpu, Range(lowest=1, highest=MOST_RANKS_PER_GPU)),
         }
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
@@ -107,5 +110,5 @@ class TrainOptions(ScriptOptions):
         """Return the number of processes: as given, or by default all visible GPUs, two on a CPU, one for `single`."""
         if self.num_processes is not None:
             return self.num_processes
-        processes = default_num_processes(on_cpu=self.on_cpu)
+        processes = self.ranks_per_gpu * default_num_processes(on_cpu=self.on_cpu)
         return processes if preset.max_world_size is None else min(processes, preset.max_world_size)

@@ -59,6 +59,7 @@ def check_job(
     cpu: bool,
     gpus: int | None = None,
     nodes: int = 1,
+    ranks_per_gpu: int = 1,
 ) -> TrainingRun:
     """Check everything but the output folder, which a comparison chooses itself.
 
@@ -69,7 +70,7 @@ def check_job(
     here = gpus is None and nodes == 1
     if here and not cpu:
         gpus = count_gpus()
-    check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes)
+    check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes, ranks_per_gpu=ranks_per_gpu)
     job = Job.from_argv(training_argv)
     check_required(job, ("model_name_or_path", "dataset"))
     warnings = check_arguments(job, preset, num_processes=num_processes, on_cpu=cpu, here=here)
@@ -95,13 +96,19 @@ def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
     require(*TRAIN[:3] if runs_script else TRAIN, *("deepspeed", "ninja") * (preset.engine == "deepspeed"))
 
 
-def check_process_count(num_processes: int, *, gpus: int | None, preset: PresetSpec, nodes: int = 1) -> None:
+def check_process_count(
+    num_processes: int, *, gpus: int | None, preset: PresetSpec, nodes: int = 1, ranks_per_gpu: int = 1
+) -> None:
     """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
     if num_processes < 1:
         raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
     if num_processes > LARGEST_NODE * nodes:
         raise ToolkitError(f"--num-processes is {num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
-    device = CPU if gpus is None else Device(count=gpus)
+    if ranks_per_gpu > 1 and not gpus:
+        raise ToolkitError(
+            "--ranks-per-gpu needs a GPU, and this run has none", hint="leave it out: on a CPU any number of ranks runs"
+        )
+    device = CPU if gpus is None else Device(count=gpus, ranks_per_gpu=ranks_per_gpu)
     check_supported(preset, world_size=num_processes, device=device)
 
 

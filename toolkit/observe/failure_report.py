@@ -20,6 +20,7 @@ import torch
 
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.files.secrets import hide_secrets
+from toolkit.hardware.shared_gpu import refused_by_nccl
 from toolkit.observe.progress import Progress
 from toolkit.record import status
 from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint, resume_hint
@@ -65,6 +66,7 @@ def status_of(error: BaseException) -> str:
 
 def report_failure(error: BaseException, progress: Progress) -> int:
     """Write failure.json and run.json's status unless another rank has, print the cause, and return the exit code."""
+    error = refused_by_nccl(str(error)) or error
     kind, rank = status_of(error), int(os.environ.get("RANK", "0"))
     invalid_input = isinstance(error, ToolkitError) and not isinstance(error, (RunFailed, OutOfMemory))
     code = status.exit_code_of(kind, invalid_input=invalid_input)

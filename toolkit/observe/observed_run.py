@@ -23,6 +23,7 @@ import torch.distributed as dist
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
+from toolkit.hardware.shared_gpu import sharing_ranks
 from toolkit.observe.progress import Progress
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
@@ -75,6 +76,7 @@ class ObservedRun:
                 status=status.RUNNING,
                 exit_code=None,
                 world_size=self.world_size,
+                ranks_per_gpu=sharing_ranks(),
                 argv=hide_words(sys.argv),
                 versions=library_versions(),
                 hardware=describe_node(),
@@ -116,7 +118,9 @@ class ObservedRun:
         )
         loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
         speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
-        if not measured.timed_steps:
+        if measured.ranks_per_gpu is not None:
+            speed = f"speeds n/a: {measured.ranks_per_gpu} ranks share a GPU"
+        elif not measured.timed_steps:
             speed = f"no speed: the first {untimed_steps} steps are not timed"
         print(goodput.describe(), flush=True)
         if (slowest := describe_slowest_save(saves)) is not None:
@@ -125,7 +129,7 @@ class ObservedRun:
         if signs:
             done = "done, but it may have diverged"
             print(f"warning: {'; '.join(signs)}: the run may have diverged; lower `--learning_rate`", flush=True)
-        print(f"{done}: {len(measured.step_seconds)} steps, {loss}{speed}; {self.folder.path}", flush=True)
+        print(f"{done}: {len(measured.step_tokens)} steps, {loss}{speed}; {self.folder.path}", flush=True)
 
     def write_completion(self, **facts: Any) -> None:
         """Write run.json's status, times and `facts`."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
+from toolkit.hardware.shared_gpu import nccl_version, rank_variables, sharing_ranks
 
 if TYPE_CHECKING:
     from toolkit.observe.progress import Progress
@@ -30,7 +31,12 @@ MAPPED_BYTES = 2**27
 
 
 def prepare_environment() -> None:
-    """Set what torch, DeepSpeed and the Hugging Face libraries read when they are imported."""
+    """Set what torch, DeepSpeed and the Hugging Face libraries read when they are imported.
+
+    Raises ToolkitError where several ranks are to share a GPU and cannot.
+    """
+    if (ranks := sharing_ranks()) is not None:
+        os.environ.update(rank_variables(os.environ, nccl=nccl_version()))
     use_cached_extensions()
     cache_cpu_info()
     os.environ["PATH"] = path_with_ninja()
@@ -46,6 +52,8 @@ def prepare_environment() -> None:
     from torch.utils.file_baton import FileBaton
 
     FileBaton.wait = _announced(FileBaton.wait)
+    if ranks is not None and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1 / ranks)  # no rank takes another one's share
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from toolkit.hardware.gpus import Nvml
+from toolkit.hardware.shared_gpu import sharing_ranks
 from toolkit.observe.attest.clipping import grad_norm_facts
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.failure_report import Diverged
@@ -280,6 +281,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "step_of_process": number - self.resumed_step,
             "rank": self.rank,
             "world_size": None if self.run.single_process else self.run.world_size,
+            "ranks_per_gpu": sharing_ranks(),
             "seconds": self._seconds(step.start, step.end),
             "own_seconds": own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported
             "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),

@@ -47,6 +47,7 @@ class Words:
     stop_after_minutes: float | None = None
     stop_when_steps_within: float | None = None
     untimed_steps: int = 2
+    ranks_per_gpu: int | None = None
     trial: bool = False
     complete_saves: bool = False
     stop_on_signal: bool = False
@@ -119,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
         "--stop-on-signal", action="store_true", help="on SIGTERM or Ctrl-C, all ranks save after the same step and end"
     )
     parser.add_argument("--untimed-steps", type=int, default=2, help="first steps that are not timed; default: 2")
+    parser.add_argument(
+        "--ranks-per-gpu",
+        type=_positive,
+        help="under a launcher that starts N times as many ranks as there are GPUs: put N on each; no speeds are shown",
+    )
     for word in LAUNCHER_WORDS:
         parser.add_argument(word, help=argparse.SUPPRESS)
     return parser

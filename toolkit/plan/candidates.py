@@ -343,8 +343,8 @@ def tolerance_text(choice: Candidate, fitting: Sequence[Candidate], objective: s
         return "it shards and offloads least; `--gpu-tflops` plans speeds too"
     if len(fitting) == 1:
         return "it is the only one that fits"
-    on_gpu = choice.job.load_in_4bit and choice.preset.offload_param is None
-    compared = [each for each in fitting if each.preset.offload_param is None] if on_gpu else fitting
+    stays = choice.job.load_in_4bit and choice.preset.offload_param is None
+    compared = [each for each in fitting if each.preset.offload_param is None] if stays else fitting
     fastest = min(compared, key=lambda candidate: candidate.seconds)
     if fastest is choice:
         return f"it is the fastest{' that keeps the weights on the GPU' if len(compared) < len(fitting) else ''}"

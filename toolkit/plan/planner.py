@@ -7,6 +7,7 @@ plans = make_plans(request)
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu
+from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu, shared_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
 from toolkit.models.read_model import model_and_gpu, read_model
@@ -176,7 +177,8 @@ def check_request(request: PlanRequest) -> None:
 def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, host_memory_bytes: int | None = None) -> Plan:
     """Return the plan for rows of full length on one node. Raises ToolkitError, with the reason, if there is none."""
     shape = read_model(str(job.model_name_or_path), count=False)
-    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
+    planned = replace(PlannedJob.of(job), gpus_per_node=max(PlannedJob.gpus_per_node, world_size))
+    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=planned, gpu=gpu)
     return make_plans(replace(request, host_memory_bytes=host_memory_bytes))[0]
 
 
@@ -197,30 +199,52 @@ def default_preset(job: Job, *, world_size: int, gpu: Gpu) -> str:
 
 
 def plan_run_here(
-    preset: PresetSpec, job: Job, *, world_size: int, say: Callable[[str], None]
+    preset: PresetSpec, job: Job, *, world_size: int, say: Callable[[str], None], ranks_per_gpu: int = 1
 ) -> dict[str, Any] | None:
     """Return the plan for this node's GPUs as a row of `toolkit plan --json`, or None if it cannot be planned.
 
-    Passes one line about the plan, or the reason for which there is none, to `say`.
+    Passes one line about the plan, or the reason for which there is none, to `say`. Raises ToolkitError for more ranks
+    on each GPU than fit.
     """
     try:
         names = sorted(set(gpu_names()))
         if len(names) != 1:
             raise ToolkitError(f"the GPUs of this node are {', '.join(names) or 'not known to nvidia-smi'}")
-        plan = plan_run(preset, job, world_size=world_size, gpu=find_gpu(names[0]), host_memory_bytes=node_memory())
+        gpu = shared_gpu(find_gpu(names[0]), ranks_per_gpu)
+        plan = plan_run(preset, job, world_size=world_size, gpu=gpu, host_memory_bytes=node_memory())
     except ToolkitError as error:
         say(f"not planned: {error.message}")
         return None
+    if ranks_per_gpu > 1:
+        check_ranks_fit(preset, job, world_size=world_size, gpu=find_gpu(names[0]), ranks_per_gpu=ranks_per_gpu)
     say(plan_line(plan))
     if plan.verdict == DOES_NOT_FIT:
         say("  hint: `toolkit recommend` names presets that fit; a run that goes out of memory has exit code 3")
     return plan.as_row()
 
 
+def check_ranks_fit(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, ranks_per_gpu: int) -> None:
+    """Raise ToolkitError where the ranks of a GPU do not fit on it, each with a CUDA context and communicators."""
+    plans: list[Plan] = []
+    for ranks in range(ranks_per_gpu, 1, -1):
+        with contextlib.suppress(ToolkitError):  # a job or a number of processes that is not planned
+            size = world_size * ranks // ranks_per_gpu
+            plans.append(plan_run(preset, job, world_size=size, gpu=shared_gpu(gpu, ranks)))
+        if not plans or plans[0].verdict != DOES_NOT_FIT or plans[-1].fits:
+            break
+    if not plans or plans[0].verdict != DOES_NOT_FIT:
+        return
+    hint = "a smaller model, or `-- --max_seq_length 512 --per_device_train_batch_size 1`"
+    if plans[-1].fits:
+        hint = f"`--ranks-per-gpu {ranks} --num-processes {plans[-1].world_size}`"
+    raise ToolkitError(f"{ranks_per_gpu} ranks do not fit on one {gpu.name}: {plan_line(plans[0])}", hint=hint)
+
+
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
     verdict = plan.host_refusal or VERDICT_TEXT[plan.verdict]
-    return f"GPU memory: {plan.peak_text} ({plan.memory.peak.phase}): {verdict}"
+    what = "memory of one rank" if ", 1/" in plan.request.gpu.name else "GPU memory"  # of a GPU that ranks share
+    return f"{what}: {plan.peak_text} ({plan.memory.peak.phase}): {verdict}"
 
 
 def why_unsupported(request: PlanRequest, preset: PresetSpec, world_size: int) -> Reason | None:

@@ -34,6 +34,7 @@ class Device:
 
     type: Literal["gpu", "cpu"] = "gpu"
     count: int | None = None  # GPUs that are visible; None where it does not matter or is not known
+    ranks_per_gpu: int = 1
     name: str = "the GPU"
     has_bf16: bool = True
     has_nvme: bool = True  # a local NVMe disk can be named

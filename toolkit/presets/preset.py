@@ -164,9 +164,9 @@ def _parallel(config: dict[str, Any], engine: str, path: Path) -> tuple[str, ...
 
 
 def _deepspeed_source(config: dict[str, Any], path: Path) -> tuple[Path | None, str | None]:
-    """The JSON, and the settings that a YAML has itself; its JSON is then the one of its name, or one that says the same.
+    """The JSON, and the settings that a YAML has itself; its JSON is then the one of its name.
 
-    `ulysses` has the settings of `zero3`.
+    Without one, it is a JSON that says the same: `ulysses` has the settings of `zero3`.
     """
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     settings = None if named is None else settings_for_path(named, f"{path}: deepspeed_config_file")

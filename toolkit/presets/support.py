@@ -105,10 +105,24 @@ def _needs_gpu(case: Case, preset: PresetSpec) -> Answers:
 
 
 def _gpu_count(case: Case) -> Answers:
-    count = None if case.device is None else case.device.count
-    if count is not None and case.world_size is not None and case.world_size > count:
-        hint = f"`--num-processes {count}`" if count else "`--cpu` trains on the CPU"
-        yield job_answer(f"{case.world_size} processes, but {count} GPUs are visible here", hint)
+    device, size = case.device, case.world_size
+    if device is None or device.count is None or size is None or size <= device.count * device.ranks_per_gpu:
+        return
+    count, shared, hint = device.count, device.ranks_per_gpu, "`--cpu` trains on the CPU"
+    if count:
+        hint = f"`--ranks-per-gpu {-(-size // count)}` for memory, losses and parity of real ranks, without speeds"
+        hint = f"`--num-processes {count * shared}`, or {hint}"
+    gpus = "1 GPU is" if count == 1 else f"{count} GPUs are"
+    yield job_answer(
+        f"{size} processes, but {gpus} visible here" + f", with {shared} ranks on each" * (shared > 1), hint
+    )
+
+
+def _shared_gpu(case: Case, preset: PresetSpec) -> Answers:
+    """All collectives and point-to-point messages of the presets work through sockets; this one counts GPUs."""
+    if case.device is not None and case.device.ranks_per_gpu > 1 and preset.needs_gpu is not None:
+        why = "divides its quantised gradients by the GPUs of a node, and with --ranks-per-gpu each rank sees one"
+        yield preset_answer(preset, why, "`--preset zero3`")
 
 
 def _nvme_disk(case: Case, preset: PresetSpec) -> Answers:
@@ -198,6 +212,7 @@ RULES: dict[str, Rule] = {
     "pipeline-purpose": of_preset(layout_rules.pipeline_purpose),
     "degree-of-model": layout_rules.degree_of_model,
     "gpu-count": _gpu_count,
+    "shared-gpu": of_preset(_shared_gpu),
     "nvme-disk": of_preset(_nvme_disk),
     "rehearsal": of_preset(_rehearsal),
     "fake-tensors": of_preset(_fake_tensors),

@@ -27,6 +27,7 @@ from toolkit.record.columns import (
     PerStep,
     PositiveCount,
     Repeats,
+    column_of,
 )
 from toolkit.record.folder import RunFolder
 from toolkit.units import fixed, number, percent, speed
@@ -97,6 +98,8 @@ class Figures(Model):
     rank_skew: Annotated[Measured, Column("rank\nskew", fixed(2), repeats=Repeats.GEOMETRIC_MEAN)] = None
     """Time that the slowest rank works on its own (data loading, first forward, optimizer) over that of the median
     rank, median over the timed steps; 1 where no rank delays the others."""
+    ranks_per_gpu: Annotated[Count | None, Column(repeats=Repeats.MIDDLE)] = None
+    """Ranks that shared each GPU: the run has no speeds then; null where each rank had a GPU of its own."""
     peak_allocated_bytes: Annotated[Bytes, _peak("peak\nallocated\n{unit}")] = None
     """Peak of the CUDA allocator on the largest rank; null on a CPU."""
     peak_reserved_bytes: Annotated[Bytes, _peak("peak\nreserved\n{unit}")] = None
@@ -153,7 +156,15 @@ class Measurements(Figures):
     def summary(self) -> dict[str, Any]:
         """Return what has one value per run, with the number of steps that every rank completed."""
         lists = [key for key, value in self if isinstance(value, tuple) and key != "throttle_reasons"]
-        return {"steps": len(self.step_seconds), **self.model_dump(exclude=set(lists))}
+        return {"steps": len(self.step_tokens), **self.model_dump(exclude=set(lists))}
+
+
+# What is not measured where ranks share a GPU.
+WITHOUT_SPEEDS: dict[str, Any] = {
+    **{key: None for key in Measurements.model_fields if column_of(Measurements, key).is_speed},
+    **dict.fromkeys(("timed_seconds", "rank_skew", "tokens_per_cpu_second", "energy_joules")),
+    **{"timed_steps": 0, "step_seconds": (), "timed_step_numbers": ()},
+}
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -181,6 +192,8 @@ class StepRow(BaseModel):
     step_of_process: PositiveInt | None = None
     rank: NonNegativeInt
     world_size: PositiveInt | None = None
+    ranks_per_gpu: PositiveInt | None = None
+    """Ranks that shared its GPU; None where it had its own."""
     seconds: NonNegativeFinite
     own_seconds: NonNegativeFinite | None = None
     data_seconds: NonNegativeFinite | None = None
@@ -263,7 +276,8 @@ def read_steps(folder: RunFolder) -> list[list[StepRow]]:
 def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     """Reduce the rows of all ranks: seconds by the slowest rank, tokens by sum, peaks by maximum.
 
-    A resumed run has untimed steps again, since its processes are new.
+    A resumed run has untimed steps again, since its processes are new. Ranks that share a GPU have no speeds: each
+    waits for the others' kernels.
     """
     by_number = timed_steps(steps, untimed_steps=untimed_steps)
     timed = list(by_number.values())
@@ -277,7 +291,7 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     losses = _over_ranks(steps, "loss", _mean)
     allocated, host = _largest(rows, "peak_allocated_bytes"), _largest(rows, "peak_host_bytes")
     peak = ("peak_host_bytes", host) if allocated is None else ("peak_allocated_bytes", allocated)
-    return Measurements(
+    measured = Measurements(
         timed_steps=len(timed),
         timed_seconds=math.fsum(seconds),
         step_seconds=tuple(_over_ranks(steps, "seconds", max)),
@@ -309,7 +323,9 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
         peak_rank=next((row.rank for row in rows if peak[1] and getattr(row, peak[0]) == peak[1]), None),
         peak_driver_bytes=_largest(rows, "driver_bytes"),
         allocator_retries=_largest(rows, "allocator_retries"),
+        ranks_per_gpu=_largest(rows, "ranks_per_gpu"),
     )
+    return measured if measured.ranks_per_gpu is None else measured.updated(**WITHOUT_SPEEDS)
 
 
 def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> dict[int, list[StepRow]]:

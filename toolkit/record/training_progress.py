@@ -59,7 +59,7 @@ def step_line(step: list[StepRow], *, max_steps: int, seconds_left: float | None
         f"step {step[0].step}" + (f"/{max_steps}" if max_steps > 0 else ""),  # a loop on accelerate does not tell
         f"loss {number(loss, 4)}",
         *([] if norm is None else [f"grad_norm {norm:.4g}"]),
-        f"{seconds(measured.step_seconds[0])}",
+        *map(seconds, measured.step_seconds),  # none where ranks share a GPU
         *([] if measured.tokens_per_second is None else [f"{speed(measured.tokens_per_second)} tokens/s"]),
         f"peak {peak}",
         *([] if seconds_left is None else [f"{time_left(seconds_left)} left"]),

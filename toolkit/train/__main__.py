@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_DONE
 from toolkit.job.argument_reading import help_text
 from toolkit.observe.rank_process import (
@@ -29,4 +30,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(exit_code_of(main))

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The first minutes on a bare machine with a GPU and without a network: install what is missing of the wheels that were
+# carried along (wheels.sh), then check.py, whose order is by what it teaches. The same command resumes.
+# Usage: benchmarks/gpu/first_minutes.sh WHEELS [MINUTES] [arguments of check.py]      OUTPUT=gpu-check  PYTHON=python3
+set -uo pipefail
+began=$(date +%s) wheels=${1:?usage: first_minutes.sh WHEELS [MINUTES] [arguments of check.py]} minutes=${2:-14}
+shift "$(($# < 2 ? $# : 2))"
+python=${PYTHON:-python3} output=${OUTPUT:-gpu-check}
+mkdir -p "$output"
+output=$(cd "$output" && pwd)
+export PYTHONPATH=$PWD:$output/site${PYTHONPATH:+:$PYTHONPATH}
+missing=$("$python" - "$wheels"/*.whl <<'P'
+import importlib.metadata, os, sys
+for path in sys.argv[1:]:
+    name, wanted, *_ = os.path.basename(path).split("-")
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    if installed != wanted and os.path.isfile(path):
+        print(path)
+P
+)
+if [ -n "$missing" ]; then
+  # shellcheck disable=SC2086  # paths of wheels have no spaces
+  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$output/site" $missing
+fi
+# Ops of this DeepSpeed, for this GPU: another environment's stay as they are.
+[ -d "$output/site/deepspeed" ] && export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$output/extensions}
+export DS_BUILD_OPS=0 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} PYTORCH_NVML_BASED_CUDA_CHECK=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+# DeepSpeed compiles its Adam for a GPU in a minute: meanwhile the first steps run, which need none.
+if [[ " $* " != *" --tiny "* ]]; then
+  "$python" -c 'from toolkit.cache import use_cached_extensions; use_cached_extensions()
+from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
+fi
+left=$("$python" -c "import time; print(round($minutes - (time.time() - $began) / 60, 2))")
+"$python" benchmarks/gpu/check.py --output "$output" --minutes "$left" "$@"
+code=$?
+if [ -n "${OUT:-}" ]; then # where the caller fetches files from: not the models
+  for file in "$output"/*.json* "$output"/*.log; do [ -e "$file" ] && cp "$file" "$OUT"; done
+fi
+exit "$code"

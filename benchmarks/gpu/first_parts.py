@@ -1,0 +1,272 @@
+"""The first parts of `check.py`, 14 minutes: what nobody has measured, in the order of what it teaches."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from grid import CALIBRATION
+from hot_kernels import hot_kernels
+from parts import (
+    GENERATIONS,
+    ROOT,
+    SMALL,
+    Check,
+    Part,
+    Row,
+    Step,
+    Variant,
+    comparison,
+    row_of,
+    supported,
+    unmeasured,
+    validation,
+    words,
+)
+from record import read_lines
+
+from toolkit.hardware.shared_gpu import WAY_VARIABLE
+from toolkit.presets.compatibility import Device
+from toolkit.record.folder import read_json
+
+GLOBAL_BATCH = 8  # the same for any number of ranks, so that losses compare
+REHEARSED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
+SHARING = """
+import json
+from toolkit.doctor.checks import CHECKS, NodeReadings
+from toolkit.doctor.options import DoctorOptions
+from toolkit.doctor import speed_checks
+outcome = CHECKS["ranks-per-gpu"].run(NodeReadings(DoctorOptions(long=True)))
+found = [f"{each.what}: {each.value}" for each in outcome.findings]
+print(json.dumps(outcome.measured | {"skipped": outcome.skipped, "findings": found}))
+"""
+
+
+# -- ranks: real ranks on one GPU
+
+
+def ranks(check: Check) -> Iterator[Step]:
+    """Yield every preset that runs with 2, 4 and 8 ranks, three steps each, beside `single`, plan and rehearsal."""
+    yield sharing(check)
+    job: Row = {"max_seq_length": 64 if check.tiny else 1024, "max_steps": 3, "lr_scheduler_type": "constant"}
+    works = check.tiny or check.gpus != 1 or "works_by" in last_json(check.output / "sharing.log")
+    on_small = functools.partial(comparison, check, model=small_model(check), options=["--untimed-steps", "0"], **job)
+    yield on_small("ranks-single", {"single": Variant()}, per_device_train_batch_size=GLOBAL_BATCH)
+    for size in (2,) if check.tiny else (2, 4, 8):
+        shared = max(1, size // (check.gpus or size))
+        device = Device(type="cpu" if check.tiny else "gpu", count=None, ranks_per_gpu=shared)
+        groups, left_out = supported(size, device)
+        if not works:  # gloo moves the gradients of DDP, and no shards
+            groups = {"presets": {"ddp": Variant(preset="ddp", arguments="--ddp_backend gloo")}}
+        given = {"world_size": size, "per_device_train_batch_size": GLOBAL_BATCH // size}
+        label, command, read = on_small(f"ranks-{size}", groups["presets"], **given)
+        yield label, command, functools.partial(with_losses, check, label, size, groups["presets"], read, left_out)
+        if groups.get("experts"):
+            yield on_small(f"ranks-{size}-experts", groups["experts"], **given | {"model": tiny_experts(check)})
+        if size == 2 and works:
+            yield from conversion(check, job)
+            yield rehearsed(check, job)
+
+
+def sharing(check: Check) -> Step:
+    """Return the doctor's all-reduce of two ranks on one GPU; what works is what the next steps use."""
+
+    def read() -> list[Row]:
+        found = last_json(check.output / "sharing.log")
+        if found.get("works_by"):
+            os.environ[WAY_VARIABLE] = found["works_by"]
+        note = found.get("skipped") or f"NCCL {found.get('nccl')}, by {found.get('works_by')}"
+        return unmeasured("two ranks on one GPU", "; ".join([note, *found.get("findings", [])]))
+
+    return "sharing", [sys.executable, "-c", SHARING], read
+
+
+def last_json(log: Path) -> Row:
+    return next((line for line in reversed(read_lines(log)) if isinstance(line, dict)), {})
+
+
+def with_losses(
+    check: Check, name: str, size: int, variants: dict[str, Variant], read: Callable[[], list[Row]], others: list[Row]
+) -> list[Row]:
+    """Return the rows of a comparison, then each preset's last loss beside that of `single` with the same batch."""
+    alone = measured_of(check.output / "ranks-single" / "trials" / "single-n1-r0").get("last_loss")
+    trials = {key: check.output / name / "trials" / f"{key}-n{size}-r0" for key in variants}
+    runs = {key: read_json(folder / "run.json") or {} for key, folder in trials.items()}
+    # Ranks that share their rows have more of them in a step.
+    same = {key: run for key, run in runs.items() if (run.get("spec") or {}).get("global_batch_size") == GLOBAL_BATCH}
+    pairs = {key: (run.get("measured") or {}).get("last_loss") for key, run in same.items()}
+    note = "planned: the loss of `single`"
+    rows = [row_of(key, "loss", alone, loss, world_size=size, note=note) for key, loss in pairs.items() if loss]
+    return [*read(), *rows, *others]
+
+
+def measured_of(folder: Path) -> Row:
+    return (read_json(folder / "run.json") or {}).get("measured") or {}
+
+
+def train(check: Check, name: str, preset: str, size: int, job: Row) -> Step:
+    """Return one run of `toolkit train`, which is not run again once it has completed."""
+    folder = check.output / name
+    if (read_json(folder / "run.json") or {}).get("status") == "completed":
+        return name, [sys.executable, "-c", ""], list
+    argv = [sys.executable, "-m", "toolkit", "train", "--preset", preset, "--num-processes", str(size)]
+    argv += ["--ranks-per-gpu", str(size)] if check.gpus == 1 and size > 1 else []
+    known = {"dataset": check.rows("text") / "train.jsonl", "bf16": True, "output_dir": folder, "untimed_steps": 0}
+    known |= {"overwrite_output_dir": True, "learning_rate": 1e-5, "save_model": False}
+    return name, [*argv, *(["--cpu"] if check.tiny else []), "--", *words(known | job)], list
+
+
+def conversion(check: Check, job: Row) -> Iterator[Step]:
+    """Yield a run under `zero3` that saves half-way, and one under `fsdp2` that goes on from there."""
+    job = job | {"model_name_or_path": small_model(check), "per_device_train_batch_size": 4, "max_steps": 4}
+    yield train(check, "ranks-saved", "zero3", 2, job | {"save_strategy": "steps", "save_steps": 2})
+    saved = check.output / "ranks-saved" / "checkpoint-2"
+    label, command, _ = train(check, "ranks-converted", "fsdp2", 2, job | {"resume_from_checkpoint": saved})
+
+    def read() -> list[Row]:
+        pair = [measured_of(check.output / name).get("last_loss") for name in ("ranks-saved", "ranks-converted")]
+        note = "planned: the loss of zero3, which was not interrupted"
+        return [row_of("zero3 converted to fsdp2", "loss", *pair, note=note if all(pair) else "no loss")]
+
+    yield label, command, read
+
+
+def rehearsed(check: Check, job: Row) -> Step:
+    """Return rehearsals of rank 0 of two under the usual presets: the same jobs as those of real ranks."""
+    same = {"split": "test", "architecture": "tiny-qwen3" if check.tiny else "Qwen3-0.6B", "world_size": 2, "rank": 0}
+    same |= {"method": "full", "activation_checkpointing": False, "max_seq_length": job["max_seq_length"]}
+    same |= {"per_device_train_batch_size": GLOBAL_BATCH // 2}
+    cases = [same | {"id": f"rehearsed-{preset}", "preset": preset} for preset in REHEARSED]
+    return cases_of(check, "ranks-rehearsed", cases, minutes=1.5)
+
+
+def cases_of(check: Check, name: str, cases: list[Row], *, minutes: float) -> Step:
+    file = check.output / f"{name}.cases.json"
+    file.write_text(json.dumps(cases))
+    return validation(check, name, "--cases", str(file), minutes=minutes)
+
+
+def small_model(check: Check) -> Path:
+    """Return a model of 0.6 billion parameters with random weights."""
+    if check.tiny:
+        return check.written("tiny", CALIBRATION["llama-1b"] | SMALL)
+    return check.written("qwen3-0.6b", json.loads((ROOT / "tests/fixtures/qwen3-0.6b/config.json").read_text()))
+
+
+def tiny_experts(check: Check) -> Path:
+    """Return a mixture of experts that is small on a GPU too."""
+    sizes = SMALL if check.tiny else {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    name = "tiny-experts" if check.tiny else "small-experts"
+    return check.written(name, CALIBRATION["mixtral-1b"] | sizes)
+
+
+# -- profile: where the time of a step goes
+
+
+PROFILED = {
+    "eager": ({}, "model"),
+    "liger": ({"use_liger_kernel": True}, "model"),
+    "compiled": ({"torch_compile": True}, "model"),
+    "lora-8b": ({"lora_r": 16}, "layers of 8B"),
+}
+
+
+def profile(check: Check) -> Iterator[Step]:
+    """Yield a profiled run of each variant; its row has the most expensive kernels, and the gaps between them."""
+    for name, (arguments, which) in PROFILED.items():
+        if check.tiny and name in ("liger", "compiled"):  # Liger has no kernels for a CPU; compiling takes a minute
+            continue
+        model, rows = check.model if which == "model" else (layers_of_8b(check), 2)
+        job: Row = {"model_name_or_path": model, "per_device_train_batch_size": rows, "max_steps": 7}
+        job |= {"max_seq_length": check.length, "profile_steps": "6:7", **arguments}
+        label, command, _ = train(check, f"profile-{name}", "single", 1, job)
+        yield label, command, functools.partial(profiled, check, name)
+
+
+def profiled(check: Check, name: str) -> list[Row]:
+    trace = check.output / f"profile-{name}" / "profile" / "rank0.json.gz"
+    if not trace.is_file():
+        return unmeasured(name, "no trace")
+    found = hot_kernels(trace)
+    # Traces are large: the table is what is kept.
+    busy = found["busy_seconds"] / found["step_seconds"] if found["step_seconds"] else None
+    note = f"GPU at work {busy:.0%} of two steps" if busy else "no kernels"
+    return [{**row_of(name, "profile", None, found["step_seconds"]), "note": note, "table": found}]
+
+
+def layers_of_8b(check: Check) -> Path:
+    """Return eight layers of an 8B: the kernels of each are those of the whole model, which takes a minute to write."""
+    config = json.loads((ROOT / "tests/fixtures/llama-8b/config.json").read_text()) | {"num_hidden_layers": 8}
+    return check.written("tiny", CALIBRATION["llama-1b"] | SMALL) if check.tiny else check.written("8b-layers", config)
+
+
+# -- kernels, what has changed since it was measured, and what never was
+
+
+def kernels(check: Check) -> Step:
+    log = check.output / "kernels.log"
+
+    def read() -> list[Row]:
+        lines = [line for line in read_lines(log) if isinstance(line, dict) and "kernel" in line]
+        return [{**row_of(each["kernel"], "kernel", None, each["seconds"]), "note": each["note"]} for each in lines]
+
+    return "kernels", [sys.executable, str(ROOT / "benchmarks" / "gpu" / "kernels.py")], read
+
+
+def again(check: Check, minutes: float) -> Iterator[Step]:
+    """Yield what the code has changed since a GPU measured it, or what was planned too low."""
+    tiny: Row = {"architecture": "tiny-llama", "max_seq_length": 32, "per_device_train_batch_size": 2}
+    large: Row = {"architecture": "llama-1b", "max_seq_length": 2048, "per_device_train_batch_size": 2}
+    same = {"split": "test", "rank": 0, "activation_checkpointing": False, "method": "full"}
+    adapters = {"preset": "fsdp2", "method": "lora", "activation_checkpointing": True}
+    cases = [
+        {"id": "ddp-buckets", "preset": "ddp", "world_size": 2},
+        {"id": "fsdp2-lora-2", "world_size": 2, **adapters},
+        {"id": "fsdp2-lora-8", "world_size": 8, **adapters},
+    ]
+    made = [same | (tiny if check.tiny else large) | case for case in cases]
+    yield cases_of(check, "again", made, minutes=minutes / 2)
+    yield comparison(check, "again-experts", {"zero2": Variant(preset="zero2")}, model=check.experts)
+
+
+def unseen(check: Check) -> Iterator[Step]:
+    """Yield GRPO, and a plan with what a run measured."""
+    lengths = {"num_generations": GENERATIONS, "max_completion_length": check.completion}
+    grpo: Any = {"method": "grpo", "reward_funcs": "think_format_reward", "gradient_checkpointing": False, **lengths}
+    yield comparison(check, "grpo", {"grpo": Variant()}, **grpo)
+    run = check.output / "profile-eager"
+    argv = ["plan", str(check.model[0]), "--preset", "zero2", "--num-processes", "8", "--gpu", check.gpu.name]
+    log = check.output / "measured.log"
+
+    def read() -> list[Row]:
+        text = log.read_text() if log.is_file() else ""
+        return unmeasured("--measured on a run", "planned" if '"plans"' in text else text.strip()[-200:])
+
+    yield "measured", [sys.executable, "-m", "toolkit", *argv, "--measured", str(run), "--json"], read
+
+
+FIRST_PARTS = {
+    "ranks": Part(
+        minutes=5,
+        teaches="every preset with 2, 4 and 8 real ranks: peaks against plan and rehearsal, losses, a conversion",
+        steps=lambda check, _: ranks(check),
+    ),
+    "profile": Part(
+        minutes=3, teaches="where the time of a step goes: kernels and gaps", steps=lambda check, _: profile(check)
+    ),
+    "kernels": Part(
+        minutes=1, teaches="attention, experts, loss and norm by kernel", steps=lambda check, _: [kernels(check)]
+    ),
+    "again": Part(minutes=2, teaches="DDP's bucket views, FSDP2 with LoRA, experts under ZeRO-2", steps=again),
+    "fits": Part(
+        minutes=2,
+        teaches="peaks of README's table: one rank of each row, rehearsed",
+        steps=lambda check, left: [validation(check, "fits", "--fits", minutes=left - 0.5)],
+    ),
+    "unseen": Part(minutes=1, teaches="GRPO, and a plan by what a run measured", steps=lambda check, _: unseen(check)),
+}
