@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import ROOT, cpu_environment, read, run_bash, torchrun
+from launching import PYTHON_PATH, ROOT, cpu_environment, read, run_bash, torchrun
 
 from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
@@ -274,7 +274,7 @@ def test_the_notebook_runs_from_top_to_bottom(tiny_model: Path, monkeypatch: pyt
 
     before = set((ROOT / "runs").glob("notebook-*"))
     monkeypatch.setenv("MODEL", str(tiny_model))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed"
