@@ -23,7 +23,6 @@ from small_job import small_model, words
 
 from toolkit.compare.results import load_results
 from toolkit.compare.rows import Row
-from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.record.folder import read_json
 
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
@@ -116,11 +115,10 @@ PARITY = {
 
 
 def compare(folder: Path, training: Sequence[str], faults: Sequence[Fault], *options: str) -> None:
-    """Run or resume one comparison, with a fork server of its own: only that has `FAULTY_RANKS` on its path."""
+    """Run or resume one comparison, with `FAULTY_RANKS` on its path."""
     variants = [word for fault in faults for word in ("--variant", f"{fault.row}={fault.variant}")]
     command = ["compare", *options, *variants, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
-    environment = {name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
-    environment["PYTHONPATH"] = os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])}
     argv = [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training]
     if code := subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(f"the comparison in {folder} ended with {code}")

@@ -28,14 +28,14 @@ from live_faults import FAULTY_RANKS
 from record import ROOT, append_line, print_table, read_lines, write_result
 from small_job import small_model, words
 
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "warm_starts")]
 
+from fork_server import SERVER_VARIABLE, fork_server
 from trl_jobs import GENERATES, TRL_ROWS
+from warm_popen import fork_runs
 
-from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import prepare_run, run_training
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.warm_start import fork_server
 from toolkit.observe.attest.differences import Difference
 from toolkit.record.folder import read_json
 
@@ -321,14 +321,11 @@ def measure(run: Run, work: Path, model: Path) -> dict[str, Any]:
         os.environ[FAULT_VARIABLE] = run.fault
     started = time.monotonic()
     prepared = prepare_run(options_of(run, folder, model), on_message=lambda _: None)
-    command = prepared.command
-    environment = inherited_environment() | command.environment
     result = run_training(
-        command,
+        prepared.command,
         options=prepared.options,
         output_dir=prepared.run.output_dir,
         on_line=lambda _: None,
-        fork_server=fork_server({name: text for name, text in environment.items() if name != FAULT_VARIABLE}),
     )
     failure, log = result.failure or {}, (folder / "run" / "train.log").read_text(errors="replace")
     message = failure.get("message") or ""
@@ -402,6 +399,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=600.0, help="start no run after so many minutes")
     given = parser.parse_args()
     os.environ |= {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    fork_runs()
+    os.environ[SERVER_VARIABLE] = fork_server(os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
     given.work.mkdir(parents=True, exist_ok=True)
     model, ledger = small_model(given.work / "small-llama"), given.work / "runs.jsonl"
     runs = [*deviating_runs(), *honest_runs()]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from toolkit.launch.warm_start import SERVER_VARIABLE
+from fork_server import HERE, SERVER_VARIABLE
+from warm_popen import fork_runs
 
 CLUSTER = "tests/cluster/"
 # Files that launch nothing, and of which a site, a count or many commands take longest.
@@ -25,6 +25,10 @@ LONG_FILES = (
 )
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
+
+# Runs are forked that this process starts, and those that its children start: Python finds `sitecustomize` there.
+fork_runs()
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
 
 # Before any test module imports a library that reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -191,7 +195,7 @@ class LazyRuns(dict[str, Path]):
 def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
     """A run folder for each preset that a CPU can run, started by `accelerate launch` on the same job.
 
-    `test_warm_start.py` compares what they are given, and their losses, with what a cold launcher gives.
+    `test_fork_server.py` compares what they are given, and their losses, with what a cold launcher gives.
     """
     from launching import launch_preset
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from fork_server import ForkedProcess, fork_process
 from launching import ROOT, cpu_environment, fork_server, read, torchrun_preset
 
-from toolkit.launch.warm_start import ForkedProcess, fork_process
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import last_step, measure, read_steps
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import fork_server as server_module
 import pytest
+from fork_server import SERVER_VARIABLE, fork_process
 
 from toolkit.cache import path_with_ninja, torch_extensions_folder
-from toolkit.launch import warm_start
-from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
 
 ROOT = Path(__file__).parent.parent
-# This checkout, and packages that the caller brought in a folder.
+# This checkout, `tests/warm_starts`, and packages that the caller brought in a folder.
 PYTHON_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 SCRIPTS = Path(__file__).parent / "scripts"
 LLAMA_8B_CONFIG = Path(__file__).parent / "fixtures" / "llama-8b" / "config.json"
@@ -54,7 +54,7 @@ def nightly(*values: Any) -> list[Any]:
 @cache
 def fork_server() -> str:
     """One server for the whole session, on the CPU; it ends with pytest, whatever ends pytest."""
-    return warm_start.fork_server(cpu_environment())
+    return server_module.fork_server(cpu_environment())
 
 
 def cpu_environment() -> dict[str, str]:

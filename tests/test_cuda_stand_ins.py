@@ -262,17 +262,6 @@ def test_a_run_on_a_gpu_saves_profiles_and_records_allocations(
 
 
 @pytest.mark.gpu
-def test_ranks_are_forked_before_they_use_a_gpu(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words = ["--preset", "single", "--num-processes", "1", "--no-cpu", "--warm-start", "--repeats", "1"]
-    ended = toolkit("compare", *words, "--output-dir", str(tmp_path / "cmp"), "--", *job, "--max_steps", "4")
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    run = read(tmp_path / "cmp" / "trials" / "single-n1-r0" / "run.json")
-    assert (run["status"], run["warm_start"]) == ("completed", True)
-    assert run["measured"]["peak_allocated_bytes"] > 0
-
-
-@pytest.mark.gpu
 def test_scripts_compute_on_the_gpu(tmp_path: Path, tiny_model: Path) -> None:
     code = "from toolkit import load_preset\n"
     code += "print(load_preset('single').training_arguments(output_dir='out', report_to='none').device.type)\n"

@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import ROOT, cpu_environment, read, run_bash, torchrun
+from launching import PYTHON_PATH, ROOT, cpu_environment, read, run_bash, torchrun
 
 from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
@@ -196,7 +196,7 @@ def test_the_comparison_is_dry_run_for_gpus_that_are_not_here(hub: Path, tmp_pat
     ended = run_line(f"{example.line} --dry-run --gpu h100", hub, OUTPUT_DIR=str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stderr
     for plan in plans_of(example):
-        assert len(re.findall(rf"^\[\d/9\] {plan.preset.name}-n8", ended.stdout, re.MULTILINE)) == 3
+        assert len(re.findall(rf"^\[\d/9\] {plan.preset.name} on 8 processes, ", ended.stdout, re.MULTILINE)) == 3
         assert f"predicted memory {plan.memory.planned_peak_bytes / GIB:.2f} GiB" in ended.stdout
     assert "9 of 9 trials to run" in ended.stdout
 
@@ -274,7 +274,7 @@ def test_the_notebook_runs_from_top_to_bottom(tiny_model: Path, monkeypatch: pyt
 
     before = set((ROOT / "runs").glob("notebook-*"))
     monkeypatch.setenv("MODEL", str(tiny_model))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed"

@@ -22,6 +22,7 @@ ROW = re.compile(r"^\| `(toolkit/[\w/]+\.py)` \| (.+?) \| (.+?) \|$", re.MULTILI
 OF_A_GPU = re.compile(r"cuda|is_cuda|on_gpu|\w*nvml\w*|\w*nccl|nvidia-smi|varlen_attn|find_nvcc", re.IGNORECASE)
 # Its functions read files and names, on any node.
 NO_GPU_NEEDED = {
+    "toolkit/compare/build_results.py": {"unfinished_results"},
     "toolkit/versions.py": {"torch_cuda_version"},
     "toolkit/plan/which_gpus.py": {"gpus_for.fewest"},
     "toolkit/plan/step_time.py": {"step_time"},

@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
-from toolkit.launch.warm_start import SERVER_VARIABLE
+from fork_server import SERVER_VARIABLE
 
 NETWORK, SWITCH, BRIDGE = "10.77.0", "switch", "br0"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

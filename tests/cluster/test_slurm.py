@@ -270,10 +270,6 @@ def test_each_node_of_the_run_starts_one_torchrun_with_the_run_id_and_no_secret(
     assert any("secret" in value for value in spread.environment.values())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({}, "--nproc-per-node needs --num-processes"), ({"warm_start": True}, "--warm-start forks ranks on this node")],
-)
-def test_a_comparison_over_nodes_needs_num_processes_and_no_fork_server(options: dict[str, bool], message: str) -> None:
-    with pytest.raises(ToolkitError, match=message):
-        CompareOptions(preset=("ddp",), output_dir=Path("out"), nproc_per_node=4, **options)  # type: ignore[arg-type]
+def test_a_comparison_over_nodes_needs_num_processes() -> None:
+    with pytest.raises(ToolkitError, match="--nproc-per-node needs --num-processes"):
+        CompareOptions(preset=("ddp",), output_dir=Path("out"), nproc_per_node=4)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from comparison_records import comparison, comparison_runner, failure, probe, trial
+from fork_server import SERVER_VARIABLE
 from launching import ROOT, TINY_SIZES, read
 from random_models import random_llama
 
@@ -26,7 +27,6 @@ from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import Failure, RowKey
 from toolkit.compare.runner import ConsoleProgress, find_largest_batches, search
 from toolkit.compare.specification import with_largest_batches
-from toolkit.launch.warm_start import SERVER_VARIABLE
 
 DDP = RowKey(preset="ddp", world_size=2)
 
@@ -158,7 +158,7 @@ def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
     environment = {name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *words],
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},  # its own fork server has the limit
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},  # a forked rank has its server's limits
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT_BYTES, DATA_LIMIT_BYTES)),
         capture_output=True,
         text=True,

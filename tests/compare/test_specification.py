@@ -223,9 +223,3 @@ def test_a_value_that_makes_no_comparison_is_refused(name: str, value: Any, mess
     with pytest.raises(ToolkitError) as caught:
         options(**{name: value})
     assert caught.value.message == message
-
-
-def test_runs_start_warm_by_default_on_a_cpu_where_that_is_measured() -> None:
-    cases = {(True, None): True, (False, None): False, (True, False): False, (False, True): True}
-    for (cpu, warm_start), expected in cases.items():
-        assert options(cpu=cpu, warm_start=warm_start).starts_warm is expected

@@ -13,7 +13,6 @@ from file_mutations.formats import DRY_RUN, JOB, JOB_FILES, Format, content_of
 from toolkit.compare.ledger import read_run_record
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.data.formats import Sample
-from toolkit.data.template_limits import check_templates, templates_of
 from toolkit.record.checkpoints import MANIFEST, list_checkpoints
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats, stalled_seconds, suspects, unresponsive_reason
@@ -105,14 +104,13 @@ def exported_formats(folder: Path) -> list[Format]:
 
 
 def tokenize() -> None:
-    """check_templates, load_tokenizer on exported, and encode_chat"""
+    """load_tokenizer on exported, and encode_chat"""
     from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.tokenization import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]
     sample = Sample(messages=messages * 2)
-    check_templates(templates_of(Path("exported")), [sample], name="the chat template")
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
     encode_chat(sample, tokenizer, supervise_all=False, max_tokens=None)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 import pytest
+from fork_server import SERVER_VARIABLE, ForkedProcess, fork_process
 from launching import ROOT, cpu_environment, losses, read
 
-from toolkit.launch.warm_start import SERVER_VARIABLE, ForkedProcess, fork_process
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.heartbeat import Heartbeat, read_heartbeats
 from toolkit.record.timeline import PARTS

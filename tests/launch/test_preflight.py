@@ -156,6 +156,28 @@ def test_what_the_ranks_would_refuse_is_refused_before_they_start(
 
 
 @pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "line 1: Expected an expression, got 'end of statement block'"),
+        ("a\n{{ x|nope }}", "line 2: No filter named 'nope'."),
+        ("{% generation %}{% for m in messages %}", "line 1: Unexpected end of template"),
+        ("{% for m in messages %}{%- generation -%}{{ m.content }}{%- endgeneration -%}{% break %}{% endfor %}", ""),
+        ("{{ tools | tojson(indent=2) }}{{ strftime_now('%Y') }}{{ raise_exception('no') }}{{ bos_token }}", ""),
+    ],
+)
+def test_a_file_that_is_not_a_chat_template_is_refused(template: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    job = Job.from_values({"chat_template": str(file)})
+    if not message:
+        preflight.check_chat_template(job)
+        return
+    with pytest.raises(ToolkitError) as caught:
+        preflight.check_chat_template(job)
+    assert caught.value.message.startswith(f"{file}: {message}")
+
+
+@pytest.mark.parametrize(
     "words", ["--eval_strategy steps", "--max_seq_length 1", "--optim adamw", "--lora_r 4 --loss_on x"]
 )
 def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, rows: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def on_a_terminal(command: list[str], **variables: str) -> str:
     """Run a command with its streams on a pseudo-terminal of 200 columns, and return what it wrote there."""
     pid, terminal = pty.fork()
     if pid == 0:
-        environment = cpu_environment() | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"} | variables
+        environment = cpu_environment() | {"TERM": "xterm", "COLUMNS": "200"} | variables
         os.execvpe(command[0], command, environment)
     written = b""
     while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
+from fork_server import SERVER_VARIABLE, fork_process
 
 if __name__ == "__main__":
     started = fork_process(

@@ -96,13 +96,6 @@ class CompareOptions(ScriptOptions):
     ] = False
     price_per_gpu_hour: PricePerGpuHour = None
     cpu: CpuFlag = None
-    warm_start: Annotated[
-        bool | None,
-        typer.Option(
-            "--warm-start/--cold-start",
-            help="fork the ranks of each trial from a process that has imported the libraries; the default on a CPU",
-        ),
-    ] = None
     nvme_path: NvmePath = None
 
     def __post_init__(self) -> None:
@@ -128,11 +121,6 @@ class CompareOptions(ScriptOptions):
                 raise ToolkitError(f"{option} needs speeds, and ranks that share a GPU have none", hint=hint)
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
-        if self.nproc_per_node is not None and self.warm_start:
-            raise ToolkitError(
-                "--warm-start forks ranks on this node, and --nproc-per-node starts them on the nodes of a SLURM job",
-                hint="leave one of them out",
-            )
         if self.scaling not in (None, "strong", "weak"):
             raise ToolkitError(f"--scaling is {self.scaling!r}, expected strong or weak")
         if len(self.world_sizes) == 1 and self.scaling is not None:
@@ -185,13 +173,6 @@ class CompareOptions(ScriptOptions):
     def on_cpu(self) -> bool:
         """True if the trials run on the CPU; never when predicting for a named GPU."""
         return self.gpu is None and trains_on_cpu(self.cpu)
-
-    @property
-    def starts_warm(self) -> bool:
-        """True if runs are forked from one fork server; by default only where that is measured to change nothing."""
-        if self.nproc_per_node is not None:
-            return False
-        return self.on_cpu if self.warm_start is None else self.warm_start
 
     @property
     def side_runs(self) -> tuple[SideRunKind, ...]:

@@ -237,7 +237,7 @@ class _Outcome(Model):
     attestation_sha256: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
     """Digest of the run's attestation.json."""
     startup_seconds: Annotated[Measured, Column("start-up s", fixed(1), unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
-    """From launch to the first step: processes, imports (not of a warm start on a CPU), data, model and engine."""
+    """From launch to the first step: processes, imports, data, model and engine."""
     wall_seconds: Annotated[Measured, Column("wall s", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
     """From launch to exit: start-up, untimed steps and saving included."""
     goodput_fraction: Annotated[Fraction, Column("goodput", percent, repeats=Repeats.MEDIAN_OF_ALL)] = None

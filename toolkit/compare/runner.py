@@ -40,11 +40,9 @@ from toolkit.compare.rows import RowKey, RunRecord, Trial
 from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
-from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.terminal import LiveLine
-from toolkit.launch.warm_start import fork_server
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -213,14 +211,12 @@ class Runner:
         command = self.spec.command(options, nvme_path=None if nvme is None else nvme.path)
         if self.allocation is not None:
             command = self.allocation.spread(command)
-        warm = self.options.starts_warm
         result = run_training(
             command,
             options=options,
             output_dir=output_dir,
             nvme=nvme,
             on_line=self.progress.output_line,
-            fork_server=fork_server(inherited_environment() | command.environment) if warm else None,
             overwrite=True,
         )
         if result.status == status.INTERRUPTED:

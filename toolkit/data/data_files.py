@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.data.formats import Sample, check_row, detect_format, field_names, to_sample
+from toolkit.data.formats import check_row, detect_format, field_names
 from toolkit.data.text_files import MAX_ROW_BYTES, JsonList, Lines, ReadValue, describe_json_error, error_at, over_limit
 from toolkit.errors import OverLimit, ToolkitError, nearest, shown
 from toolkit.files.documents import Limits, open_file, parse_yaml, read_text
@@ -153,12 +153,6 @@ def resolve_source(source: str) -> DataSource:
 def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place of each row and the row. Raises ToolkitError with file and place for what cannot be read."""
     return ((place, row) for place, row, _ in _read_rows(path))
-
-
-def first_sample(path: Path) -> Sample:
-    """Return the first row of a file whose rows are valid."""
-    row = next(iter_rows(path))[1]
-    return to_sample(row, detect_format(row))
 
 
 def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:

@@ -37,7 +37,6 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.terminal import OutputFilter
-from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.observe.script_file import bf16_switched_off, check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
@@ -151,7 +150,6 @@ def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Cal
             nvme=prepared.nvme,
             plan=plan,
             on_line=on_message,
-            fork_server=os.environ.get(SERVER_VARIABLE),
         )
     finally:
         if prepared.converted is not None:  # the next resume starts from a checkpoint of the run again
@@ -166,12 +164,9 @@ def run_training(
     on_line: Callable[[str], None],
     nvme: NvmeDisk | None = None,
     plan: dict[str, Any] | None = None,
-    fork_server: str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
     """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
-
-    `fork_server` is a server (`warm_start.fork_server`) to fork the ranks from, instead of a cold start.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """
@@ -200,7 +195,7 @@ def run_training(
         while True:
             left = options.timeout_minutes and options.timeout_minutes * 60 - (time.monotonic() - started)
             result, process_result = _run_attempt(
-                folder, attempt, on_line, fork_server, lock, timeout_seconds=left, stop_minutes=options.stop_minutes
+                folder, attempt, on_line, lock, timeout_seconds=left, stop_minutes=options.stop_minutes
             )
             if (restart := restarts.prepare_next(result, process_result)) is None:
                 break
@@ -222,7 +217,6 @@ def _run_attempt(
     folder: RunFolder,
     command: LaunchCommand,
     on_line: Callable[[str], None],
-    fork_server: str | None,
     lock: int | None,
     *,
     timeout_seconds: float | None,
@@ -245,7 +239,6 @@ def _run_attempt(
         ask_to_stop=lambda: stop_ranks(folder, on_line) if stop_minutes else False,
         stop_seconds=stop_minutes * 60,
         inherit=[] if lock is None else [lock],
-        fork_server=fork_server,
     )
     shown.summarise(folder.log)
     if command.nvme_path is not None:  # killed ranks leave their swap files behind

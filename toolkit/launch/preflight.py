@@ -6,15 +6,16 @@ Nothing here imports torch. What only a rank can know (a hub model's weights, GP
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.data_files import check_file, first_sample, is_hub_id, resolve_sources, rows_per_epoch
-from toolkit.data.template_limits import check_templates, read_template, templates_of
+from toolkit.data.data_files import check_file, is_hub_id, resolve_sources, rows_per_epoch
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_text
 from toolkit.files.model_weights import check_weights
 from toolkit.files.paths import user_path
 from toolkit.hardware.disks import check_free_space
@@ -40,6 +41,8 @@ LARGEST_NODE = 1024
 # Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
 # weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
 CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "pipeline": 3, "deepspeed": 5}
+# Marks the text that the model generates; transformers adds this tag to Jinja.
+GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 INPUTS = ("model_name_or_path", "dataset", "eval_dataset", "chat_template")
 # What a run writes into its folder: its records, and the model with its tokenizer; and what it moves away.
 WRITTEN = (
@@ -150,18 +153,20 @@ def check_dataset(job: Job) -> int | None:
 
 
 def check_chat_template(job: Job) -> None:
-    """Check that the chat template renders the first conversation of each local file in little time and memory."""
-    file = job.chat_template
-    given = None if file is None else read_template(file)
-    sources = resolve_sources(job.dataset, config=job.dataset_config)
-    samples = [first_sample(source.path) for source in sources if source.path is not None]
-    if samples and all(sample.messages is None for sample in samples) and len(samples) == len(sources):
-        return  # plain text needs no template
-    model = Path(str(job.model_name_or_path))
-    if given is not None:
-        check_templates([given], samples, name=str(file))
-    elif model.is_dir():
-        check_templates(templates_of(model), samples, name=f"the chat template of {model}")
+    """Raise ToolkitError for a file of `--chat_template` that cannot be read, or is not a template.
+
+    What depends on the tokenizer and the rows is reported by the rank that tokenizes them.
+    """
+    if job.chat_template is None:
+        return
+    from jinja2 import Environment, TemplateSyntaxError
+
+    text = GENERATION_TAG.sub("", read_text(user_path(job.chat_template)))
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).compile(text)
+    except TemplateSyntaxError as error:
+        why = f"{job.chat_template}: line {error.lineno}: {error.message}"
+        raise ToolkitError(why, hint="fix it, or leave out `--chat_template`: the model has its own") from None
 
 
 def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:

@@ -24,7 +24,6 @@ import psutil
 from toolkit.errors import EXIT_INVALID_INPUT, printed_errors
 from toolkit.files.secrets import hide_secrets
 from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand, inherited_environment
-from toolkit.launch.warm_start import ForkedProcess, RefusedError, fork_process
 from toolkit.record import status
 from toolkit.record.checkpoints import describe_latest_checkpoint, resume_hint
 from toolkit.record.folder import RunFolder, read_json, write_json
@@ -55,7 +54,6 @@ class ProcessResult:
     pid: int | None = None
     timed_out: bool = False
     interrupted: bool = False
-    warm_start: bool = False  # forked from a process that had imported the libraries (`toolkit.launch.warm_start`)
 
 
 def run_command(
@@ -67,20 +65,16 @@ def run_command(
     ask_to_stop: Callable[[], bool] | None = None,
     stop_seconds: float = 300.0,
     inherit: Sequence[int] = (),
-    fork_server: str | None = None,
 ) -> ProcessResult:
     """Start the command and wait. However it ends (also by Ctrl-C), all of its processes are gone afterwards.
 
     At the first signal `ask_to_stop` asks the ranks to save and exit, and returns False where there are none; they have
     `stop_seconds` for it. A second signal ends them at once. `inherit` are descriptors that the command keeps open.
-
-    `fork_server` is a server (`warm_start.fork_server`) to fork the process from. What is refused is started cold, and
-    `on_line` gets the reason.
     """
     started = time.monotonic()
     timed_out = interrupted = interrupted_twice = False
     with log.open("a", encoding="utf-8", errors="replace") as file, terminate_as_interrupt():
-        process = start_process(command, inherit, fork_server, on_line)
+        process = start_process(command, inherit)
         lines: queue.Queue[str | None] = queue.Queue()  # None at the end
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
@@ -102,23 +96,14 @@ def run_command(
         pid=process.pid,
         timed_out=timed_out,
         interrupted=interrupted,
-        warm_start=isinstance(process, ForkedProcess),
     )
 
 
-def start_process(
-    command: ProcessCommand, inherit: Sequence[int], fork_server: str | None, on_line: Callable[[str], None]
-) -> subprocess.Popen[str]:
-    """Start the process of one attempt in a session of its own, forked from a server or cold."""
-    environment = inherited_environment() | command.environment
-    if fork_server is not None:
-        try:
-            return fork_process(fork_server, command.argv, environment=environment, inherit=inherit)
-        except RefusedError as refusal:
-            on_line(f"cold start: {refusal}")
+def start_process(command: ProcessCommand, inherit: Sequence[int]) -> subprocess.Popen[str]:
+    """Start the process of one attempt in a session of its own."""
     return subprocess.Popen(
         command.argv,
-        env=environment,
+        env=inherited_environment() | command.environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -257,7 +242,6 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
             status=final_status,
             exit_code=code,
             wall_seconds=round(ended.seconds, 3),
-            warm_start=ended.warm_start,
             launcher_pid=None,
         )
     return RunResult(folder=folder, status=final_status, exit_code=code, seconds=ended.seconds, failure=failure)

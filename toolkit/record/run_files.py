@@ -145,8 +145,6 @@ class RecordedRun(_RunFile):
     """Host names of the ranks."""
     warnings: tuple[str, ...] = ()
     """Signs that a run which completed has diverged."""
-    warm_start: bool = False
-    """Its ranks were forked from a process that had imported the libraries."""
 
 
 class RecordedFailure(_RunFile):

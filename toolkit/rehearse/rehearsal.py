@@ -27,7 +27,6 @@ from toolkit.job.job import Job
 from toolkit.launch.command import ProcessCommand, new_run_id, process_environment
 from toolkit.launch.preflight import WEIGHT_SUFFIXES, check_dataset, check_required
 from toolkit.launch.process import RunResult, record_result, run_command
-from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
 from toolkit.observe.script_file import check_script, check_script_preset
 from toolkit.presets.compatibility import Purpose
@@ -211,8 +210,7 @@ def _run(rehearsal: Rehearsal, folder: RunFolder, on_line: Callable[[str], None]
             command=command.shown,
         )
         kills_before = count_oom_kills()
-        server, locks = os.environ.get(SERVER_VARIABLE), [] if lock is None else [lock]
-        outcome = run_command(command, folder.log, on_line=on_line, inherit=locks, fork_server=server)
+        outcome = run_command(command, folder.log, on_line=on_line, inherit=[] if lock is None else [lock])
         return record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
     finally:
         if lock is not None:

@@ -116,6 +116,7 @@ REWRITES_EARLIER_TURNS = (
         (REWRITES_EARLIER_TURNS, "row 2: the chat template renders message 3 differently", "{% generation %}"),
         (None, "row 1: .*has no chat template", "--chat_template FILE"),
         ("{{ raise_exception('must alternate') }}", r"row 1: .* refuses .*\(system, user, .*must alternate", "FILE"),
+        ("{% for %}", r"row 1: .* refuses .*\(system, user, .*Expected an expression", "FILE"),
         ("{{ " + 5_000 * "x" + ".y }}", r"row 1: .* refuses this conversation \([a-z, ]+\): .{300}\n", "FILE"),
     ],
 )

@@ -15,8 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
-from toolkit.data.template_limits import read_template
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_text
+from toolkit.files.paths import user_path
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.job.job import Job
 from toolkit.job.model_arguments import check_patterns
@@ -46,7 +47,7 @@ def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> A
             hint="expected a number of tokens: correct it, or leave it out",
         )
     if chat_template is not None:
-        tokenizer.chat_template = read_template(chat_template)
+        tokenizer.chat_template = read_text(user_path(chat_template))
     return tokenizer
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+from fork_server import HERE, SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process, python_words
 from launching import CPU_PRESETS, ROOT, accelerate_launch, cpu_environment, fork_server, launch_preset, losses, read
 
-from toolkit.launch.process import find_killed_rank, processes_of
-from toolkit.launch.warm_start import SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process, python_words
+from toolkit.launch.command import ProcessCommand, new_run_id
+from toolkit.launch.process import find_killed_rank, processes_of, start_process
 
 pytestmark = pytest.mark.launch
 
@@ -136,10 +137,10 @@ def test_a_forked_program_ignores_the_signals_that_its_parent_ignores(start: Any
 
 OWNER = """
 import os, sys, time
-from toolkit.launch import warm_start
-server = warm_start.fork_server(os.environ)
-process = warm_start.fork_process(server, [sys.executable, sys.argv[1]], environment=os.environ)
-print(warm_start._own_server._forkserver_pid, process.pid, flush=True)
+import fork_server
+server = fork_server.fork_server(os.environ)
+process = fork_server.fork_process(server, [sys.executable, sys.argv[1]], environment=os.environ)
+print(fork_server._own_server._forkserver_pid, process.pid, flush=True)
 time.sleep(60)
 """
 
@@ -174,6 +175,21 @@ def test_a_process_that_would_differ_from_a_cold_start_is_refused(start: Any) ->
     gone = "/gone:" + fork_server().rpartition(":")[2]
     with pytest.raises(RefusedError, match="no fork server"):
         fork_process(gone, [sys.executable, "-m", "toolkit.train"], environment=cpu_environment())
+
+
+def test_the_toolkit_forks_its_runs_in_this_process_and_in_those_that_a_test_starts(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("print('started')")
+    variables = {"CUDA_VISIBLE_DEVICES": ""}
+    command = ProcessCommand(argv=[sys.executable, str(script)], environment=variables, shown="", run_id=new_run_id())
+    with start_process(command, []) as process:
+        assert isinstance(process, ForkedProcess)
+        assert process.stdout is not None
+        assert process.stdout.read() == "started\n"
+    python = [sys.executable, "-c", "import subprocess; print(subprocess.Popen.__name__)"]
+    for environment, name in ((cpu_environment(), "WarmPopen"), ({"PYTHONPATH": HERE}, "Popen")):
+        ended = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
+        assert ended.stdout == f"{name}\n"
 
 
 def test_only_a_module_or_a_script_can_be_forked() -> None:
