@@ -186,9 +186,11 @@ def test_the_toolkit_forks_its_runs_in_this_process_and_in_those_that_a_test_sta
         assert isinstance(process, ForkedProcess)
         assert process.stdout is not None
         assert process.stdout.read() == "started\n"
-    python = [sys.executable, "-c", "import subprocess; print(subprocess.Popen.__name__)"]
+    program = "import subprocess\nwith subprocess.Popen(args=['true']) as process:\n    print(type(process).__name__)"
     for environment, name in ((cpu_environment(), "WarmPopen"), ({"PYTHONPATH": HERE}, "Popen")):
-        ended = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        )
         assert ended.stdout == f"{name}\n"
 
 
