@@ -58,6 +58,7 @@ HINTS = {
     "cutoff_len": "`--max_seq_length`, which cuts the end of a row; cutoff_len shortens both prompt and answer",
     "dataset_test_split": "`--eval_dataset NAME --eval_dataset_split SPLIT`",
     "dtype": "compute is bf16 with fp32 master weights under every preset; `--bf16 false` computes in fp32",
+    **dict.fromkeys(("dry_run", "num_processes", "preset"), "an option of the toolkit goes before `--`"),
     "finetuning_type": "`--lora_r 16` trains LoRA adapters; without it, all weights are trained",
     "flash_attn": "`--attn_implementation flash_attention_2`, or sdpa",
     "interleave_probs": "`--dataset_weights 0.7 0.3`, one number for each data set of `--dataset`",

@@ -69,7 +69,8 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
     except (OSError, HTTPException, ValueError) as error:  # ValueError: HF_ENDPOINT is no address
         if found := next((path for path in (snapshot, own) if path.is_file()), None):
             return found
-        raise hub_unreachable(model, f" ({error})" if str(error) else "") from None
+        why = getattr(error, "reason", error)  # of a URLError: what the system said
+        raise hub_unreachable(model, f" ({why})" if str(why) else "") from None
     if text_of(snapshot) == text.strip():
         return snapshot
     write_text(own, text)
