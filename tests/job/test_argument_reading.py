@@ -58,7 +58,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("--max_steps 8 zero2", "unexpected word 'zero2' after --max_steps 8", ""),
         ("--max_steps --bf16", "--max_steps has no value", "`--max_steps VALUE`"),
         ("nowhere.yaml", "no such file: nowhere.yaml", ""),
-        ("--dry-run", "unknown argument --dry_run", "goes before `--`"),
+        ("--dry-run", "unknown argument --dry_run", "an option of the toolkit goes before `--`"),
     ],
 )
 def test_an_invalid_argument_is_named_in_the_error(words: str, message: str, hint: str) -> None:
