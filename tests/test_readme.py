@@ -17,11 +17,14 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
+
+sys.path.append(str(Path(__file__).parent / "warm_starts"))  # for `python tests/test_readme.py`
 from launching import ROOT, cpu_environment, run_bash
 from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table
