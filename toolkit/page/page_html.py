@@ -23,7 +23,9 @@ from toolkit.plan.methods import METHODS
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import LOSSES
 
-ASSETS = Path(__file__).with_name("assets")
+PACKAGE = Path(__file__).resolve().parents[1]
+# Inside the wheel, or in the checkout.
+ASSETS = next(filter(Path.is_dir, [PACKAGE / "_page"]), PACKAGE.parent / "docs" / "site" / "page" / "assets")
 TABLE_GPUS = ("h100-sxm", "rtx-4090")
 TABLE_PRESETS = ("single", "zero2", "zero3", "fsdp2")
 TABLE_JOB = PlanOptions(
@@ -74,7 +76,7 @@ def known_models_html() -> str:
 
 def known_rows() -> list[dict[str, Any]]:
     """Return a row per known model, by size: its parameters, and per method and GPU how many it needs, or None."""
-    files = [path for name in TABLE_SOURCES for path in sorted(ASSETS.parents[1].joinpath(name).rglob("*.*"))]
+    files = [path for name in TABLE_SOURCES for path in sorted(PACKAGE.joinpath(name).rglob("*.*"))]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".json")))
     cached = cache_folder() / "planner-page" / f"{digest.hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValueError):
