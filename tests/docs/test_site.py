@@ -133,6 +133,7 @@ def address(site: Path) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}{Host.PREFIX}"
     server.shutdown()
+    server.server_close()
 
 
 def test_no_link_of_a_page_begins_at_the_servers_root(site: Path) -> None:
