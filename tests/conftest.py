@@ -20,7 +20,7 @@ from warm_popen import fork_runs
 CLUSTER = "tests/cluster/"
 # Files that launch nothing, and of which a site, a count or many commands take longest.
 LONG_FILES = (
-    *("tests/docs/test_site.py", "tests/docs/test_planner_page.py", "tests/models/test_activations.py"),
+    *("tests/docs/test_site.py", "tests/page/test_page_in_a_browser.py", "tests/models/test_activations.py"),
     *("tests/models/test_read_model.py", "tests/test_architecture.py", "tests/test_readme.py"),
 )
 

@@ -23,7 +23,8 @@ from toolkit.models.read_model import known_models
 from toolkit.plan.methods import METHODS
 from toolkit.presets import preset_names
 
-pytestmark = pytest.mark.browser
+# The page that `toolkit page` serves is tested every day, in tests/page.
+pytestmark = [pytest.mark.browser, pytest.mark.nightly]
 
 GPUS = ("h100-sxm", "a100-40gb", "rtx-4090", "l40s", "t4", "mi300x")
 ARCHITECTURE_NAMES = [name for name, _ in ARCHITECTURES]

@@ -123,7 +123,7 @@ def test_a_rank_without_a_gpu_to_share_ends_in_two_lines(words: list[str], tmp_p
 
 @pytest.mark.launch
 @pytest.mark.cold_start  # the fork server sees no device
-@pytest.mark.parametrize("preset", ["zero3", *nightly("ddp", "fsdp2")])
+@pytest.mark.parametrize("preset", nightly("ddp", "zero3", "fsdp2"))
 def test_ranks_that_are_nodes_of_their_own_train_together_and_show_no_speed(
     preset: str, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import read
+from launching import nightly, read
 
 from toolkit.demo.assets import DATA_ATTRIBUTION
 from toolkit.record.folder import RunFolder
@@ -54,8 +54,9 @@ def test_the_card_of_an_adapter_has_what_was_trained_and_no_path(adapter_folder:
     assert str(tiny_model.parent) not in text
 
 
-def test_the_python_of_a_card_loads_the_model_and_answers(start: Start, adapter_folder: Path) -> None:
-    for folder in (adapter_folder, start("ddp")):
+@pytest.mark.parametrize("method", ["adapter", *nightly("full")])
+def test_the_python_of_a_card_loads_the_model_and_answers(start: Start, adapter_folder: Path, method: str) -> None:
+    for folder in [adapter_folder if method == "adapter" else start("ddp")]:
         command = [sys.executable, "-c", code_of(folder / "README.md")]
         ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr[-2000:]

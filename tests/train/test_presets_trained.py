@@ -23,6 +23,7 @@ NORMS = 5 * 64
 RUN_FILES = {"run.json", "run.lock", "attestation.json", "timeline.jsonl", "train.log", "ranks/attempt.id"}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "fingerprint.json"}
 MODEL_FILES |= {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+MODEL_FILES |= {"README.md"}  # the model card
 
 # fp32 on a CPU: parameters, gradients and Adam's states; DeepSpeed has a separate fp32 master weight.
 WHOLE = (4 * P, 4 * P, 8 * P)
