@@ -145,6 +145,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.nightly
 def test_a_server_and_what_it_forked_end_with_their_owner_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text("import time\ntime.sleep(60)\n")

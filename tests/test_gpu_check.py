@@ -326,6 +326,7 @@ def test_a_job_with_rows_of_its_own_needs_no_package_of_data(monkeypatch: pytest
     assert small_job.words(dataset="synthetic") == ["--max_seq_length", "64", "--dataset", "synthetic"]
 
 
+@pytest.mark.nightly
 def test_make_runs_the_check_without_a_set_up(tmp_path: Path) -> None:
     words = f"VENV={tmp_path} PYTHON={sys.executable} GPU_CHECK_ARGS=--list"
     ended = run_bash(f"make --silent gpu-check {words}", cpu_environment())

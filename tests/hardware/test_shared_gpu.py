@@ -151,6 +151,7 @@ print("rank:", *(os.environ.get(name) for name in names), flush=True)
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_script_of_ones_own_finds_its_rank_placed_under_any_launcher(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)

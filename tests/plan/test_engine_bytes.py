@@ -122,6 +122,7 @@ def test_planned_states_are_those_that_torchao_holds(tmp_path: Path) -> None:
     assert differing(cases_of(tmp_path, rows), tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_zero_3_prefetches_as_many_parameters_as_may_be_live(tmp_path: Path) -> None:
     """The end of the forward has one tensor of a layer more at most, the backward the embedding."""
     model = TINY | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8, "vocab_size": 1024}

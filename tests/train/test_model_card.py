@@ -63,6 +63,7 @@ def test_the_python_of_a_card_loads_the_model_and_answers(start: Start, adapter_
         assert ran.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_a_run_ends_with_what_to_do_next(start: Start, adapter_folder: Path) -> None:
     last = (adapter_folder / "train.log").read_text().splitlines()[-1]
     assert last.startswith(f"next: the Python in {adapter_folder}/README.md loads the model and answers; `toolkit ")

@@ -53,6 +53,7 @@ def test_each_rank_holds_planned_4_bit_weights_with_ddps_losses(start: Start, pr
 
 
 @pytest.mark.parametrize("preset", PRESETS[-2:])
+@pytest.mark.nightly
 def test_a_resumed_run_repeats_the_last_step_bit_for_bit(start: Start, preset: str) -> None:
     whole = run_of(start, preset)
     checkpoint = str(whole / "checkpoint-2")
