@@ -59,8 +59,8 @@ def lint(
         for finding in result.findings:
             place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
             key = f" {shorten(finding.key)}:" if finding.key else ""
-            lines = [f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}"]
-            lines += [
+            lines = [
+                f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}",
                 f"  fix: {finding.fix} (checked with {finding.checked_against})",
                 f"  see {finding.documentation}",
             ]

@@ -37,6 +37,8 @@ class Gpu:
     """Rate to the other GPUs of the node (NVLink, Infinity Fabric); None if the card has only PCIe."""
     pcie_generation: int
     source: str
+    shared_by: int = 1
+    """Ranks that share the card, of which this is one's part."""
 
     @property
     def names(self) -> list[str]:
@@ -79,8 +81,10 @@ class Gpu:
 
 def shared_gpu(gpu: Gpu, ranks: int) -> Gpu:
     """Return what one of `ranks` ranks has of a GPU that they share: a part of the memory, and no peak."""
+    if ranks == 1:
+        return gpu
     none, name = (None, None, None, None), f"{gpu.name}, 1/{ranks}"
-    return gpu if ranks == 1 else replace(gpu, name=name, memory_gib=gpu.memory_gib / ranks, peak_tflops=none)
+    return replace(gpu, name=name, memory_gib=gpu.memory_gib / ranks, peak_tflops=none, shared_by=ranks)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -198,7 +198,7 @@ def accelerate_options(preset: PresetSpec, *, world_size: int) -> list[str]:
     """Return the options of `accelerate launch` that select the preset on one node of `world_size` ranks."""
     options = ["--config_file", str(preset.accelerate_config_path)]
     if preset.deepspeed_argument is not None:
-        # accelerate resolves the YAML's path against the working directory; and the precision is the run's to decide
+        # accelerate resolves a path in a YAML against the working directory
         options += ["--deepspeed_config_file", preset.deepspeed_argument]
     options += ["--num_processes", str(world_size)]
     shard_size = preset.dp_shard_size(world_size)

@@ -106,8 +106,7 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
         on_message(
             f"warning: `{flag}` has no effect: mixed precision is the preset's, {precision} under {preset.name!r}"
         )
-    chosen = options.output_dir or _unused_folder(script_name(options.script, options.module))
-    folder = RunFolder(chosen)
+    folder = RunFolder(options.output_dir or _unused_folder(script_name(options.script, options.module)))
     folder.flag, folder.overwrite = "--output-dir", ""
     folder.check_free()
     check_start(folder)

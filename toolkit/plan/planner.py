@@ -243,7 +243,7 @@ def check_ranks_fit(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, 
 def plan_line(plan: Plan) -> str:
     """Return one line about planned peak, GPU memory and verdict."""
     verdict = plan.host_refusal or VERDICT_TEXT[plan.verdict]
-    what = "memory of one rank" if ", 1/" in plan.request.gpu.name else "GPU memory"  # of a GPU that ranks share
+    what = "memory of one rank" if plan.request.gpu.shared_by > 1 else "GPU memory"
     return f"{what}: {plan.peak_text} ({plan.memory.peak.phase}): {verdict}"
 
 
