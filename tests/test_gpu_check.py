@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,10 @@ def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> parts.Check:
     return parts.Check(output=tmp_path)
 
 
+def flattened(groups: Iterable[Any]) -> list[parts.Step]:
+    return [step for group in groups for step in (group if isinstance(group, list) else [group])]
+
+
 def after(word: str, command: list[str]) -> str | None:
     return command[command.index(word) + 1] if word in command else None
 
@@ -169,22 +174,28 @@ def after(word: str, command: list[str]) -> str | None:
 def test_with_one_gpu_two_four_and_eight_ranks_share_it(one_gpu: parts.Check) -> None:
     (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "one-host", "findings": []}\n')
     steps = first_parts.ranks(one_gpu)
-    _, _, read = next(steps)
+    (_, _, read), *alone = next(steps)
     assert read()[0]["note"] == "NCCL 2.29.7, by one-host"
     assert os.environ["TOOLKIT_RANKS_PER_GPU_BY"] == "one-host"
-    commands = {label: command for label, command, _ in steps}
+    commands = {label: command for label, command, _ in flattened([alone, *steps])}
     shared = {label: after("--ranks-per-gpu", command) for label, command in commands.items()}
     assert shared["ranks-single"] is None
-    assert [shared[f"ranks-{size}"] for size in (2, 4, 8)] == ["2", "4", "8"]
-    assert "--warm-start" in commands["ranks-8"]
+    assert [shared[name] for name in ("ranks-2-a", "ranks-2-b", "ranks-4", "ranks-8")] == ["2", "2", "4", "8"]
+    assert [shared[name] for name in ("ranks-2-experts", "ranks-4-rest", "ranks-8-rest")] == ["2", "4", "8"]
     assert shared["ranks-saved"] == shared["ranks-converted"] == "2"
-    variants = [each.partition("=")[0] for each in commands["ranks-2"] if "=" in each]
+    variants = [each.partition("=")[0] for half in "ab" for each in commands[f"ranks-2-{half}"] if "=" in each]
     assert len(variants) >= 8
     assert {"ddp", "zero2", "zero3", "fsdp2"} < set(variants)
     assert not {"zeropp", "fsdp2_hybrid"} & set(variants)
     assert any("fsdp2_hybrid=" in word for word in commands["ranks-4"])
+    assert not any("ddp=" in word for word in commands["ranks-4"])
+    assert any("ddp=" in word for word in commands["ranks-4-rest"])
+    typed = commands["ranks-8"]
+    assert (
+        run_captured([*typed[: typed.index("--")], "--help"], cpu_environment()).returncode == 0
+    )  # it has these options
     batches = {label: after("--per_device_train_batch_size", command) for label, command in commands.items()}
-    assert [batches[label] for label in ("ranks-single", "ranks-2", "ranks-8")] == ["8", "4", "1"]
+    assert [batches[label] for label in ("ranks-single", "ranks-2-a", "ranks-8")] == ["8", "4", "1"]
     (_, command, _), *_ = parts.presets(one_gpu)
     assert (after("--ranks-per-gpu", command), after("--num-processes", command)) == ("2", "2")
 
@@ -220,23 +231,33 @@ def test_every_command_of_the_first_parts_passes_its_checks_on_a_node_with_one_g
     (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "hosts"}\n')
     tried = []
     for name, part in first_parts.FIRST_PARTS.items():
-        for label, command, _ in part.steps(one_gpu, part.minutes):
+        for label, command, _ in flattened(part.steps(one_gpu, part.minutes)):
             if command[1:3] == ["-m", "toolkit"] and label not in ("measured", "ranks-converted"):
                 at = command.index("--")
                 ended = run_captured([*command[:at], "--dry-run", *command[at:]], environment)
                 missing = ("needs liger-kernel", "needs Triton", "libaio is not installed")
                 assert ended.returncode == 0 or any(text in ended.stderr for text in missing), f"{name}: {ended.stderr}"
                 tried.append(label)
-    assert {"ranks-2", "ranks-4", "ranks-8", "ranks-saved", "profile-eager", "again-experts", "grpo"} <= set(tried)
+    assert {
+        "ranks-2-a",
+        "ranks-2-b",
+        "ranks-4",
+        "ranks-8",
+        "ranks-saved",
+        "profile-eager",
+        "again-experts",
+        "grpo",
+    } <= set(tried)
 
 
 def test_where_nccl_takes_no_two_ranks_on_a_gpu_ddp_is_run_with_gloo(one_gpu: parts.Check) -> None:
     failed = {"nccl": "2.27.5", "findings": ["two ranks cannot share a GPU: Duplicate GPU detected"]}
     (one_gpu.output / "sharing.log").write_text(json.dumps(failed) + "\n")
     steps = first_parts.ranks(one_gpu)
-    assert "Duplicate GPU" in next(steps)[2]()[0]["note"]
-    commands = {label: command for label, command, _ in steps}
-    assert list(commands) == ["ranks-single", "ranks-2", "ranks-4", "ranks-8"]
+    (_, _, read), *alone = next(steps)
+    assert "Duplicate GPU" in read()[0]["note"]
+    commands = {label: command for label, command, _ in flattened([alone, *steps])}
+    assert list(commands) == ["ranks-single", "ranks-single_smaller", "ranks-2"]
     assert "ddp=ddp --ddp_backend gloo" in commands["ranks-2"]
 
 

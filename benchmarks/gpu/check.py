@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from first_parts import FIRST_PARTS
 from hot_kernels import table_lines
-from parts import LATER_PARTS, Check, Row, unmeasured
+from parts import LATER_PARTS, Check, Row, Step, unmeasured
 from record import ROOT, append_line, circumstances, print_table, read_lines, write_lines
 
 from toolkit.entry_point import exit_code_of
@@ -67,20 +68,35 @@ def run_part(check: Check, name: str, left_in_all: Callable[[], float]) -> Row:
     deadline = started + min(60 * minutes, left_in_all())
     line: Row = {"part": name, "ended": "done", "rows": []}
     try:
-        for label, command, read in part.steps(check, minutes):
-            log = check.output / f"{label}.log"
-            code = run_until(command, log, deadline, f"{name}: {label}", left_in_all)
-            line["rows"] += read()
-            if code is None:
-                over = f"its {minutes:g} {OVER}: `--part {name}` resumes"
-                line["ended"] = CUT_OFF if left_in_all() <= 0 else over
-            elif code != 0:
-                line["ended"] = line["ended"] if code == EXIT_INVALID_INPUT else "failed"  # refused here, with a reason
-                line["rows"] += unmeasured(label, f"exit code {code}: {last_line(log)}")
+        for group in part.steps(check, minutes):
+            for (label, _, read), code in run_group(check, group, deadline, name, left_in_all):
+                line["rows"] += read()
+                if code is None:
+                    over = f"its {minutes:g} {OVER}: `--part {name}` resumes"
+                    line["ended"] = CUT_OFF if left_in_all() <= 0 else over
+                elif code != 0:
+                    # Refused here, with a reason.
+                    line["ended"] = line["ended"] if code == EXIT_INVALID_INPUT else "failed"
+                    line["rows"] += unmeasured(label, f"exit code {code}: {last_line(check.output / f'{label}.log')}")
     except Exception as error:  # a GPU that the planner does not know, a model that does not fit: the next part follows
         line["ended"] = "failed"
         line["rows"] += unmeasured(name, f"{type(error).__name__}: {error}")
     return line | {"seconds": round(time.monotonic() - started)}
+
+
+def run_group(
+    check: Check, group: Step | list[Step], deadline: float, name: str, left: Callable[[], float]
+) -> Iterator[tuple[Step, int | None]]:
+    """Run one step, or several at a time: those whose speed is not measured. Yield each with its exit code."""
+    steps = group if isinstance(group, list) else [group]
+    with ThreadPoolExecutor(len(steps)) as pool:
+
+        def started(step: Step) -> Future[int | None]:
+            log = check.output / f"{step[0]}.log"
+            return pool.submit(run_until, step[1], log, deadline, f"{name}: {step[0]}", left)
+
+        for step, running in [(step, started(step)) for step in steps]:
+            yield step, running.result()
 
 
 def run_until(command: list[str], log: Path, deadline: float, what: str, left: Callable[[], float]) -> int | None:
@@ -175,7 +191,7 @@ def table_rows(found: Row) -> Iterator[list[str]]:
             worst = max(rows, key=lambda row: abs(row["error"] or 0))
             values = [n_a(worst[name], SHOWN.get(quantity, str)) for name in ("planned", "measured")]
             note = worst.get("note") or ""
-            if len(rows) > 1:
+            if len(rows) > 1 and all(row["error"] is not None for row in rows):
                 mean = sum(abs(row["error"]) for row in rows) / len(rows)
                 note = f"the worst of {len(rows)} cases; mean {mean:.1%}"
             yield [part["part"], case, quantity, *values, n_a(worst["error"], "{:+.1%}".format), one_line(note)]

@@ -32,12 +32,16 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 # DeepSpeed compiles its Adam for a GPU in a minute: meanwhile the first steps run, which need none.
 if [[ " $* " != *" --tiny "* ]]; then
   "$python" -c 'from toolkit.cache import use_cached_extensions; use_cached_extensions()
-from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
+from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+FusedAdamBuilder().load(verbose=False); CPUAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
 fi
 left=$("$python" -c "import time; print(round($minutes - (time.time() - $began) / 60, 2))")
 "$python" benchmarks/gpu/check.py --output "$output" --minutes "$left" "$@"
 code=$?
-if [ -n "${OUT:-}" ]; then # where the caller fetches files from: not the models
-  for file in "$output"/*.json* "$output"/*.log; do [ -e "$file" ] && cp "$file" "$OUT"; done
+if [ -n "${OUT:-}" ]; then # where the caller fetches files from: one archive, without models and installed packages
+  cp "$output/gpu-check.json" "$OUT"
+  (cd "$output" && find . -type f -size -9M ! -path './site/*' ! -path './extensions/*' ! -path './models/*' \
+    ! -path './rows/*' ! -name '*.safetensors' ! -name '*.pt' ! -name '*.distcp' ! -name '*.bin' -print0 |
+    tar czf "$OUT/gpu-check.tgz" --null -T -)
 fi
 exit "$code"

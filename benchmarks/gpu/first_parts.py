@@ -50,27 +50,67 @@ print(json.dumps(outcome.measured | {"skipped": outcome.skipped, "findings": fou
 # -- ranks: real ranks on one GPU
 
 
-def ranks(check: Check) -> Iterator[Step]:
-    """Yield every preset that runs with 2, 4 and 8 ranks, three steps each, beside `single`, plan and rehearsal."""
-    yield sharing(check)
-    job: Row = {"max_seq_length": 64 if check.tiny else 1024, "max_steps": 3, "lr_scheduler_type": "constant"}
+def ranks(check: Check) -> Iterator[Step | list[Step]]:
+    """Yield every preset that runs with 2, 4 and 8 ranks, three steps each, beside `single`, plan and rehearsal.
+
+    Their speed is not measured, so several steps run at a time. Ranks take turns on the GPU in slices of time, and wait
+    there for each other: four and eight train a smaller model, and presets that need so many come first.
+    """
+    small, smaller = small_model(check), smaller_model(check)
+    yield [sharing(check), alone(check, "single", small), alone(check, "single_smaller", smaller)]
     works = check.tiny or check.gpus != 1 or "works_by" in last_json(check.output / "sharing.log")
-    on_small = functools.partial(comparison, check, model=small_model(check), options=["--untimed-steps", "0"], **job)
-    yield on_small("ranks-single", {"single": Variant()}, per_device_train_batch_size=GLOBAL_BATCH)
+    if not works:  # gloo moves the gradients of DDP, and no shards
+        by_gloo = {"ddp": Variant(preset="ddp", arguments="--ddp_backend gloo")}
+        yield ranks_of(check, "ranks-2", 2, small, by_gloo, "single")
+        return
+    new, rest, left_out = {}, {}, []
     for size in (2,) if check.tiny else (2, 4, 8):
         shared = max(1, size // (check.gpus or size))
         device = Device(type="cpu" if check.tiny else "gpu", count=None, ranks_per_gpu=shared)
         groups, left_out = supported(size, device)
-        if not works:  # gloo moves the gradients of DDP, and no shards
-            groups = {"presets": {"ddp": Variant(preset="ddp", arguments="--ddp_backend gloo")}}
-        given = {"world_size": size, "per_device_train_batch_size": GLOBAL_BATCH // size}
-        label, command, read = on_small(f"ranks-{size}", groups["presets"], **given)
-        yield label, command, functools.partial(with_losses, check, label, size, groups["presets"], read, left_out)
-        if groups.get("experts"):
-            yield on_small(f"ranks-{size}-experts", groups["experts"], **given | {"model": tiny_experts(check)})
-        if size == 2 and works:
-            yield from conversion(check, job)
-            yield rehearsed(check, job)
+        seen = {name for variants in new.values() for name in variants["presets"] | variants["experts"]}
+        new[size] = {key: {k: v for k, v in groups[key].items() if k not in seen} for key in ("presets", "experts")}
+        rest[size] = {key: each for key, each in groups["presets"].items() if key in seen}
+    halves = [dict(list(new[2]["presets"].items())[start::2]) for start in (0, 1)]
+    yield [
+        ranks_of(check, f"ranks-2-{half}", 2, small, variants, "single")
+        for half, variants in zip("ab", halves, strict=True)
+    ]
+    saved, converted = conversion(check)
+    yield [ranks_of(check, "ranks-2-experts", 2, tiny_experts(check), new[2]["experts"]), rehearsed(check), saved]
+    more = [size for size in new if size > 2]
+    few = [ranks_of(check, f"ranks-{size}", size, smaller, new[size]["presets"], "single_smaller") for size in more]
+    few += [ranks_of(check, f"ranks-{size}-experts", size, tiny_experts(check), new[size]["experts"]) for size in more]
+    yield [converted, *few[:1]]
+    yield from few[1:]
+    for size in more:
+        yield ranks_of(check, f"ranks-{size}-rest", size, smaller, rest[size], "single_smaller")
+    yield "left-out", [sys.executable, "-c", ""], lambda: left_out
+
+
+def job_of_ranks(check: Check) -> Row:
+    return {"max_seq_length": 64 if check.tiny else 1024, "max_steps": 3, "lr_scheduler_type": "constant"}
+
+
+def alone(check: Check, name: str, model: Path) -> Step:
+    given = {"model": model, "options": ["--untimed-steps", "0"], "per_device_train_batch_size": GLOBAL_BATCH}
+    return comparison(check, f"ranks-{name}", {name: Variant()}, **given, **job_of_ranks(check))
+
+
+def ranks_of(
+    check: Check, name: str, size: int, model: Path, variants: dict[str, Variant], single: str | None = None
+) -> Step:
+    """Return a comparison of presets with so many ranks; nothing where there is none."""
+    if not variants:
+        return name, [sys.executable, "-c", ""], list
+    given = {"model": model, "options": ["--untimed-steps", "0"], "world_size": size}
+    rows = GLOBAL_BATCH // size
+    label, command, read = comparison(
+        check, name, variants, **given, per_device_train_batch_size=rows, **job_of_ranks(check)
+    )
+    if single is None:
+        return label, command, read
+    return label, command, functools.partial(with_losses, check, label, size, variants, read, single)
 
 
 def sharing(check: Check) -> Step:
@@ -91,18 +131,20 @@ def last_json(log: Path) -> Row:
 
 
 def with_losses(
-    check: Check, name: str, size: int, variants: dict[str, Variant], read: Callable[[], list[Row]], others: list[Row]
+    check: Check, name: str, size: int, variants: dict[str, Variant], read: Callable[[], list[Row]], single: str
 ) -> list[Row]:
     """Return the rows of a comparison, then each preset's last loss beside that of `single` with the same batch."""
-    alone = measured_of(check.output / "ranks-single" / "trials" / "single-n1-r0").get("last_loss")
+    expected = measured_of(check.output / f"ranks-{single}" / "trials" / f"{single}-n1-r0").get("last_loss")
     trials = {key: check.output / name / "trials" / f"{key}-n{size}-r0" for key in variants}
     runs = {key: read_json(folder / "run.json") or {} for key, folder in trials.items()}
     # Ranks that share their rows have more of them in a step.
     same = {key: run for key, run in runs.items() if (run.get("spec") or {}).get("global_batch_size") == GLOBAL_BATCH}
     pairs = {key: (run.get("measured") or {}).get("last_loss") for key, run in same.items()}
     note = "planned: the loss of `single`"
-    rows = [row_of(key, "loss", alone, loss, world_size=size, note=note) for key, loss in pairs.items() if loss]
-    return [*read(), *rows, *others]
+    return [
+        *read(),
+        *(row_of(key, "loss", expected, loss, world_size=size, note=note) for key, loss in pairs.items() if loss),
+    ]
 
 
 def measured_of(folder: Path) -> Row:
@@ -121,10 +163,11 @@ def train(check: Check, name: str, preset: str, size: int, job: Row) -> Step:
     return name, [*argv, *(["--cpu"] if check.tiny else []), "--", *words(known | job)], list
 
 
-def conversion(check: Check, job: Row) -> Iterator[Step]:
-    """Yield a run under `zero3` that saves half-way, and one under `fsdp2` that goes on from there."""
-    job = job | {"model_name_or_path": small_model(check), "per_device_train_batch_size": 4, "max_steps": 4}
-    yield train(check, "ranks-saved", "zero3", 2, job | {"save_strategy": "steps", "save_steps": 2})
+def conversion(check: Check) -> tuple[Step, Step]:
+    """Return a run under `zero3` that saves half-way, and one under `fsdp2` that goes on from there."""
+    job = job_of_ranks(check) | {"model_name_or_path": smaller_model(check), "per_device_train_batch_size": 4}
+    job |= {"max_steps": 4}
+    first = train(check, "ranks-saved", "zero3", 2, job | {"save_strategy": "steps", "save_steps": 2})
     saved = check.output / "ranks-saved" / "checkpoint-2"
     label, command, _ = train(check, "ranks-converted", "fsdp2", 2, job | {"resume_from_checkpoint": saved})
 
@@ -133,13 +176,14 @@ def conversion(check: Check, job: Row) -> Iterator[Step]:
         note = "planned: the loss of zero3, which was not interrupted"
         return [row_of("zero3 converted to fsdp2", "loss", *pair, note=note if all(pair) else "no loss")]
 
-    yield label, command, read
+    return first, (label, command, read)
 
 
-def rehearsed(check: Check, job: Row) -> Step:
+def rehearsed(check: Check) -> Step:
     """Return rehearsals of rank 0 of two under the usual presets: the same jobs as those of real ranks."""
     same = {"split": "test", "architecture": "tiny-qwen3" if check.tiny else "Qwen3-0.6B", "world_size": 2, "rank": 0}
-    same |= {"method": "full", "activation_checkpointing": False, "max_seq_length": job["max_seq_length"]}
+    length = job_of_ranks(check)["max_seq_length"]
+    same |= {"method": "full", "activation_checkpointing": False, "max_seq_length": length}
     same |= {"per_device_train_batch_size": GLOBAL_BATCH // 2}
     cases = [same | {"id": f"rehearsed-{preset}", "preset": preset} for preset in REHEARSED]
     return cases_of(check, "ranks-rehearsed", cases, minutes=1.5)
@@ -156,6 +200,14 @@ def small_model(check: Check) -> Path:
     if check.tiny:
         return check.written("tiny", CALIBRATION["llama-1b"] | SMALL)
     return check.written("qwen3-0.6b", json.loads((ROOT / "tests/fixtures/qwen3-0.6b/config.json").read_text()))
+
+
+def smaller_model(check: Check) -> Path:
+    """Return eight of its layers, with a smaller vocabulary: what ranks send each other takes most of their time."""
+    if check.tiny:
+        return small_model(check)
+    config = json.loads((ROOT / "tests/fixtures/qwen3-0.6b/config.json").read_text())
+    return check.written("qwen3-layers", config | {"num_hidden_layers": 8, "vocab_size": 32_768})
 
 
 def tiny_experts(check: Check) -> Path:

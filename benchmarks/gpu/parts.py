@@ -268,7 +268,7 @@ def comparison(
     argv += [word for key, each in variants.items() for word in ("--variant", f"{key}={each.preset} {each.arguments}")]
     argv += ["--resume"] if folder.exists() else []
     if check.gpus and world_size > check.gpus:
-        argv += ["--ranks-per-gpu", str(-(-world_size // check.gpus)), "--warm-start"]
+        argv += ["--ranks-per-gpu", str(-(-world_size // check.gpus))]
     job = {"model_name_or_path": own, "per_device_train_batch_size": rows, "bf16": "true", "learning_rate": 1e-5}
     job |= {"max_steps": check.steps}
     if method == "sft":
@@ -452,8 +452,8 @@ class Part:
 
     minutes: float
     teaches: str
-    steps: Callable[[Check, float], Iterable[Step]]
-    """Of a check and the minutes that are left of the part."""
+    steps: Callable[[Check, float], Iterable[Step | list[Step]]]
+    """Of a check and the minutes that are left of the part; those of a list run at a time."""
 
 
 def methods(check: Check, _: float) -> list[Step]:
