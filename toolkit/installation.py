@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.versions import is_importable
+from toolkit.versions import installed_version, is_importable, version_numbers
 
 PACKAGE = "finetune-toolkit"
 # Module -> the extra of pyproject.toml that installs it.
@@ -25,6 +25,11 @@ EXTRAS = {
     "numpy": "simulate",
 }
 TRAIN = ("torch", "transformers", "accelerate", "peft", "datasets")
+# The least and the first too new version of each, as in pyproject.toml.
+RANGES = {
+    **{"torch": ("2.8", "3"), "transformers": ("5.23", "6"), "accelerate": ("1.15", "2"), "peft": ("0.21", "1")},
+    **{"datasets": ("5.2", "6"), "deepspeed": ("0.19.8", "0.20")},
+}
 
 
 def missing_package(*modules: str) -> ToolkitError | None:
@@ -40,6 +45,19 @@ def require(*modules: str) -> None:
     """Raise ToolkitError, with the line to type, for modules that are not installed; nothing is imported."""
     if error := missing_package(*modules):
         raise error
+
+
+def require_versions(*modules: str) -> None:
+    """Raise ToolkitError, with the line to type, for modules that are not installed, or in a version out of range."""
+    require(*modules)
+    for module in modules:
+        version, (least, below) = installed_version(module), RANGES.get(module, ("0", ""))
+        if version is None or not below:
+            continue
+        if not version_numbers(least) <= version_numbers(version) < version_numbers(below):
+            expected = f"expected at least {least}, and less than {below}"
+            hint = f"{installer()} '{module}>={least},<{below}'"
+            raise ToolkitError(f"{module} {version} is installed, {expected}", hint=hint)
 
 
 def install_line(*modules: str) -> str:

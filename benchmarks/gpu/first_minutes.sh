@@ -24,16 +24,18 @@ P
 if [ -n "$missing" ]; then
   # shellcheck disable=SC2086  # paths of wheels have no spaces
   "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$output/site" $missing
+  "$python" -m compileall -q -j 0 "$output/site" toolkit >/dev/null # or each of the first processes would, by itself
 fi
 # Ops of this DeepSpeed, for this GPU: another environment's stay as they are.
 [ -d "$output/site/deepspeed" ] && export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$output/extensions}
-export DS_BUILD_OPS=0 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} PYTORCH_NVML_BASED_CUDA_CHECK=1
+# DeepSpeed reads numbers alone, and some images say 9.0a.
+export DS_BUILD_OPS=0 TORCH_CUDA_ARCH_LIST=9.0 PYTORCH_NVML_BASED_CUDA_CHECK=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-# DeepSpeed compiles its Adam for a GPU in a minute: meanwhile the first steps run, which need none.
+# DeepSpeed compiles the Adam of offloading presets in a minute: meanwhile the first steps run, which need none.
 if [[ " $* " != *" --tiny "* ]]; then
   "$python" -c 'from toolkit.cache import use_cached_extensions; use_cached_extensions()
-from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
-FusedAdamBuilder().load(verbose=False); CPUAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
+from deepspeed.ops.op_builder import CPUAdamBuilder
+CPUAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
 fi
 left=$("$python" -c "import time; print(round($minutes - (time.time() - $began) / 60, 2))")
 "$python" benchmarks/gpu/check.py --output "$output" --minutes "$left" "$@"

@@ -35,6 +35,7 @@ from toolkit.presets.compatibility import Device
 from toolkit.record.folder import read_json
 
 GLOBAL_BATCH = 8  # the same for any number of ranks, so that losses compare
+SIX_RANKS_BYTES = 120e9  # of a full fine-tune of 0.6 billion parameters, beside their contexts
 REHEARSED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
 SHARING = """
 import json
@@ -71,10 +72,11 @@ def ranks(check: Check) -> Iterator[Step | list[Step]]:
         seen = {name for variants in new.values() for name in variants["presets"] | variants["experts"]}
         new[size] = {key: {k: v for k, v in groups[key].items() if k not in seen} for key in ("presets", "experts")}
         rest[size] = {key: each for key, each in groups["presets"].items() if key in seen}
-    halves = [dict(list(new[2]["presets"].items())[start::2]) for start in (0, 1)]
+    presets = list(new[2]["presets"].items())
+    at_a_time = 3 if not check.tiny and check.gpu.memory_bytes > SIX_RANKS_BYTES else 2
     yield [
-        ranks_of(check, f"ranks-2-{half}", 2, small, variants, "single")
-        for half, variants in zip("ab", halves, strict=True)
+        ranks_of(check, f"ranks-2-{letter}", 2, small, dict(presets[start::at_a_time]), "single")
+        for start, letter in zip(range(at_a_time), "abc", strict=False)
     ]
     saved, converted = conversion(check)
     yield [ranks_of(check, "ranks-2-experts", 2, tiny_experts(check), new[2]["experts"]), rehearsed(check), saved]

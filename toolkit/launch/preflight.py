@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -20,7 +21,7 @@ from toolkit.files.model_weights import check_weights
 from toolkit.files.paths import user_path
 from toolkit.hardware.disks import check_free_space
 from toolkit.hardware.gpus import count_gpus
-from toolkit.installation import TRAIN, require
+from toolkit.installation import TRAIN, require, require_versions
 from toolkit.job.argument_values import as_list
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
 from toolkit.job.global_batch import with_accumulation
@@ -95,8 +96,20 @@ def check_job(
 
 
 def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
-    """Raise ToolkitError, with the line to type, for a library that the ranks import and that is not installed."""
-    require(*TRAIN[:3] if runs_script else TRAIN, *("deepspeed", "ninja") * (preset.engine == "deepspeed"))
+    """Raise ToolkitError, with the line to type, for a library that the ranks import and that is missing, or too old.
+
+    And for a variable that names GPUs in a way that DeepSpeed, which compiles its ops for them, does not read.
+    """
+    engine = ("deepspeed", "ninja") * (preset.engine == "deepspeed")
+    if runs_script:  # which may need other versions than our own script
+        require(*TRAIN[:3], *engine)
+    else:
+        require_versions(*TRAIN, *engine)
+    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if engine and preset.offloads and re.search(r"\d[a-z]", named) and count_gpus():
+        hint = f"export TORCH_CUDA_ARCH_LIST={shlex.quote(re.sub(r'(?<=[0-9])[a-z]', '', named))}"
+        expected = "expected numbers: DeepSpeed 0.19 reads no letters"
+        raise ToolkitError(f"TORCH_CUDA_ARCH_LIST is {named[:40]!r}, {expected}", hint=hint)
 
 
 def check_process_count(
