@@ -127,6 +127,7 @@ SPLIT = {
     "cp-2x2": _split("cp", "qwen3", *RECOMPUTED, dp_shard=2, cp=2),
     "ulysses": _split("ulysses", "llama", *SAVED, sp=2),
     "ulysses-2x2": _split("ulysses", "qwen3", *RECOMPUTED, dp_shard=2, sp=2),
+    "ulysses-bf16": _split("ulysses", "qwen3", "--bf16", "true", baseline="qwen3-bf16", sp=2),
     "tp-lora": _split("tp", "qwen3", *LORA, baseline="qwen3-lora", tp=2),
     "fsdp2_tp-lora": _split("fsdp2_tp", "qwen3", *LORA, *SAVED, baseline="qwen3-lora", dp_shard=2, tp=2),
     "ep-lora": _split("ep", "qwen3_moe", *ATTENTION_LORA, baseline="qwen3_moe-lora", dp_shard=2, ep=2),

@@ -267,7 +267,7 @@ def test_a_profile_has_the_dearest_kernels_and_the_gap_after_each(tmp_path: Path
     def event(name: str, at_ms: float, ms: float, kind: str = "kernel") -> dict[str, Any]:
         return {"ph": "X", "name": name, "cat": kind, "ts": 1000 * at_ms, "dur": 1000 * ms, "tid": 1}
 
-    events = [event("ProfilerStep#1", 0, 14, "user_annotation")]
+    events = [event("ProfilerStep#1", 0, 14, "user_annotation"), event("ProfilerStep#1", 1, 12, "gpu_user_annotation")]
     for start in (0, 7):
         events += [event("gemm", start, 3), event("norm", start + 5, 1), event("copy", start + 1, 1, "gpu_memcpy")]
     trace = tmp_path / "rank0.json.gz"

@@ -37,13 +37,20 @@ if [[ " $* " != *" --tiny "* ]]; then
 from deepspeed.ops.op_builder import CPUAdamBuilder
 CPUAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
 fi
-left=$("$python" -c "import time; print(round($minutes - (time.time() - $began) / 60, 2))")
-"$python" benchmarks/gpu/check.py --output "$output" --minutes "$left" "$@"
-code=$?
-if [ -n "${OUT:-}" ]; then # where the caller fetches files from: one archive, without models and installed packages
-  cp "$output/gpu-check.json" "$OUT"
+# What the caller fetches: one archive, without models and installed packages; also where the caller's time is over.
+archive() {
+  [ -n "${OUT:-}" ] || return 0
+  cp "$output/gpu-check.json" "$OUT" 2>/dev/null
   (cd "$output" && find . -type f -size -9M ! -path './site/*' ! -path './extensions/*' ! -path './models/*' \
-    ! -path './rows/*' ! -name '*.safetensors' ! -name '*.pt' ! -name '*.distcp' ! -name '*.bin' -print0 |
-    tar czf "$OUT/gpu-check.tgz" --null -T -)
-fi
+    ! -path './rows/*' ! -path '*/.saving*' ! -name '*.safetensors' ! -name '*.pt' ! -name '*.distcp' ! -name '*.bin' \
+    -print0 | tar czf "$OUT/gpu-check.tgz" --null -T - 2>/dev/null)
+}
+trap 'kill "$check"; wait "$check"; archive; exit 143' TERM
+# The last command has 40 s to end its ranks.
+left=$("$python" -c "import time; print(round($minutes - 0.8 - (time.time() - $began) / 60, 2))")
+"$python" benchmarks/gpu/check.py --output "$output" --minutes "$left" "$@" &
+check=$!
+wait "$check"
+code=$?
+archive
 exit "$code"

@@ -161,7 +161,7 @@ def train(check: Check, name: str, preset: str, size: int, job: Row) -> Step:
     argv = [sys.executable, "-m", "toolkit", "train", "--preset", preset, "--num-processes", str(size)]
     argv += ["--ranks-per-gpu", str(size)] if check.gpus == 1 and size > 1 else []
     known = {"dataset": check.rows("text") / "train.jsonl", "bf16": True, "output_dir": folder, "untimed_steps": 0}
-    known |= {"overwrite_output_dir": True, "learning_rate": 1e-5, "save_model": False}
+    known |= {"overwrite_output_dir": True, "learning_rate": 1e-5, "save_model": False, "save_strategy": "no"}
     return name, [*argv, *(["--cpu"] if check.tiny else []), "--", *words(known | job)], list
 
 

@@ -26,7 +26,8 @@ def hot_kernels(trace: Path) -> Row:
     """Return seconds of the profiled steps, of the GPU's work and gaps in them, and the largest of both by name."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     complete = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in complete if e["name"].startswith(STEP_EVENT_PREFIX)})
+    on_host = [event for event in complete if event.get("cat") == "user_annotation"]  # the GPU's are beside them
+    steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in on_host if e["name"].startswith(STEP_EVENT_PREFIX)})
     kernels = [event for event in complete if event.get("cat") in GPU_CATEGORIES]
     if not kernels:
         kernels = [e for e in complete if e.get("cat") == "cpu_op" and e["name"].startswith("aten::")]

@@ -68,6 +68,7 @@ UNFOLDED_ROWS = 10
 
 QWEN = "Qwen/Qwen3-8B"
 GPU_CHECK = ROOT / "benchmarks" / "results" / "gpu-check.json"
+GPU_RANKS = GPU_CHECK.with_name("gpu-ranks.json")
 COLUMNS = 90
 # Commands whose output a page shows, and how many of its paragraphs.
 PRINTED = {
@@ -223,6 +224,19 @@ def _measured_row(row: dict[str, Any]) -> list[str]:
     return [row["case"], f"`{row['preset']}`", *sizes, f"{row['error']:+.1%}"]
 
 
+def ranks_measured(record: Path = GPU_RANKS) -> str:
+    """Return one row per preset that ran with real ranks on one GPU: its allocated peak and its loss."""
+    (part,) = [part for part in json.loads(record.read_text())["parts"] if part["part"] == "ranks"]
+    rows = {(row["case"], row["quantity"]): row for row in part["rows"]}
+    head = ["preset", "planned, GiB", "measured, GiB", "error of the plan", "loss of step 3", "of `single`"]
+    lines = []
+    for (preset, quantity), row in sorted(rows.items()):
+        if quantity == "allocated" and (loss := rows.get((preset, "loss"))):
+            _, _, *peaks = _measured_row(row)
+            lines.append([f"`{preset}`", *peaks, f"{loss['measured']:.4f}", f"{loss['planned']:.4f}"])
+    return markdown_table(head, lines)
+
+
 def printed(command: str, paragraphs: int) -> str:
     """Return the first paragraphs that a command prints; of Qwen3-8B, a well-known model, without the hub."""
     answer = CliRunner().invoke(app, command.split(), env={"COLUMNS": str(COLUMNS)}).stdout
@@ -353,6 +367,7 @@ def python_directives() -> str:
 BUILT: dict[str, Callable[[], str]] = {
     **{name: functools.partial(printed, *shown) for name, shown in PRINTED.items()},
     "fits_measured": fits_measured,
+    "ranks_measured": ranks_measured,
     "goodput": goodput_table,
     "presets": preset_table,
     "optimizers": optimizer_table,

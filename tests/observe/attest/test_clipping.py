@@ -94,3 +94,16 @@ def test_norms_are_read_until_the_reader_stops() -> None:
     assert [read[name] for name in names] == pytest.approx([1, 5.0, 1.0, 1.0])
     step()
     assert reader.reading == read
+
+
+def test_the_norm_of_a_large_flat_gradient_in_host_memory_is_right() -> None:
+    """ZeRO with CPU offload: torch misses 1 % of the norm of 134 million elements, and 3 % of 298 million."""
+    flat = torch.nn.Parameter(torch.zeros(1))
+    gradient = torch.empty(2**27).uniform_(-1e-4, 1e-4, generator=torch.Generator().manual_seed(0))
+    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    flat.data, flat.grad = gradient, gradient
+    reader = NormReader()
+    reader.trainer = SimpleNamespace(model_wrapped=SimpleNamespace(zero_optimization_stage=lambda: 2))
+    reader._on_step(torch.optim.SGD([flat], lr=0.0))
+    assert reader.reading["optimizer_norm"] == pytest.approx(norm, rel=1e-4)
+    assert float(torch.nn.utils.get_total_norm([gradient])) < 0.99 * norm  # what is worked around

@@ -54,6 +54,7 @@ def test_a_preset_requires_its_engine_its_sharding_and_fp32_master_weights() -> 
         ("fsdp2", "float32", "bfloat16", {}),
         ("fsdp2_tp", "float32", "float32", {"layout_at_load": LAYOUT}),
         ("zero2", None, "bfloat16", {}),
+        ("ulysses", None, "float32", {}),
     ],
 )
 def test_gradients_and_their_reduction_have_the_dtypes_of_the_numerics_page(

@@ -23,6 +23,8 @@ from toolkit.record.measurements import StepRow, grad_norm
 
 # Both norms are of fp32 gradients; DeepSpeed and torch add 1e-6 to the divisor.
 RELATIVE_TOLERANCE = 1e-2
+# torch adds the squares of a tensor on a CPU in fp32: of 298 million elements it misses 3 % of the norm.
+ACCURATE_ELEMENTS = 2**20
 SYNTHETIC_NORM = 10
 """Norm of the synthetic gradient, as a multiple of the threshold."""
 
@@ -69,6 +71,8 @@ class NormReader:
         """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters]
+        if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):  # flat, and with offload in host memory
+            gradients = [part for gradient in gradients for part in gradient.flatten().split(ACCURATE_ELEMENTS)]
         norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
 

@@ -61,8 +61,12 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
 def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> Values:
     """The dtypes of gradients and of their reduction (docs/concepts/numerics.md), as far as they are known."""
     if preset.engine == "deepspeed":  # stage and offload decide which buffer holds a gradient
-        given = (preset.deepspeed_config() or {}).get("communication_data_type")
-        return {"reduce_dtype": DEEPSPEED_DTYPES.get(str(given).lower(), compute)}
+        config = preset.deepspeed_config() or {}
+        if "sp" in preset.degrees:  # DeepSpeed 0.19: a sequence's parts are summed in fp32, whatever the compute dtype
+            sent = config.get("seq_parallel_communication_data_type", "fp32")
+        else:
+            sent = config.get("communication_data_type")
+        return {"reduce_dtype": DEEPSPEED_DTYPES.get(str(sent).lower(), compute)}
     reduced = compute if preset.engine == "fsdp2" and run.layout_at_load is None else "float32"
     sent_by_hook = run.settings.get("ddp_comm_hook") is not None
     return {"gradient_dtype": "float32"} | ({} if sent_by_hook else {"reduce_dtype": reduced})

@@ -221,7 +221,9 @@ class PipelineTrainer(SupervisedTrainer):
         stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
         # The buffers in which a stage receives activations, or else their gradients.
         infos = [info for stage in stages for info in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())]
-        received = [each.buffer for info in infos for each in info if each.buffer is not None]
+        # Before torch 2.12 the first stage's own inputs are listed too, without a buffer.
+        buffers = [getattr(received, "buffer", None) for info in infos for received in info]
+        received = [buffer for buffer in buffers if buffer is not None]
         degrees = dict(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True))
         return super().read_methods(plain) | {
             "engine": "pipeline",
