@@ -29,8 +29,11 @@ class ExpectedRun:
     own_optimizer: bool = False  # the script makes its optimizer itself, whatever `--optim` names
     made_optimizer: str | None = None
     """Class of an optimizer that the script has given to its Trainer: transformers drops it under DeepSpeed."""
-    may_leave_unused: bool = False  # trained parameters that the loss does not reach have no gradient and no state
+    of_script: bool = False
+    """True for somebody's script, which may do more than the preset specifies: checkpointing of its own, an optimizer
+    over a part of the parameters, gradients that it changes. That is recorded, and no deviation."""
     settings: Values = field(default_factory=dict)  # more readings, by name, that the script's arguments determine
+    allowed: Values = field(default_factory=dict)  # readings that the user has allowed, by name
 
     @classmethod
     def of_preset(cls, preset: PresetSpec | None, world_size: int) -> Self:
