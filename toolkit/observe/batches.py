@@ -157,12 +157,12 @@ def _uncounted(batches: Iterator[Any], count: CountBatch, facts: deque[BatchFact
             facts.append(None if batch[1] is None else BatchFacts(**batch[1]))
             yield batch[2]
         else:
-            facts.append(_count(count, batch))
+            facts.append(facts_of(count, batch))
             yield batch
 
 
-def _count(count: CountBatch, batch: Any) -> BatchFacts | None:
-    """Rows of TRL's GRPO, and objects of a class of one's own, have no tensors."""
+def facts_of(count: CountBatch, batch: Any) -> BatchFacts | None:
+    """Return a batch's facts; None without tensors: rows of TRL's GRPO, objects of a class of one's own."""
     return count((), batch) if next(named_tensors(batch), None) is not None else None
 
 
@@ -174,5 +174,5 @@ class _CountingCollator:
 
     def __call__(self, rows: Any) -> tuple[str, dict[str, Any] | None, Any]:
         batch = self.collate(rows)
-        facts = _count(self.count, batch)
+        facts = facts_of(self.count, batch)
         return _COUNTED, None if facts is None else asdict(facts), batch

@@ -33,8 +33,10 @@ from toolkit.observe.batches import (
     CountBatch,
     ObservedCollator,
     counted_batches,
+    facts_of,
     iterate_loader,
     label_shift_of,
+    named_tensors,
     take_facts,
     tensor_facts,
 )
@@ -81,6 +83,13 @@ class Observer:
         """Give the Trainer a callback for this training."""
         trainer.add_callback(callback)
         self.undo.append(functools.partial(trainer.remove_callback, callback))
+
+    def facts_of(self, batch: Any) -> BatchFacts | None:
+        """Return the facts of a batch that is trained on, counted now where its loader is not accelerate's."""
+        if id(batch) in self.facts:
+            return self.facts.pop(id(batch))
+        on_host = all(tensor.device.type == "cpu" for _, tensor in named_tensors(batch))
+        return facts_of(self.count, batch) if self.count is not None and on_host else None
 
     def leave(self) -> None:
         """Take everything off the Trainer again."""
@@ -163,7 +172,7 @@ class TrainerHooks:
         observer, progress = self.observer, self.observer.progress
         if observer.background is not None:
             observer.background.raise_if_failed()
-        observer.timer.add_batch(take_facts(inputs) or observer.facts.pop(id(inputs), None))
+        observer.timer.add_batch(take_facts(inputs) or observer.facts_of(inputs))
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
         loss: torch.Tensor = step(model, inputs, *args, **kwargs)
         progress.phase = "step"

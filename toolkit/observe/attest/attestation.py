@@ -145,8 +145,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         expected = gathered[0][2]  # another rank's arguments may differ, and then that rank is the one that deviates
         preset, path = self.parts.expected.preset, self.run.folder.attestation_json
         differing = self.differences(expected, ranks, norms)
-        unknown = known_optimizer(self.parts.expected, self.trainer) is None
-        of_script = [each for each in differing if is_of_script(each, self.parts.expected, unknown_optimizer=unknown)]
+        of_script = [each for each in differing if self.is_of_script(each)]
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = [each for each in differing if each not in of_script] or self.byte_differences(ranks)
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
@@ -177,6 +176,20 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         threshold = self.trainer.args.max_grad_norm or 0.0
         return found + clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
 
+    def is_of_script(self, difference: Difference) -> bool:
+        """Return True for what somebody's script does beside its preset, and for what the user has allowed."""
+        name, expected, allowed = difference.name, self.parts.expected, self.parts.expected.allowed
+        if "master_dtype" in allowed:
+            allowed = dict.fromkeys(FOLLOWING_MASTERS, allowed["master_dtype"]) | allowed
+        if name in allowed and difference.found == allowed[name]:
+            return True
+        if not expected.of_script or name in expected.settings:
+            return False
+        if name == "optimizer_dtype":
+            return known_optimizer(expected, self.trainer) is None
+        checkpoints = name == "activation_checkpointing" and difference.expected is False
+        return checkpoints or name == CHANGED_AFTER_CLIPPING
+
     def byte_differences(self, ranks: list[Values]) -> list[Difference]:
         """Return where the ranks do not hold the bytes that the preset's sharding allows."""
         return byte_differences(ranks)
@@ -198,19 +211,6 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
             settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
         return expected_values(replace(expected, settings=settings), self.trainer)
-
-
-def is_of_script(difference: Difference, expected: ExpectedRun, *, unknown_optimizer: bool) -> bool:
-    """Return True for what somebody's script does beside its preset, and for what the user has allowed."""
-    name, allowed = difference.name, expected.allowed
-    if name in allowed and difference.found == allowed[name]:
-        return True
-    if name in FOLLOWING_MASTERS and difference.found == allowed.get("master_dtype", difference):
-        return True
-    if not expected.of_script or name in expected.settings:
-        return False
-    checkpoints = name == "activation_checkpointing" and difference.expected is False
-    return checkpoints or name == CHANGED_AFTER_CLIPPING or (name == "optimizer_dtype" and unknown_optimizer)
 
 
 def check_master_dtype(expected: ExpectedRun, wrapped: Any) -> None:
