@@ -5,16 +5,25 @@ A row says how a script of `cases/` ends, and what its observed run says besides
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import time
 from pathlib import Path
 from subprocess import CompletedProcess
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from accelerate.data_loader import DataLoaderShard
 from launching import cpu_environment, nightly, read, run_warm, torchrun_words
 
+from toolkit.observe.batches import counted_batches, tensor_facts
+from toolkit.observe.hang_detection import Watchdog
+from toolkit.observe.progress import Progress
 from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import Heartbeat
 from toolkit.record.measurements import read_rows
 
 CASES = Path(__file__).parent / "cases"
@@ -125,3 +134,62 @@ def test_a_deviation_that_the_user_allows_is_recorded(tmp_path: Path) -> None:
     attestation = read(tmp_path / "run" / "attestation.json")
     assert (attestation["verdict"], attestation["differences"]) == ("attested", [])
     assert {row["fact"] for row in attestation["of_script"]} >= {"master_dtype", "optimizer_dtype"}
+
+
+# -- a rank that computes, or compiles, is not hung
+
+
+def computes(folder: Path, file: str) -> bool:
+    """Return what a watchdog says of a main thread that runs code of a file, at its second look."""
+    watchdog, answers = Watchdog(Progress(phase="step"), ranks=folder, rank=0), list[bool]()
+
+    def look() -> None:
+        for _ in range(2):
+            time.sleep(0.05)
+            answers.append(watchdog._computes())
+
+    looking = Thread(target=look)
+    looking.start()
+    exec(compile("while len(answers) < 2: pass", file, "exec"))
+    looking.join()
+    return answers[-1]
+
+
+def test_a_callback_that_computes_makes_progress_and_a_collective_does_not(tmp_path: Path) -> None:
+    assert computes(tmp_path, "callback.py")
+    assert not computes(tmp_path, "site-packages/torch/distributed/distributed_c10d.py")
+
+
+def test_waiting_for_a_gpu_at_one_place_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not computes(tmp_path, "trainer.py")
+
+
+def test_a_compiler_makes_progress_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert computes(tmp_path, "site-packages/triton/runtime/autotuner.py")
+    watchdog = Watchdog(Progress(phase="step"), ranks=tmp_path, rank=0)
+    watchdog.moved_unix -= 100
+    exec(compile("watchdog._computes()\nwatchdog._computes()", "site-packages/torch/_inductor/compile_fx.py", "exec"))
+    assert capsys.readouterr().out == "rank 0 compiles in step 1 (torch/_inductor)\n"
+
+
+def test_a_rank_that_ended_by_itself_is_not_gone() -> None:
+    facts = {"rank": 1, "host": os.uname().nodename, "pid": 2**22 - 1, "process_started_unix": 1.0}
+    facts |= {"step": 4, "micro_steps": 4, "phase": "end", "progress_unix": 1.0, "written_unix": 1.0}
+    assert [Heartbeat(**facts, ended=ended).is_gone for ended in (False, True)] == [True, False]
+
+
+# -- batches
+
+
+def test_a_loader_yields_its_own_batches_and_their_facts_beside_them() -> None:
+    rows = [{"input_ids": torch.full((4,), number)} for number in range(12)]
+    for workers in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
+        loader = DataLoaderShard(rows, batch_size=2, **workers)
+        loader.skip_batches = 2
+        alone = list(loader)
+        counted = list(counted_batches(loader, tensor_facts))
+        assert [batch["input_ids"].tolist() for batch, _ in counted] == [each["input_ids"].tolist() for each in alone]
+        assert [facts for _, facts in counted] == [tensor_facts((), batch) for batch in alone]
+        assert "__iter__" not in vars(loader.base_dataloader)
+        assert all(set(batch) == {"input_ids"} for batch, _ in counted)

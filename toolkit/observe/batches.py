@@ -104,11 +104,6 @@ class ObservedCollator:
             batch[BATCH_FACTS] = self.count(rows, batch)
         return batch
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("collator", "count"):  # while it is unpickled in a worker of the data loader
-            raise AttributeError(name)
-        return getattr(self.collator, name)
-
 
 def take_facts(batch: Any) -> BatchFacts | None:
     """Remove the facts from a batch before the model sees it, and return them; None where it has none."""

@@ -2,7 +2,7 @@
 
 It adds no collective. Outside the steps (data, loading, saving) processor time counts as progress: tokenising a large
 file may take long, and is no hang. Between them a rank that computes makes progress, such as a callback's benchmark: it
-takes processor time, and its stack changes outside of collectives. So does one in a compiler, which is named.
+takes processor time outside of collectives. So does one in a compiler, which is named.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.observe.failure_report import report_hang
@@ -59,7 +60,7 @@ class Watchdog:
         self.moved_unix = time.time()
         """When the step, the batch or the phase last changed."""
         self.last_stack: list[tuple[str, str, int]] = []
-        self.named: tuple[Any, ...] = ()
+        self.named: tuple[Any, ...] | None = None
         """The position at which a compiler was named."""
         self.cpu_seconds, self.progress_unix = 0.0, time.time()
 
@@ -124,9 +125,9 @@ class Watchdog:
         return True
 
     def _computes(self) -> bool:
-        """Return True where the main thread's stack changes outside of what waits for other ranks, or has a compiler.
+        """Return True where the main thread is outside of what waits for other ranks, or in a compiler.
 
-        Waiting for a GPU takes processor time too, at one place.
+        Waiting for a GPU takes processor time too, at one place: there its stack must change.
         """
         frame, stack = sys._current_frames().get(threading.main_thread().ident or 0), []
         while frame is not None:
@@ -137,7 +138,7 @@ class Watchdog:
             return False
         compiler = next((part for file, _, _ in stack for part in COMPILERS if f"/{part}" in file), None)
         if compiler is None:
-            return changed
+            return changed or not torch.cuda.is_available()
         if self.named != self.last_position and time.time() - self.moved_unix > NAMED_AFTER_SECONDS:
             self.named = self.last_position
             print(f"rank {self.rank} compiles in step {self.progress.step + 1} ({compiler})", flush=True)

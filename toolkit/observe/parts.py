@@ -55,13 +55,11 @@ class ObserverParts:
     reduce_dtype: Callable[[Any], str | None] = lambda _: None
     """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""
     batch_facts: CountBatch | None = None
-    """None counts what the batches of any script show."""
+    """Counts in the collator, which has the rows; None counts what the batches of any script show, beside them."""
     counts_tokens: bool = True
     """False on a rank that trains on the rows of another one: their tokens are counted there."""
     compiles: bool = False
     """True if layers are compiled: rows count what the compiler does."""
-    collates_on_each_rank: bool = False
-    """True if each rank makes its own batches of an iterable data set."""
     manifest: Callable[[], Values] = dict
     """More entries of a checkpoint's manifest."""
     save_states: Callable[[Path], None] = lambda _: None
