@@ -75,7 +75,8 @@ def report_failure(error: BaseException, progress: Progress) -> int:
     text = f"error: {error}"
     if not isinstance(error, ToolkitError):
         where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
-        text = f"error ({where}): {type(error).__name__}: {error}\n{script_traceback(error)}"
+        is_printed, error.is_printed = getattr(error, "is_printed", False), True  # type: ignore[attr-defined]
+        text = "" if is_printed else f"error ({where}): {type(error).__name__}: {error}\n{script_traceback(error)}"
     with _REPORTING:
         _report(_failure(error, kind, rank, progress) | {"invalid_input": invalid_input}, progress, code, text)
     return code
@@ -129,7 +130,8 @@ def _report(failure: dict[str, Any], progress: Progress, code: int, text: str) -
             return
         except OSError:  # a full disk: the message is printed at least
             pass
-    print(hide_secrets(text), file=sys.stderr, flush=True)
+    if text:  # not for a later record of the same error
+        print(hide_secrets(text), file=sys.stderr, flush=True)
     if progress.output_dir is not None:
         with contextlib.suppress(OSError):  # a full disk: the launcher, if there is one, reports it too
             RunFolder(progress.output_dir).update_run(status=failure["kind"], exit_code=code)

@@ -10,11 +10,13 @@ its own. The script has the `sys.argv`, `sys.path[0]` and working directory that
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import os
 import runpy
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,7 @@ class ScriptRun:
             runpy.run_module(words.target, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(words.target).resolve().parent)
+            keep_apart(Path(sys.path[0]))
             runpy.run_path(words.target, run_name="__main__")
 
     def _failed(self, error: BaseException) -> int:
@@ -236,6 +239,37 @@ class ScriptRun:
         stop, untimed = self.words.stop_after_steps, self.words.untimed_steps
         joined = replace(training, folder=path, prepared=first, expected=expected)
         return replace(joined, stop_after_steps=stop, untimed_steps=untimed)
+
+
+def keep_apart(folder: Path) -> None:
+    """Let a script import the `toolkit` that lies beside it, and this package import itself."""
+    beside, package = folder / "toolkit", Path(__file__).parents[1]
+    if beside.resolve() == package.resolve() or not (beside.is_dir() or beside.with_suffix(".py").exists()):
+        return
+
+    def taken() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "toolkit"}
+
+    plain, ours, lock, inside = builtins.__import__, taken(), threading.RLock(), list[str]()
+
+    def import_apart(name: str, globals: Any = None, *how: Any, **named: Any) -> Any:
+        is_ours = str((globals or {}).get("__file__", "")).startswith(f"{package}{os.sep}")
+        if not is_ours or name.partition(".")[0] != "toolkit":
+            return plain(name, globals, *how, **named)
+        with lock:
+            if inside:
+                return plain(name, globals, *how, **named)
+            theirs = taken()
+            sys.modules.update(ours)
+            inside.append(name)
+            try:
+                return plain(name, globals, *how, **named)
+            finally:
+                inside.clear()
+                ours.update(taken())
+                sys.modules.update(theirs)
+
+    builtins.__import__ = import_apart  # type: ignore[assignment]
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
