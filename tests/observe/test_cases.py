@@ -19,6 +19,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from launching import cpu_environment, nightly, read, run_warm, torchrun_words
 
+from toolkit.observe import hang_detection
 from toolkit.observe.batches import counted_batches, tensor_facts
 from toolkit.observe.hang_detection import Watchdog
 from toolkit.observe.progress import Progress
@@ -139,13 +140,18 @@ def test_a_deviation_that_the_user_allows_is_recorded(tmp_path: Path) -> None:
 # -- a rank that computes, or compiles, is not hung
 
 
+@pytest.fixture(autouse=True)
+def little_work_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_detection, "PROGRESS_CPU_SECONDS", 0.02)
+
+
 def computes(folder: Path, file: str) -> bool:
     """Return what a watchdog says of a main thread that runs code of a file, at its second look."""
     watchdog, answers = Watchdog(Progress(phase="step"), ranks=folder, rank=0), list[bool]()
 
     def look() -> None:
         for _ in range(2):
-            time.sleep(0.05)
+            time.sleep(0.1)
             answers.append(watchdog._computes())
 
     looking = Thread(target=look)

@@ -269,7 +269,7 @@ def keep_apart(folder: Path) -> None:
                 ours.update(taken())
                 sys.modules.update(theirs)
 
-    builtins.__import__ = import_apart  # type: ignore[assignment]
+    builtins.__import__ = import_apart
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]

@@ -27,7 +27,7 @@ from toolkit.observe.progress import STEP_PHASES, Progress
 from toolkit.record import heartbeat
 
 HEARTBEAT_SECONDS = 1.0
-# Processor time that counts as progress outside the steps.
+# Processor time that counts as progress: of the process outside the steps, of its main thread between them.
 PROGRESS_CPU_SECONDS = 1.0
 # Where a compiler or an autotuner is on the stack.
 COMPILERS = ("torch/_inductor", "torch/_dynamo", "torch/_functorch", "triton", "torch/utils/cpp_extension.py")
@@ -62,7 +62,8 @@ class Watchdog:
         self.last_stack: list[tuple[str, str, int]] = []
         self.named: tuple[Any, ...] | None = None
         """The position at which a compiler was named."""
-        self.cpu_seconds, self.progress_unix = 0.0, time.time()
+        self.cpu_seconds = self.main_cpu_seconds = 0.0
+        self.progress_unix = time.time()
 
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
@@ -115,8 +116,8 @@ class Watchdog:
         moved, self.last_position = position != self.last_position, position
         if moved:
             self.moved_unix = time.time()
-        if moved or (self.progress.phase in STEP_PHASES and not self._computes()):
-            return moved
+        if moved or self.progress.phase in STEP_PHASES:
+            return moved or self._computes()
         times = self.process.cpu_times()
         cpu_seconds = times.user + times.system + times.children_user + times.children_system
         if cpu_seconds - self.cpu_seconds < PROGRESS_CPU_SECONDS:
@@ -125,11 +126,12 @@ class Watchdog:
         return True
 
     def _computes(self) -> bool:
-        """Return True where the main thread is outside of what waits for other ranks, or in a compiler.
+        """Return True where the main thread works outside of what waits for other ranks, or is in a compiler.
 
         Waiting for a GPU takes processor time too, at one place: there its stack must change.
         """
-        frame, stack = sys._current_frames().get(threading.main_thread().ident or 0), []
+        main = threading.main_thread().ident or 0
+        frame, stack = sys._current_frames().get(main), []
         while frame is not None:
             stack.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lasti))
             frame = frame.f_back
@@ -138,6 +140,10 @@ class Watchdog:
             return False
         compiler = next((part for file, _, _ in stack for part in COMPILERS if f"/{part}" in file), None)
         if compiler is None:
+            used = time.clock_gettime(time.pthread_getcpuclockid(main)) - self.main_cpu_seconds
+            if used < PROGRESS_CPU_SECONDS:
+                return False
+            self.main_cpu_seconds += used
             return changed or not torch.cuda.is_available()
         if self.named != self.last_position and time.time() - self.moved_unix > NAMED_AFTER_SECONDS:
             self.named = self.last_position

@@ -10,7 +10,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -28,7 +27,7 @@ REQUIRABLE = (
     *("activation_checkpointing", "attn_implementation"),
 )
 # What `--allow NAME=VALUE` may name as well.
-ALLOWABLE = (*REQUIRABLE, "gradient_dtype", "reduce_dtype", "optimizer_dtype", "optimizer_class", "gradient_clipping")
+ALLOWABLE = (*REQUIRABLE, "gradient_dtype", "reduce_dtype", "optimizer_dtype", "optimizer_class")
 # The oldest whose Trainer was observed, in LLaMA-Factory's environment.
 OLDEST_TRANSFORMERS = "5.6.0"
 LAUNCHER_WORDS = ("--local_rank", "--local-rank")  # of `deepspeed`, which the script reads
@@ -189,9 +188,6 @@ def _reading(option: str, word: str, names: Sequence[str]) -> tuple[str, Any]:
             hint=did_you_mean(name, names, otherwise=f"one of {', '.join(names)}"),
         )
     constants = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
-    if name == "gradient_clipping":
-        with suppress(ValueError):
-            return name, float(value)
     return name, constants.get(value, value)
 
 
