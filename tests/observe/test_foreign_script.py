@@ -124,8 +124,6 @@ def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Pa
     ended = run_warm([sys.executable, "-m", "toolkit.observe", *own], cpu_environment() | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.count("ValueError: 41") == 2, "its line, and the traceback"
-        ended.stderr
-    )  # its line, and the traceback
     assert 'script.py", line 9, in <module>' in ended.stderr
     assert [read(path)["status"] for path in sorted((tmp_path / "run").rglob("run.json"))] == ["failed", "completed"]
 
