@@ -136,7 +136,7 @@ class Watchdog:
             stack.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lasti))
             frame = frame.f_back
         changed, self.last_stack = stack != self.last_stack, stack
-        if not stack or any(place in stack[0][0] for place in WAITS):
+        if any(place in file for file, _, _ in stack[:3] for place in WAITS):
             return False
         compiler = next((part for file, _, _ in stack for part in COMPILERS if f"/{part}" in file), None)
         if compiler is None:
