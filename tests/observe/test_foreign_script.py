@@ -21,6 +21,7 @@ from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
 
 SCRIPT = SCRIPTS / "somebodys.py"
+CASES = Path(__file__).parent / "cases"
 
 
 def observed(
@@ -108,6 +109,23 @@ def test_a_preset_that_the_run_contradicts_ends_it_after_the_first_step_with_bot
     run = read(tmp_path / "run" / "run.json")
     assert (run["status"], run["exit_code"]) == ("attestation_failed", 1)
     assert len(read_rows(RunFolder(tmp_path / "run").rank_rows(0))) <= 1
+
+
+@pytest.mark.launch
+def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Path) -> None:
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "helpers.py").write_text("VALUE = 41")
+    lines = ["import sys", "from toolkit.helpers import VALUE", f"sys.path.insert(0, {str(CASES)!r})"]
+    lines += ["from common import *", "def train(steps): Trainer(model=model(), train_dataset=Rows(),"]
+    lines += ["    args=args(sys.argv[1], max_steps=steps, dataloader_num_workers=2)).train()"]
+    lines += ["train(2)", "train(1)", "raise ValueError(VALUE)"]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    own = ["--output-dir", str(tmp_path / "run"), str(tmp_path / "script.py"), str(tmp_path / "out")]
+    ended = run_warm([sys.executable, "-m", "toolkit.observe", *own], cpu_environment() | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("ValueError: 41") == 2, "its line, and the traceback"
+    assert 'script.py", line 9, in <module>' in ended.stderr
+    assert [read(path)["status"] for path in sorted((tmp_path / "run").rglob("run.json"))] == ["failed", "completed"]
 
 
 # -- toolkit train --script

@@ -71,6 +71,8 @@ def train(options: TrainOptions) -> None:
     with LiveLine(RunFolder(prepared.run.output_dir).timeline) as live:
         result = run_prepared(prepared, plan=plan, on_message=live.print)
     if result.failure is not None:
+        if options.runs_script and result.failure.get("traceback"):
+            print_message(str(result.failure["traceback"]).rstrip())
         print_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)
 

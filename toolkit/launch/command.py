@@ -105,6 +105,7 @@ def command_of(
     if options.runs_script:
         target = ["-m", str(options.module)] if options.script is None else [options.script]
         own = ["--output-dir", str(options.output_dir), "--require", options.preset]
+        own += [f"--allow={reading}" for reading in options.allow]
         program = ["-m", "toolkit.observe", *own, *observer_words, *target]
     resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
     return launch_command(

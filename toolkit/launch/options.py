@@ -80,6 +80,10 @@ class TrainOptions(ScriptOptions):
     output_dir: Annotated[
         Path | None, typer.Option(help="with --script: the run folder; default: runs/NAME, then runs/NAME-2 and so on")
     ] = None
+    allow: Annotated[
+        tuple[str, ...],
+        typer.Option(help="with --script: train although this reading is not the preset's: master_dtype=bfloat16"),
+    ] = ()
     max_restarts: Annotated[
         int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")
     ] = 0
@@ -95,6 +99,8 @@ class TrainOptions(ScriptOptions):
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
         self.check_script(self.output_dir)
+        if self.allow and not self.runs_script:
+            raise ToolkitError("--allow is for a script of your own", hint="leave `--allow` out")
         if self.runs_script and (self.gpu is not None or self.nvme_path is not None):
             option = "--gpu" if self.gpu is not None else "--nvme-path"
             raise ToolkitError(f"{option} with a script of your own has no effect", hint=f"leave `{option}` out")

@@ -235,12 +235,13 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
     if final_status != status.COMPLETED and failure is None:
         failure = _unreported_failure(folder, final_status, ended, text)
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
+    by_script = (folder.read_run() or {}).get("exit_code") if final_status == status.FAILED else None
     with contextlib.suppress(OSError):  # a full disk: the caller prints the failure
         if failure is not None:
             write_json(folder.failure_json, failure)
         folder.update_run(
             status=final_status,
-            exit_code=code,
+            exit_code=by_script or code,
             wall_seconds=round(ended.seconds, 3),
             launcher_pid=None,
         )

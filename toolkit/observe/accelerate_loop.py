@@ -6,7 +6,7 @@
             ...  # forward, accelerator.backward(loss), accelerator.clip_grad_norm_, optimizer.step()
 
 An optimizer step is a call of `optimizer.step` for which accelerate synchronises gradients. Batches of the prepared
-loaders are counted by their collator, and belong to the step in which the model's forward sees their tensors. What the
+loaders are counted as they are made, and belong to the step in which the model's forward sees their tensors. What the
 loop does by itself (`loss.backward()`, batches of its own) is None in the rows.
 """
 
@@ -15,29 +15,36 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any, ClassVar, Self
 
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from transformers import TrainerControl, TrainerState
 
 from toolkit.errors import ToolkitError
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.batches import BATCH_FACTS, BatchFacts, label_shift_of, named_tensors, tensor_facts
+from toolkit.observe.batches import (
+    BatchFacts,
+    counted_batches,
+    iterate_loader,
+    label_shift_of,
+    named_tensors,
+    tensor_facts,
+)
 from toolkit.observe.failure_report import report_failure
-from toolkit.observe.observer import UNTIMED_STEPS, open_record
+from toolkit.observe.observer import UNTIMED_STEPS, open_record, wrap_method
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 
-_BATCH = "batch"
+LINE_OF_A_LOOP = "a line of its own observes it: `with toolkit.observe(accelerator=..., model=..., optimizer=...):`"
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
 
 
@@ -94,6 +101,8 @@ class ObservedLoop:
 
     current: ClassVar[ObservedLoop | None] = None
     """The loop that is observed in this process."""
+    opened: ClassVar[Counter[Path]] = Counter()
+    """How often this process has observed a loop into each folder: each one after the first has a folder below it."""
     launched: ClassVar[Callable[[LoopedTraining], LoopedTraining] | None] = None
     """What `python -m toolkit.observe` makes of a loop's own wishes, where it runs the script."""
 
@@ -102,7 +111,7 @@ class ObservedLoop:
         self.model = accelerator.unwrap_model(model, keep_torch_compile=False)
         self.args, self.training = LoopArguments.read(accelerator, optimizer), training
         preset = training.expected.preset
-        parts = ObserverParts(expected=replace(training.expected, own_optimizer=True, may_leave_unused=True))
+        parts = ObserverParts(expected=replace(training.expected, own_optimizer=True, of_script=True))
         self.run = open_record(training.folder, self.args, preset, prepared=training.prepared)
         self.progress, self.untimed_steps = self.run.progress, training.untimed_steps
         self.timer = StepTimer(
@@ -126,7 +135,7 @@ class ObservedLoop:
     def _start(self) -> None:
         hook = self.model_wrapped.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
         self.undo.append(hook.remove)
-        time_waits_in_forward(self.model_wrapped, self.timer)
+        self.undo += time_waits_in_forward(self.model_wrapped, self.timer)
         self._wrap(self.accelerator, "backward", self._backward)
         self._wrap(self.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
         self._wrap(self.accelerator, "save_state", self._save_state)
@@ -140,20 +149,13 @@ class ObservedLoop:
         self.attestation.on_train_begin(self.args, self.state, self.control)
 
     def _wrap(self, owner: Any, name: str, observed: Callable[..., Any]) -> None:
-        original, was_own = getattr(owner, name), name in vars(owner)
-
-        @functools.wraps(original)
-        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return observed(original, *args, **kwargs)
-
-        setattr(owner, name, MethodType(method, owner))  # torch's schedulers wrap a method again
-        self.undo.append(lambda: setattr(owner, name, original) if was_own else delattr(owner, name))
+        self.undo.append(wrap_method(owner, name, observed))
 
     # -- what passes in a step
 
     def iterate(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of a prepared loader without their facts, and time how long the loop waits for them."""
-        batches = _iterate(loader)
+        """Yield the batches of a prepared loader, note their facts, and time how long the loop waits for them."""
+        batches = counted_batches(loader, self.count)
         while True:
             if self.between_steps:
                 self.timer.restart_clock()
@@ -161,11 +163,11 @@ class ObservedLoop:
             if self.progress.phase != "evaluate":
                 self.progress.phase = "data"
             self.timer.begin_data()
-            batch = next(batches, self)
+            counted = next(batches, None)
             self.timer.end_data()
-            if batch is self:
+            if counted is None:
                 return
-            batch, facts = _without_facts(batch)
+            batch, facts = counted
             if facts is not None:
                 self.batches.append((facts, _addresses(batch)))
             yield batch
@@ -181,12 +183,14 @@ class ObservedLoop:
         if self.between_steps and not self.clock_restarted:
             self.timer.restart_clock()
         self.between_steps = self.clock_restarted = False
-        seen = _addresses((args, kwargs))
+        seen, forwarded = _addresses((args, kwargs)), len(self.forwarded)
         for known in reversed(tuple(self.batches)):  # an older batch may have had the same memory
             if known[1] & seen:
                 seen -= known[1]
                 self.batches.remove(known)
                 self.forwarded.append(known[0])
+        if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
+            self.forwarded.append(self.batches.pop()[0])
         self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
 
     def _leave_step(self, phase: str) -> None:
@@ -265,14 +269,15 @@ class ObservedLoop:
     def close(self) -> None:
         """Complete the record, and leave the loop as it was. Collective."""
         if self.is_open:
-            self._release()
+            self.release()
             self.timer.on_train_end()
             self.run.complete(untimed_steps=self.untimed_steps)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Leave the loop as it was, and the record as it is."""
         for undo in self.undo:
             undo()
-        ObservedLoop.current = None
+        ObservedLoop.current, DataLoaderShard.__iter__ = None, iterate_loader
 
     def __enter__(self) -> Self:
         return self
@@ -281,7 +286,7 @@ class ObservedLoop:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif self.is_open:
-            self._release()
+            self.release()
             if isinstance(error, SystemExit):
                 self._write_failure(f"the script called sys.exit({error.code})")
             else:
@@ -328,45 +333,35 @@ def observe_loop(
     expected = ExpectedRun.of_preset(preset, ranks)
     path = Path(folder or Path("runs") / (Path(sys.argv[0]).stem or "loop"))
     training = LoopedTraining(folder=path, world_size=ranks, expected=expected, untimed_steps=untimed_steps)
+    ObservedLoop.opened[path] += 1
+    if (number := ObservedLoop.opened[path]) > 1:  # a fold of a cross validation
+        training = replace(training, folder=path / f"training-{number}")
     if ObservedLoop.launched is not None:
         training = ObservedLoop.launched(training)
     return ObservedLoop(accelerator, model, optimizer, training)
 
 
-# -- batches of prepared loaders
+def warn_of_unobserved_loops(trains: Callable[[], bool], *, rank: int) -> None:
+    """Print a line at the first backward of a loop on accelerate that nothing observes, where no Trainer `trains`."""
+    backward = Accelerator.backward
 
+    @functools.wraps(backward)
+    def warned(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not trains():
+            Accelerator.backward = backward
+            if ObservedLoop.current is None and rank == 0:
+                line = f"warning: this loop on accelerate is not observed; {LINE_OF_A_LOOP}"
+                print(line, file=sys.stderr, flush=True)
+        return backward(accelerator, *args, **kwargs)
 
-class _LoopCollator:
-    """A loader's collator that returns each batch with its facts."""
-
-    def __init__(self, collate: Callable[[Any], Any], count: Callable[[Sequence[Any], Any], BatchFacts]) -> None:
-        self.collate, self.count = collate, count
-
-    def __call__(self, rows: Any) -> dict[str, Any]:
-        batch = self.collate(rows)
-        return {_BATCH: batch, BATCH_FACTS: self.count(rows, batch)}
+    Accelerator.backward = warned
 
 
 def _addresses(value: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(value)}
 
 
-def _without_facts(batch: Any) -> tuple[Any, BatchFacts | None]:
-    has_facts = isinstance(batch, dict) and batch.keys() == {_BATCH, BATCH_FACTS}
-    return (batch[_BATCH], batch[BATCH_FACTS]) if has_facts else (batch, None)
-
-
-_iterate = DataLoaderShard.__iter__
-
-
 def _iterate_observed(loader: Any) -> Iterator[Any]:
     """Stand for `DataLoaderShard.__iter__`: loaders may be prepared, or made by `skip_first_batches`, later."""
-    loop, inner = ObservedLoop.current, loader.base_dataloader
-    own = inner.collate_fn
-    if loop is not None and not isinstance(own, _LoopCollator):
-        inner.collate_fn = _LoopCollator(own, loop.count)
-    try:
-        # workers that persist add facts after the loop was closed
-        yield from (_without_facts(batch)[0] for batch in _iterate(loader)) if loop is None else loop.iterate(loader)
-    finally:
-        inner.collate_fn = own
+    loop = ObservedLoop.current
+    yield from iterate_loader(loader) if loop is None else loop.iterate(loader)

@@ -1,4 +1,7 @@
-"""Facts of each batch, counted on the CPU where the collator makes it: tokens, a digest, row numbers.
+"""Facts of each batch, counted on the CPU where it is made: tokens, a digest, row numbers.
+
+They are taken beside the batches of somebody's script, which it has as it would have them alone (`counted_batches`).
+Our own script's collator adds them to its batches, with the numbers of the rows:
 
 >>> batch = ObservedCollator(lambda rows: {"input_ids": torch.tensor(rows)})([[1, 2], [3, 4]])
 >>> batch[BATCH_FACTS].tokens, batch[BATCH_FACTS].supervised_tokens
@@ -8,11 +11,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 
 from toolkit.observe.attest.tensors import raw_bytes, without_adapters
 
@@ -88,10 +93,7 @@ def label_shift_of(model: Any) -> int | None:
 
 
 class ObservedCollator:
-    """A Trainer's collator that adds `BatchFacts` to each batch under `BATCH_FACTS`; it has all attributes of its own.
-
-    Where a collator returns the rows themselves (TRL's GRPO), nothing is added.
-    """
+    """Our own script's collator, which adds `BatchFacts` to each batch under `BATCH_FACTS`."""
 
     def __init__(self, collator: Callable[[Any], Any], count: CountBatch = tensor_facts) -> None:
         self.collator, self.count = collator, count
@@ -102,13 +104,70 @@ class ObservedCollator:
             batch[BATCH_FACTS] = self.count(rows, batch)
         return batch
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("collator", "count"):  # while it is unpickled in a worker of the data loader
-            raise AttributeError(name)
-        return getattr(self.collator, name)
-
 
 def take_facts(batch: Any) -> BatchFacts | None:
     """Remove the facts from a batch before the model sees it, and return them; None where it has none."""
     facts: BatchFacts | None = batch.pop(BATCH_FACTS, None) if isinstance(batch, MutableMapping) else None
     return facts
+
+
+# -- batches of somebody's loaders
+
+iterate_loader = DataLoaderShard.__iter__
+"""accelerate's own iteration over a prepared loader."""
+_COUNTED = "counted by a worker"
+
+
+def counted_batches(loader: Any, count: CountBatch) -> Iterator[tuple[Any, BatchFacts | None]]:
+    """Yield the batches of a prepared loader as it does by itself, each with its facts.
+
+    A batch without tensors has none. Workers count their own batches, unless they outlive this iteration.
+    """
+    facts: deque[BatchFacts | None] = deque()
+    inner = loader.base_dataloader
+    begin = inner.__iter__
+
+    def base_batches() -> Iterator[Any]:
+        del inner.__iter__  # what follows sees the loader as it is
+        collate = inner.collate_fn
+        if inner.num_workers and not inner.persistent_workers:
+            inner.collate_fn = _CountingCollator(collate, count)
+        try:
+            batches = begin()
+        finally:
+            inner.collate_fn = collate
+        return _uncounted(batches, count, facts)
+
+    inner.__iter__ = base_batches
+    for number, batch in enumerate(iterate_loader(loader)):
+        if number == 0:
+            for _ in range(loader.skip_batches):
+                facts.popleft()
+        yield batch, facts.popleft()
+
+
+def _uncounted(batches: Iterator[Any], count: CountBatch, facts: deque[BatchFacts | None]) -> Iterator[Any]:
+    for batch in batches:
+        if isinstance(batch, (tuple, list)) and len(batch) == 3 and isinstance(batch[0], str) and batch[0] == _COUNTED:
+            facts.append(None if batch[1] is None else BatchFacts(**batch[1]))
+            yield batch[2]
+        else:
+            facts.append(facts_of(count, batch))
+            yield batch
+
+
+def facts_of(count: CountBatch, batch: Any) -> BatchFacts | None:
+    """Return a batch's facts; None without tensors: rows of TRL's GRPO, objects of a class of one's own."""
+    return count((), batch) if next(named_tensors(batch), None) is not None else None
+
+
+class _CountingCollator:
+    """A worker's collator: each batch comes with its facts."""
+
+    def __init__(self, collate: Callable[[Any], Any], count: CountBatch) -> None:
+        self.collate, self.count = collate, count
+
+    def __call__(self, rows: Any) -> tuple[str, dict[str, Any] | None, Any]:
+        batch = self.collate(rows)
+        facts = facts_of(self.count, batch)
+        return _COUNTED, None if facts is None else asdict(facts), batch

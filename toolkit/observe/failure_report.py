@@ -34,6 +34,8 @@ LOST_RANK_GRACE_SECONDS = 0.2
 # Before there is a folder all ranks fail alike: as soon as rank 0 has said so, the launcher ends the others.
 RANK_0_SECONDS = 5.0
 
+OBSERVE_FOLDER = str(Path(__file__).parent)
+
 _REPORTING = threading.Lock()  # the thread that handles signals may report at the same time as the main thread
 
 
@@ -73,10 +75,29 @@ def report_failure(error: BaseException, progress: Progress) -> int:
     text = f"error: {error}"
     if not isinstance(error, ToolkitError):
         where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
-        text = f"error ({where}): {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        is_printed, error.is_printed = getattr(error, "is_printed", False), True  # type: ignore[attr-defined]
+        text = "" if is_printed else f"error ({where}): {type(error).__name__}: {error}\n{script_traceback(error)}"
     with _REPORTING:
         _report(_failure(error, kind, rank, progress) | {"invalid_input": invalid_input}, progress, code, text)
     return code
+
+
+def script_traceback(error: BaseException) -> str:
+    """Return an exception's traceback from the first line of the program on, also where it is caught further in.
+
+    Frames of what observes the program, and of what starts it, are left out.
+    """
+    formatted, outer = traceback.TracebackException.from_exception(error), []
+    if error.__traceback__ is not None:
+        outer = list(traceback.extract_stack(error.__traceback__.tb_frame.f_back))
+    frames: list[traceback.FrameSummary] = []
+    for frame in [*outer, *formatted.stack]:
+        if "runpy" in Path(frame.filename).name:
+            frames.clear()
+        elif not frame.filename.startswith(OBSERVE_FOLDER):
+            frames.append(frame)
+    formatted.stack = traceback.StackSummary.from_list(frames)
+    return "".join(formatted.format())
 
 
 def report_hang(failure: dict[str, Any], progress: Progress) -> None:
@@ -109,7 +130,8 @@ def _report(failure: dict[str, Any], progress: Progress, code: int, text: str) -
             return
         except OSError:  # a full disk: the message is printed at least
             pass
-    print(hide_secrets(text), file=sys.stderr, flush=True)
+    if text:  # not for a later record of the same error
+        print(hide_secrets(text), file=sys.stderr, flush=True)
     if progress.output_dir is not None:
         with contextlib.suppress(OSError):  # a full disk: the launcher, if there is one, reports it too
             RunFolder(progress.output_dir).update_run(status=failure["kind"], exit_code=code)
@@ -138,7 +160,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
         "hint": hint,
         "peak_bytes": peak_resident_bytes() if on_host else torch.cuda.max_memory_allocated(),
         "memory_by_phase": None if progress.memory_by_phase is None else progress.memory_by_phase.model_dump(),
-        "traceback": None if own else traceback.format_exc(),
+        "traceback": None if own else hide_secrets(script_traceback(error)),
         **(progress.describe_rows(error.rows) if isinstance(error, Diverged) else {}),
     }
 

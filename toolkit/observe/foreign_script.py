@@ -4,27 +4,30 @@ A loop on accelerate alone has a line of its own (`toolkit.observe.accelerate_lo
 
     ScriptRun(Words.read(["--require", "zero3", "dpo.py", "--its", "--own", "--arguments"])).run()
 
-`Trainer.__init__` is wrapped: each instance is observed from its `train()` on, when its own class has finished making
-it. The script has the `sys.argv`, `sys.path[0]` and working directory that Python would give it.
+Methods of classes are wrapped, no instance is: a Trainer is observed while `train()` runs, each time into a record of
+its own. The script has the `sys.argv`, `sys.path[0]` and working directory that Python would give it.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import os
 import runpy
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
-from toolkit.observe.accelerate_loop import LoopedTraining, ObservedLoop
+from toolkit.observe.accelerate_loop import LINE_OF_A_LOOP, LoopedTraining, ObservedLoop, warn_of_unobserved_loops
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
@@ -45,6 +48,8 @@ from toolkit.record.folder import (
     start_facts,
 )
 
+_DESTROYED_GROUPS: list[Any] = []
+
 
 class ScriptRun:
     """The script in this process: one rank, or all of it."""
@@ -55,6 +60,10 @@ class ScriptRun:
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.trainers = self.trainings = 0
+        self.watched: set[Any] = set()
+        """Classes of Trainers whose `train` is observed."""
+        self.training: set[int] = set()
+        """The Trainers that train now, by identity."""
         self.writes = self.rank == 0
         self.stops: StopOnSignal | None = None
         if words.stop_on_signal:
@@ -109,15 +118,15 @@ class ScriptRun:
             runpy.run_module(words.target, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(words.target).resolve().parent)
+            keep_apart(Path(sys.path[0]))
             runpy.run_path(words.target, run_name="__main__")
 
     def _failed(self, error: BaseException) -> int:
-        """Report what the script raised, unless its Trainer has; the traceback begins in the script."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-            trace = trace.tb_next
+        """Report what the script raised, unless its Trainer or its loop has."""
+        if ObservedLoop.current is not None:
+            ObservedLoop.current.release()
         if isinstance(error, KeyboardInterrupt) or not self.folder.failure_json.exists():
-            return report_failure(error.with_traceback(trace), self.progress)
+            return report_failure(error, self.progress)
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         return int((self.folder.read_run() or {}).get("exit_code") or EXIT_RUN_FAILED)
@@ -128,8 +137,7 @@ class ScriptRun:
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
-            hint = "a loop on accelerate alone is observed by a line of its own: `with observe(accelerator=..., "
-            hint += "model=..., optimizer=...):`, from toolkit"
+            hint = f"a loop on accelerate alone: {LINE_OF_A_LOOP}"
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
             report_failure(RunFailed(message, hint=hint), self.progress)  # as the launcher and a comparison read it
@@ -149,16 +157,30 @@ class ScriptRun:
                 change(given, script.folder.path)
             make(trainer, *args, **kwargs)
             script.trainers += 1
-            own = type(trainer)
-
-            def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-                self.__class__ = own
-                return script._train(self, *args, **kwargs)
-
-            trainer.__class__ = type(own.__name__, (own,), {"train": train})
+            script._watch_class(next(each for each in type(trainer).__mro__ if "train" in vars(each)))
 
         Trainer.__init__ = init
         ObservedLoop.launched = self._join_loop
+        warn_of_unobserved_loops(lambda: bool(self.training), rank=self.rank)
+
+    def _watch_class(self, owner: Any) -> None:
+        """Observe each training of a class; within one, `train` is the class's own."""
+        train = owner.train
+        if owner in self.watched:
+            return
+        self.watched.add(owner)
+
+        @functools.wraps(train)
+        def observed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(trainer) in self.training:
+                return train(trainer, *args, **kwargs)
+            self.training.add(id(trainer))
+            try:
+                return self._train(trainer, *args, **kwargs)
+            finally:
+                self.training.discard(id(trainer))
+
+        owner.train = observed
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._observe(trainer)
@@ -183,14 +205,15 @@ class ScriptRun:
             prepared=first,
         )
         if words.stop_after_steps is not None:
-            trainer.add_callback(StopAfter(words.stop_after_steps))
+            observer.add_callback(trainer, StopAfter(words.stop_after_steps))
             observer.timer.step_lines.stop_after_steps = words.stop_after_steps
         within, minutes = words.stop_when_steps_within, words.stop_after_minutes
         if within is not None or minutes is not None:
             timer = observer.timer
-            trainer.add_callback(EarlyStopping(timer.run, timer, within=within, minutes=minutes, evaluates=False))
+            early = EarlyStopping(timer.run, timer, within=within, minutes=minutes, evaluates=False)
+            observer.add_callback(trainer, early)
         if words.trial:
-            trainer.add_callback(StepsAlone())
+            observer.add_callback(trainer, StepsAlone())
         if self.stops is not None:
             self.stops.folder = RunFolder(path)
             self.stops.follow(observer.progress)
@@ -204,7 +227,8 @@ class ScriptRun:
     def _expected(self, world_size: int) -> ExpectedRun:
         world_size = int(os.environ.get(WORLD_SIZE_VARIABLE, world_size))  # that `toolkit train` started
         expected = ExpectedRun.of_preset(self.words.require_preset, world_size)
-        return replace(expected, world_size=world_size, settings=self.words.require_settings)
+        required, allowed = self.words.require_settings, self.words.allow
+        return replace(expected, world_size=world_size, settings=required, allowed=allowed, of_script=True)
 
     def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
         """Let a loop on accelerate join the run; what the script's own line requires counts where no option does."""
@@ -215,6 +239,37 @@ class ScriptRun:
         stop, untimed = self.words.stop_after_steps, self.words.untimed_steps
         joined = replace(training, folder=path, prepared=first, expected=expected)
         return replace(joined, stop_after_steps=stop, untimed_steps=untimed)
+
+
+def keep_apart(folder: Path) -> None:
+    """Let a script import the `toolkit` that lies beside it, and this package import itself."""
+    beside, package = folder / "toolkit", Path(__file__).parents[1]
+    if beside.resolve() == package.resolve() or not (beside.is_dir() or beside.with_suffix(".py").exists()):
+        return
+
+    def taken() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "toolkit"}
+
+    plain, ours, lock, inside = builtins.__import__, taken(), threading.RLock(), list[str]()
+
+    def import_apart(name: str, globals: Any = None, *how: Any, **named: Any) -> Any:
+        is_ours = str((globals or {}).get("__file__", "")).startswith(f"{package}{os.sep}")
+        if not is_ours or name.partition(".")[0] != "toolkit":
+            return plain(name, globals, *how, **named)
+        with lock:
+            if inside:
+                return plain(name, globals, *how, **named)
+            theirs = taken()
+            sys.modules.update(ours)
+            inside.append(name)
+            try:
+                return plain(name, globals, *how, **named)
+            finally:
+                inside.clear()
+                ours.update(taken())
+                sys.modules.update(theirs)
+
+    builtins.__import__ = import_apart
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
@@ -235,7 +290,7 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]
 def make_cpu_group(ranks: int) -> None:
     """Let the ranks of a script form a group on CPUs, under FSDP2 too: accelerate makes none there by itself.
 
-    `TrainingArguments` drops a group that was made earlier, and makes one on a CPU only where it is given `use_cpu`.
+    It is made where the script makes it on GPUs, with its arguments, its first `Accelerator`, or by itself.
     """
     if torch.cuda.is_available() or ranks < 2:
         return
@@ -243,7 +298,7 @@ def make_cpu_group(ranks: int) -> None:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     enable_fsdp_on_cpu(for_any_script=True)
-    make, configure = PartialState.__init__, HfDeepSpeedConfig.__init__
+    make, configure, destroy = PartialState.__init__, HfDeepSpeedConfig.__init__, dist.destroy_process_group
 
     @functools.wraps(make)
     def init(self: Any, cpu: bool = True, **kwargs: Any) -> None:
@@ -258,5 +313,11 @@ def make_cpu_group(ranks: int) -> None:
         configure(self, *args, **kwargs)
         deepspeed.init_distributed("gloo")
 
+    @functools.wraps(destroy)
+    def keep_and_destroy(group: Any = None) -> None:
+        """torch 2.13 holds the GIL while gloo's threads end, which may wait for it: they end with the process."""
+        _DESTROYED_GROUPS.append(group or dist.group.WORLD)
+        destroy(group)
+
     PartialState.__init__, HfDeepSpeedConfig.__init__ = init, join_group
-    PartialState()
+    dist.destroy_process_group = keep_and_destroy

@@ -1,7 +1,8 @@
 """A thread of each rank that writes its heartbeat every second, and ends a run in which no rank makes progress.
 
 It adds no collective. Outside the steps (data, loading, saving) processor time counts as progress: tokenising a large
-file or compiling may take long, and is no hang.
+file may take long, and is no hang. Between them a rank that computes makes progress, such as a callback's benchmark: it
+takes processor time outside of collectives. So does one in a compiler, which is named.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.observe.failure_report import report_hang
@@ -25,8 +27,14 @@ from toolkit.observe.progress import STEP_PHASES, Progress
 from toolkit.record import heartbeat
 
 HEARTBEAT_SECONDS = 1.0
-# Processor time that counts as progress outside the steps.
+# Processor time that counts as progress: of the process outside the steps, of its main thread between them.
 PROGRESS_CPU_SECONDS = 1.0
+# Where a compiler or an autotuner is on the stack.
+COMPILERS = ("torch/_inductor", "torch/_dynamo", "torch/_functorch", "triton", "torch/utils/cpp_extension.py")
+# Where a rank waits for others: in a collective, in a backward that reduces gradients, for another process's build.
+WAITS = ("torch/distributed", "deepspeed/comm", "torch/autograd/graph.py", "torch/utils/file_baton.py")
+# A compiler that has run for so long is named.
+NAMED_AFTER_SECONDS = 60.0
 # After this long a rank that claimed to report a hang, and did not end the run, is overruled.
 CLAIM_SECONDS = 30.0
 
@@ -49,7 +57,13 @@ class Watchdog:
         self.progress, self.ranks, self.rank = progress, ranks, rank
         self.limit_seconds, self.process, self.writing = hang_timeout_seconds(), psutil.Process(), threading.Lock()
         self.last_position: tuple[Any, ...] = ()
-        self.cpu_seconds, self.progress_unix = 0.0, time.time()
+        self.moved_unix = time.time()
+        """When the step, the batch or the phase last changed."""
+        self.last_stack: list[tuple[str, str, int]] = []
+        self.named: tuple[Any, ...] | None = None
+        """The position at which a compiler was named."""
+        self.cpu_seconds = self.main_cpu_seconds = 0.0
+        self.progress_unix = time.time()
 
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
@@ -58,8 +72,14 @@ class Watchdog:
         faulthandler.register(heartbeat.STACKS_SIGNAL, file=self.stacks, all_threads=True)
         self.beat()
         # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
-        atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
+        atexit.register(self._end)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _end(self) -> None:
+        self.writing.acquire(timeout=HEARTBEAT_SECONDS)
+        with contextlib.suppress(OSError):
+            if not heartbeat.is_superseded(self.ranks, self.progress.attempt_id):
+                self.beat(ended=True)
 
     def _watch(self) -> None:
         while True:
@@ -73,7 +93,7 @@ class Watchdog:
             if self.limit_seconds and time.time() - self.progress_unix > self.limit_seconds:
                 self._end_if_all_ranks_hang()
 
-    def beat(self) -> None:
+    def beat(self, *, ended: bool = False) -> None:
         """Note whether the rank has made progress, and write its heartbeat."""
         now = time.time()
         if self._made_progress():
@@ -87,19 +107,47 @@ class Watchdog:
             progress_unix=self.progress_unix,
             written_unix=now,
             peak_host_bytes=heartbeat.peak_resident_bytes(),
+            ended=ended,
         )
         heartbeat.write_heartbeat(self.ranks, beat)
 
     def _made_progress(self) -> bool:
         position = (self.progress.step, self.progress.micro_steps, self.progress.phase)
         moved, self.last_position = position != self.last_position, position
+        if moved:
+            self.moved_unix = time.time()
         if moved or self.progress.phase in STEP_PHASES:
-            return moved
+            return moved or self._computes()
         times = self.process.cpu_times()
         cpu_seconds = times.user + times.system + times.children_user + times.children_system
         if cpu_seconds - self.cpu_seconds < PROGRESS_CPU_SECONDS:
             return False
         self.cpu_seconds = cpu_seconds
+        return True
+
+    def _computes(self) -> bool:
+        """Return True where the main thread works outside of what waits for other ranks, or is in a compiler.
+
+        Waiting for a GPU takes processor time too, at one place: there its stack must change.
+        """
+        main = threading.main_thread().ident or 0
+        frame, stack = sys._current_frames().get(main), []
+        while frame is not None:
+            stack.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lasti))
+            frame = frame.f_back
+        changed, self.last_stack = stack != self.last_stack, stack
+        if any(place in file for file, _, _ in stack[:3] for place in WAITS):
+            return False
+        compiler = next((part for file, _, _ in stack for part in COMPILERS if f"/{part}" in file), None)
+        if compiler is None:
+            used = time.clock_gettime(time.pthread_getcpuclockid(main)) - self.main_cpu_seconds
+            if used < PROGRESS_CPU_SECONDS:
+                return False
+            self.main_cpu_seconds += used
+            return changed or not torch.cuda.is_available()
+        if self.named != self.last_position and time.time() - self.moved_unix > NAMED_AFTER_SECONDS:
+            self.named = self.last_position
+            print(f"rank {self.rank} compiles in step {self.progress.step + 1} ({compiler})", flush=True)
         return True
 
     def _end_if_all_ranks_hang(self) -> None:

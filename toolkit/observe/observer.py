@@ -4,9 +4,9 @@
     observe(trainer, folder="runs/mine")
     trainer.train()
 
-The instance gets a class with `ObservedTrainer` before its own, so overrides of its own class still run; its collator
-is wrapped, because batches are on the CPU there; everything else comes from callbacks. The folder then has a row for
-each step and rank, and what was really in effect.
+Methods of the instance are wrapped until `train()` returns, and the loaders of accelerate meanwhile; everything else
+comes from callbacks. The script sees the Trainer, its class and its batches as it would see them alone. The folder then
+has a row for each step and rank, and what was really in effect.
 """
 
 from __future__ import annotations
@@ -14,20 +14,32 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
-from transformers import Trainer
+from accelerate.data_loader import DataLoaderShard
+from transformers import Trainer, TrainerCallback
 
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.attest.expected import optimizer_class
 from toolkit.observe.attest.tensors import innermost_optimizer
-from toolkit.observe.batches import ObservedCollator, label_shift_of, take_facts, tensor_facts
+from toolkit.observe.batches import (
+    BatchFacts,
+    CountBatch,
+    ObservedCollator,
+    counted_batches,
+    facts_of,
+    iterate_loader,
+    label_shift_of,
+    named_tensors,
+    take_facts,
+    tensor_facts,
+)
 from toolkit.observe.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.hang_detection import Watchdog
@@ -55,22 +67,78 @@ class Observer:
     stop_on_signal: StopOnSignal | None = None
     completes: Callable[[], None] | None = None
     """Completes the record when `train()` returns; None where the script does that itself."""
+    count: CountBatch | None = None
+    """Counts the batches of the Trainer's loaders; None where its collator does."""
+    facts: dict[int, BatchFacts | None] = field(default_factory=dict)
+    """Those of the batches of the step in progress, by the identity of each."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """Takes what observes off the Trainer and its model."""
     times_waits: bool = False  # true once the timer is notified when forward waits for other ranks
 
     @property
     def background(self) -> BackgroundSaver | None:
         return None if self.saver is None else self.saver.background
 
+    def add_callback(self, trainer: Any, callback: TrainerCallback) -> None:
+        """Give the Trainer a callback for this training."""
+        trainer.add_callback(callback)
+        self.undo.append(functools.partial(trainer.remove_callback, callback))
 
-class ObservedTrainer(Trainer):  # type: ignore[misc]
-    """Stands before the Trainer's own class. It notes what passes, and changes none of it."""
+    def facts_of(self, batch: Any) -> BatchFacts | None:
+        """Return the facts of a batch that is trained on, counted now where its loader is not accelerate's."""
+        if id(batch) in self.facts:
+            return self.facts.pop(id(batch))
+        on_host = all(tensor.device.type == "cpu" for _, tensor in named_tensors(batch))
+        return facts_of(self.count, batch) if self.count is not None and on_host else None
 
-    observer: Observer
+    def leave(self) -> None:
+        """Take everything off the Trainer again."""
+        for undo in reversed(self.undo):
+            undo()
+        self.undo.clear()
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        observer = self.observer
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """Stand for `DataLoaderShard.__iter__`: yield what it yields, and keep the facts of what is trained on."""
+        if self.count is None or self.progress.phase != "data":
+            yield from iterate_loader(loader)
+            return
+        for batch, facts in counted_batches(loader, self.count):
+            self.facts[id(batch)] = facts
+            yield batch
+
+
+def wrap_method(owner: Any, name: str, observed: Callable[..., Any]) -> Callable[[], None]:
+    """Let `observed` stand for a method of one object, and return what restores it; it is given the method first.
+
+    The object keeps its class, whose methods may call each other by `super(self.__class__, self)`.
+    """
+    original, was_own = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(original)
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return observed(original, *args, **kwargs)
+
+    setattr(owner, name, MethodType(method, owner))  # torch's schedulers wrap a method again
+    return lambda: setattr(owner, name, original) if was_own else delattr(owner, name)
+
+
+class TrainerHooks:
+    """Methods that stand for the Trainer's of the same name. They note what passes, and change none of it."""
+
+    def __init__(self, trainer: Any, observer: Observer) -> None:
+        self.trainer, self.observer = trainer, observer
+
+    def install(self) -> None:
+        """Stand for the methods until the observer leaves."""
+        for name, hook in vars(TrainerHooks).items():
+            if callable(hook) and name not in ("__init__", "install") and hasattr(self.trainer, name):
+                self.observer.undo.append(wrap_method(self.trainer, name, getattr(self, name)))
+
+    def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        observer, iterate = self.observer, DataLoaderShard.__iter__
+        DataLoaderShard.__iter__ = lambda loader: observer.iterate(loader)
         try:
-            output = super().train(*args, **kwargs)
+            output = train(*args, **kwargs)
             if observer.completes is not None:
                 observer.completes()
             return output
@@ -80,93 +148,97 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
             if observer.completes is not None:
                 report_failure(error, observer.progress)
             raise
+        finally:
+            DataLoaderShard.__iter__ = iterate
+            if observer.completes is not None:
+                observer.leave()
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.observer.progress.phase = "data"
+        self.observer.facts.clear()
         self.observer.timer.begin_data()
         with torch.profiler.record_function(DATA_WAIT_EVENT):
-            return super().get_batch_samples(*args, **kwargs)
+            return get(*args, **kwargs)
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, count: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         timer = self.observer.timer
         timer.end_data()
         timer.begin_wait()  # tokens are counted over all ranks
-        number = super()._get_num_items_in_batch(*args, **kwargs)
+        number = count(*args, **kwargs)
         timer.end_wait()
         return number
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         observer, progress = self.observer, self.observer.progress
         if observer.background is not None:
             observer.background.raise_if_failed()
-        observer.timer.add_batch(take_facts(inputs))
+        observer.timer.add_batch(take_facts(inputs) or observer.facts_of(inputs))
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        loss: torch.Tensor = step(model, inputs, *args, **kwargs)
         progress.phase = "step"
         progress.record_memory("backward")
         observer.timer.add_loss(loss)
         return loss
 
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, compute: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         if not model.training:
-            return super().compute_loss(model, *args, **kwargs)
+            return compute(model, *args, **kwargs)
         observer = self.observer
         if not observer.times_waits:
-            time_waits_in_forward(model, observer.timer)
+            observer.undo += time_waits_in_forward(model, observer.timer)
             observer.times_waits = True
-        loss = super().compute_loss(model, *args, **kwargs)
+        loss = compute(model, *args, **kwargs)
         observer.progress.phase = "backward"
         observer.timer.enter_backward()
         return loss
 
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        grad_norm = super()._get_grad_norm(*args, **kwargs)
+    def _get_grad_norm(self, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        grad_norm = get(*args, **kwargs)
         self.observer.timer.step.grad_norm = grad_norm
         self.observer.attestation.norms.add_grad_norm(grad_norm)
         return grad_norm
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        act = functools.partial(super()._maybe_log_save_evaluate, *args, **kwargs)
-        stops = self.observer.stop_on_signal
-        act() if stops is None else stops.evaluate_and_save(self, act)
+    def _maybe_log_save_evaluate(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        act, stops = functools.partial(act, *args, **kwargs), self.observer.stop_on_signal
+        act() if stops is None else stops.evaluate_and_save(self.trainer, act)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         progress = self.observer.progress
         before = progress.phase
         progress.enter("evaluate")
-        output = super().evaluation_loop(*args, **kwargs)
+        output = evaluate(*args, **kwargs)
         progress.enter("train" if before in STEP_PHASES else before)
         return output
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, predict: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         take_facts(inputs)
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        return predict(model, inputs, *args, **kwargs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         observer, entered = self.observer, time.monotonic()
         observer.progress.enter("save")
         observer.timer.flush(wait=True)  # no checkpoint without the rows of its steps
-        save = super()._save_checkpoint
         if observer.saver is None:
             save(*args, **kwargs)
         else:
             observer.saver.save(lambda: save(*args, **kwargs), entered=entered)
         observer.progress.enter("train")
 
-    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+    def _get_output_dir(self, get: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         staging = None if self.observer.saver is None else self.observer.saver.staging
-        return str(super()._get_output_dir(*args, **kwargs) if staging is None else staging)
+        return str(get(*args, **kwargs) if staging is None else staging)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.observer.saver is not None and self.observer.background is not None:
             self.observer.progress.enter("save")
             self.observer.saver.finish()
             self.observer.progress.enter("train")
         if (stops := self.observer.stop_on_signal) is not None and stops.stopped:
             # the Trainer would load its best checkpoint, and with `--save_total_limit 1` remove the one just saved
-            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            trainer = self.trainer
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
             stops.raise_stopped()
-        return super()._finalize_training(*args, **kwargs)
+        return finalize(*args, **kwargs)
 
 
 def observe(
@@ -192,15 +264,10 @@ def observe(
     Trainer's checkpoints complete or absent; `stop_on_signal` saves one more when a signal ends the run. `parts` is
     what the script knows of its run. Raises ToolkitError for a folder that holds a finished or a running run.
     """
-    args, own = trainer.args, type(trainer)
+    args = trainer.args
     if parts is None:
-        parts = ObserverParts(expected=ExpectedRun.of_preset(require, args.world_size))
-    if record is None:
-        made = trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None
-        makes = made or own.create_optimizer is not Trainer.create_optimizer
-        given = None if trainer.optimizer is None else optimizer_class(innermost_optimizer(trainer.optimizer))
-        own_parts: dict[str, Any] = {"own_optimizer": makes, "made_optimizer": given, "may_leave_unused": True}
-        parts = replace(parts, expected=replace(parts.expected, **own_parts))
+        parts = ObserverParts(expected=replace(ExpectedRun.of_preset(require, args.world_size), of_script=True))
+    parts = replace(parts, expected=with_optimizer(parts.expected, trainer))
     run = record or open_record(Path(folder or args.output_dir), args, require, prepared=prepared)
     step_timer = timer(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
@@ -217,16 +284,29 @@ def observe(
     )
     if record is None:
         observer.completes = lambda: run.complete(untimed_steps=untimed_steps, saves=saver.saves if saver else ())
+    if parts.batch_facts is not None:
+        trainer.data_collator = ObservedCollator(trainer.data_collator, parts.batch_facts)
+    else:
+        observer.count = functools.partial(tensor_facts, label_shift=label_shift_of(trainer.model))
     trainer.observer = observer
-    trainer.__class__ = type(f"Observed{own.__name__}", (ObservedTrainer, own), {})
-    # accelerate may send the batches of an iterable data set to other ranks, and sends tensors only
-    if not isinstance(trainer.train_dataset, IterableDataset) or parts.collates_on_each_rank:
-        count = parts.batch_facts or functools.partial(tensor_facts, label_shift=label_shift_of(trainer.model))
-        trainer.data_collator = ObservedCollator(trainer.data_collator, count)
+    observer.undo.append(lambda: delattr(trainer, "observer"))
+    TrainerHooks(trainer, observer).install()
     # the timer waits for the device where a signal decides to save
     for callback in (*([] if stop_on_signal is None else [stop_on_signal]), step_timer, verification):
-        trainer.add_callback(callback)
+        observer.add_callback(trainer, callback)
     return observer
+
+
+def with_optimizer(expected: ExpectedRun, trainer: Any) -> ExpectedRun:
+    """Return what is expected, with the optimizer that somebody's script has made or makes itself."""
+    if not expected.of_script:
+        return expected
+    made = trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None
+    makes = made or type(trainer).create_optimizer is not Trainer.create_optimizer
+    # an earlier training has left its optimizer, which may be an engine's
+    is_given = trainer.optimizer is not None and trainer.state.global_step == 0
+    given = optimizer_class(innermost_optimizer(trainer.optimizer)) if is_given else None
+    return replace(expected, own_optimizer=makes, made_optimizer=given)
 
 
 def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: bool = False) -> ObservedRun:

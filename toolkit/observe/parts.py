@@ -29,8 +29,11 @@ class ExpectedRun:
     own_optimizer: bool = False  # the script makes its optimizer itself, whatever `--optim` names
     made_optimizer: str | None = None
     """Class of an optimizer that the script has given to its Trainer: transformers drops it under DeepSpeed."""
-    may_leave_unused: bool = False  # trained parameters that the loss does not reach have no gradient and no state
+    of_script: bool = False
+    """True for somebody's script, which may do more than the preset specifies: checkpointing of its own, an optimizer
+    over a part of the parameters, gradients that it changes. That is recorded, and no deviation."""
     settings: Values = field(default_factory=dict)  # more readings, by name, that the script's arguments determine
+    allowed: Values = field(default_factory=dict)  # readings that the user has allowed, by name
 
     @classmethod
     def of_preset(cls, preset: PresetSpec | None, world_size: int) -> Self:
@@ -52,13 +55,11 @@ class ObserverParts:
     reduce_dtype: Callable[[Any], str | None] = lambda _: None
     """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""
     batch_facts: CountBatch | None = None
-    """None counts what the batches of any script show."""
+    """Counts in the collator, which has the rows; None counts what the batches of any script show, beside them."""
     counts_tokens: bool = True
     """False on a rank that trains on the rows of another one: their tokens are counted there."""
     compiles: bool = False
     """True if layers are compiled: rows count what the compiler does."""
-    collates_on_each_rank: bool = False
-    """True if each rank makes its own batches of an iterable data set."""
     manifest: Callable[[], Values] = dict
     """More entries of a checkpoint's manifest."""
     save_states: Callable[[Path], None] = lambda _: None

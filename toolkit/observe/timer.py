@@ -176,6 +176,13 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
+        self.step = _Step()  # a try of `auto_find_batch_size` may have left one, and rows, which stay
+        self.first_batches.clear()
+        if self.progress.step > state.global_step:
+            tries = len(list(self.path.parent.glob(f"try*-{self.path.name}")))
+            self.flush(wait=True)
+            if self.path.exists():
+                self.path.rename(self.path.with_name(f"try{tries + 1}-{self.path.name}"))
         self.resumed_step = self.progress.step = state.global_step
         self.progress.memory_by_phase = MemoryByPhase(bytes_of="allocated" if self.cuda else "rss")
         self.progress.record_memory("load")
@@ -310,8 +317,8 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         return float(start.elapsed_time(end)) / 1000
 
 
-def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
-    """Report to the timer where forward waits for other ranks.
+def time_waits_in_forward(model: Any, timer: StepTimer) -> list[Callable[[], None]]:
+    """Report to the timer where forward waits for other ranks; return what removes the hooks.
 
     DDP waits for rank 0's buffers; each module that FSDP2 shards waits for the other ranks' shards.
     """
@@ -324,6 +331,6 @@ def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
         # the compiler would trace a hook of a compiled layer, and break its graph at the clock
         return torch.compiler.disable(lambda *_: note()) if timer.parts.compiles else lambda *_: note()
 
-    for before, after in waits:
-        before.register_forward_pre_hook(hook(timer.begin_wait), prepend=True)
-        after.register_forward_pre_hook(hook(timer.end_wait))
+    hooks = [before.register_forward_pre_hook(hook(timer.begin_wait), prepend=True) for before, _ in waits]
+    hooks += [after.register_forward_pre_hook(hook(timer.end_wait)) for _, after in waits]
+    return [each.remove for each in hooks]

@@ -26,6 +26,8 @@ REQUIRABLE = (
     *("engine", "sharding", "offload_optimizer", "offload_param", "compute_dtype", "master_dtype"),
     *("activation_checkpointing", "attn_implementation"),
 )
+# What `--allow NAME=VALUE` may name as well.
+ALLOWABLE = (*REQUIRABLE, "gradient_dtype", "reduce_dtype", "optimizer_dtype", "optimizer_class")
 # The oldest whose Trainer was observed, in LLaMA-Factory's environment.
 OLDEST_TRANSFORMERS = "5.6.0"
 LAUNCHER_WORDS = ("--local_rank", "--local-rank")  # of `deepspeed`, which the script reads
@@ -43,6 +45,7 @@ class Words:
     overwrite: bool = False
     require_preset: PresetSpec | None = None
     require_settings: dict[str, Any] = field(default_factory=dict)
+    allow: dict[str, Any] = field(default_factory=dict)
     stop_after_steps: int | None = None
     stop_after_minutes: float | None = None
     stop_when_steps_within: float | None = None
@@ -65,6 +68,7 @@ class Words:
         script, module = (None, target) if is_module else (target, None)
         check_script(script, module)
         preset, settings = _required(given.pop("require"))
+        allowed = dict(_reading("--allow", word, ALLOWABLE) for word in given.pop("allow"))
         output_dir = given.pop("output_dir") or Path("runs") / script_name(script, module)
         return cls(
             target=target,
@@ -73,6 +77,7 @@ class Words:
             output_dir=Path(output_dir),
             require_preset=preset,
             require_settings=settings,
+            allow=allowed,
             **{name: value for name, value in given.items() if name in cls.__dataclass_fields__},
         )
 
@@ -96,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PRESET or NAME=VALUE",
         help=f"end with exit code 1 after the first step unless this is in effect; names: {', '.join(REQUIRABLE)}",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="train although this is not what the preset specifies; it is recorded",
     )
     parser.add_argument("--stop-after-steps", type=_positive, help="end each training after so many optimizer steps")
     parser.add_argument(
@@ -156,22 +168,27 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _required(words: Sequence[str]) -> tuple[PresetSpec | None, dict[str, Any]]:
-    presets, settings = [], {}
+    presets, settings = [], dict[str, Any]()
     for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
+        if "=" not in word:
             presets.append(load_preset(word))
-        elif name not in REQUIRABLE:
-            raise ToolkitError(
-                f"--require {word[:80]}: no reading is called {name[:80]!r}",
-                hint=did_you_mean(name, REQUIRABLE, otherwise=f"one of {', '.join(REQUIRABLE)}"),
-            )
         else:
-            constants = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
-            settings[name] = constants.get(value, value)
+            settings |= [_reading("--require", word, REQUIRABLE)]
     if len(presets) > 1:
         raise ToolkitError("--require names two presets", hint="name one")
     return presets[0] if presets else None, settings
+
+
+def _reading(option: str, word: str, names: Sequence[str]) -> tuple[str, Any]:
+    """Return the name and the value of a reading, `master_dtype=bfloat16`."""
+    name, _, value = word.partition("=")
+    if name not in names:
+        raise ToolkitError(
+            f"{option} {word[:80]}: no reading is called {name[:80]!r}",
+            hint=did_you_mean(name, names, otherwise=f"one of {', '.join(names)}"),
+        )
+    constants = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
+    return name, constants.get(value, value)
 
 
 def check_transformers(installed: str | None) -> None:

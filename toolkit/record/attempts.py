@@ -64,7 +64,7 @@ def start_attempt(folder: RunFolder, reuse: Reuse = "never") -> None:
             for trained in [*(each.path for each in list_checkpoints(folder.path)), folder.path / "profile"]:
                 if trained.is_dir():
                     shutil.rmtree(trained)
-            outdated += [*(folder.path / "ranks").glob("rank*.jsonl"), folder.log, folder.timeline]
+            outdated += [*(folder.path / "ranks").glob("*rank*.jsonl"), folder.log, folder.timeline]
         for path in outdated:
             path.unlink(missing_ok=True)
         attempt = number + 1 if type(number) is int and number > 0 else 1

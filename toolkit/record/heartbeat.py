@@ -66,6 +66,8 @@ class Heartbeat(BaseModel):
     """Peak resident memory of the process so far."""
     attempt_id: str | None = None
     """What the ranks of this attempt call it."""
+    ended: bool = False
+    """True once the process ends by itself."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -85,8 +87,8 @@ class Heartbeat(BaseModel):
 
     @property
     def is_gone(self) -> bool:
-        """True if the process ran on this node and is gone."""
-        return self.host == os.uname().nodename and self.process is None
+        """True if the process ran on this node, and was ended from outside."""
+        return not self.ended and self.host == os.uname().nodename and self.process is None
 
 
 def peak_resident_bytes() -> int:
@@ -183,6 +185,8 @@ def stalled_seconds(heartbeats: Sequence[Heartbeat], *, now: float) -> float:
 
 def unresponsive_reason(heartbeat: Heartbeat, *, now: float) -> str | None:
     """Return why a rank does not respond (gone, stopped, blocked), or None for one that still writes."""
+    if heartbeat.ended:
+        return f"its process {heartbeat.pid} has ended by itself"
     process, late = heartbeat.process, now - heartbeat.written_unix > UNRESPONSIVE_SECONDS
     if heartbeat.is_gone:
         return f"its process {heartbeat.pid} is gone"

@@ -34,7 +34,7 @@ from toolkit.observe.attest.read_deepspeed import zero3_parameters
 from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.foreign_script import ScriptRun, StopAfter
 from toolkit.observe.observed_run import ObservedRun
-from toolkit.observe.observer import observe
+from toolkit.observe.observer import observe, with_optimizer
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.trial import StepsAlone
 from toolkit.observe.words import Words
@@ -88,7 +88,7 @@ class RehearsedScript(ScriptRun):
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # to resume or not
         self.trainings += 1
-        expected = self._expected(self.rehearsed.world_size)
+        expected = with_optimizer(self._expected(self.rehearsed.world_size), trainer)
         run = ObservedRun(
             folder=self.folder,
             progress=self.progress,

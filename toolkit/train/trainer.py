@@ -244,7 +244,6 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
         batch_facts=batch_facts,
         counts_tokens=trainer.counts_tokens,
         compiles=args.job.compilation is not None,
-        collates_on_each_rank=True,
         manifest=lambda: {
             "layout": None if args.layout is None else args.layout.degrees(),
             "pipeline_chunks": None if args.pipeline is None else args.pipeline.chunks,

@@ -8,13 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
-from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
+from toolkit.observe.attest.clipping import (
+    CHANGED_AFTER_CLIPPING,
+    NormReader,
+    clipping_differences,
+    gradient_replicas,
+    was_clipped,
+)
 from toolkit.observe.attest.differences import (
     Difference,
     Values,
@@ -24,13 +31,13 @@ from toolkit.observe.attest.differences import (
     pipeline_differences,
     rank_differences,
 )
-from toolkit.observe.attest.expected import expected_bytes, expected_values
+from toolkit.observe.attest.expected import expected_bytes, expected_values, known_optimizer
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_shared_buffer
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
-from toolkit.observe.attest.tensors import compiled_modules, compute_dtype
+from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, dtype_names
 from toolkit.observe.attest.weights_digest import weights_digest
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
-from toolkit.observe.parts import ObserverParts
+from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
@@ -43,6 +50,8 @@ WHOLE_MODEL_HINT = (
     "`FSDP_TRANSFORMER_CLS_TO_WRAP=Layer` in the environment or `_no_split_modules = ['Layer']` on the model's class"
 )
 
+# Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
+FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
 CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
 
@@ -64,14 +73,19 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.gradients: Values | None = None
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
+        self.with_gradient: set[int] = set()
+        """Parameters that have a gradient in the first step, by identity."""
         self.norms, self.forwards = NormReader(), ForwardDetector()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
         self.first_step = state.global_step + 1
         self.progress.enter("attest")
+        self.forget_first_step()  # of a try of `auto_find_batch_size`
         wrapped = self.trainer.model_wrapped
         plain = self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+        if self.strict:
+            check_master_dtype(self.parts.expected, wrapped)
         self.before_training = self.read_before_training(plain)
         if hasattr(wrapped, "zero_optimization_stage"):
             call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
@@ -81,6 +95,14 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("train")
         self.timer.restart_clock()
 
+    def forget_first_step(self) -> None:
+        """Remove the hooks of a first step that did not end, and what they have read."""
+        self.norms.stop(tries_clipping=False)
+        self.forwards.stop()
+        self.norms, self.forwards = NormReader(), ForwardDetector()
+        self.reading = self.gradients = None
+        self.accumulated = {"accumulate": None}
+
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
         if self.accumulated["accumulate"] is None and self.reading is None:
@@ -88,6 +110,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.gradients is None:
+            self.with_gradient = {id(p) for p in self.trainer.model_wrapped.parameters() if p.grad is not None}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -99,7 +122,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.forwards.stop()
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
         self.reading = reading | {
-            **expected_bytes(self.parts.expected, self.trainer, reading),
+            **expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient),
             **self.accumulated,
             **self.before_training,
             "first_rows_sha256": hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest(),
@@ -121,14 +144,20 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         ranks, norms = [each[0] for each in gathered], [each[1] for each in gathered]
         expected = gathered[0][2]  # another rank's arguments may differ, and then that rank is the one that deviates
         preset, path = self.parts.expected.preset, self.run.folder.attestation_json
-        found = self.differences(expected, ranks, norms)
+        differing = self.differences(expected, ranks, norms)
+        of_script = [each for each in differing if self.is_of_script(each)]
+        # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
+        found = [each for each in differing if each not in of_script] or self.byte_differences(ranks)
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
-            write_json(path, attestation_json(preset, expected, [reading | clipped for reading in ranks], found))
+            readings = [reading | clipped for reading in ranks]
+            write_json(path, attestation_json(preset, expected, readings, found, of_script))
             lines = [verified_line(preset, ranks[0])] if preset is None or not found else []
             sharding = None if preset is None else preset.sharding
             others = ranks[0].get("other_models", {})
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
+            first_of_each = {each.name: each for each in reversed(of_script)}
+            lines += [f"note: the script's own, beside its preset: {each}" for each in first_of_each.values()]
             lines += [f"warning: {found[0]}"] if found and not self.strict else []
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
@@ -145,9 +174,25 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout)
         threshold = self.trainer.args.max_grad_norm or 0.0
-        found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
-        # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
-        return found or byte_differences(ranks)
+        return found + clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
+
+    def is_of_script(self, difference: Difference) -> bool:
+        """Return True for what somebody's script does beside its preset, and for what the user has allowed."""
+        name, expected, allowed = difference.name, self.parts.expected, self.parts.expected.allowed
+        if "master_dtype" in allowed:
+            allowed = dict.fromkeys(FOLLOWING_MASTERS, allowed["master_dtype"]) | allowed
+        if name in allowed and difference.found == allowed[name]:
+            return True
+        if not expected.of_script or name in expected.settings:
+            return False
+        if name == "optimizer_dtype":
+            return known_optimizer(expected, self.trainer) is None
+        checkpoints = name == "activation_checkpointing" and difference.expected is False
+        return checkpoints or name == CHANGED_AFTER_CLIPPING
+
+    def byte_differences(self, ranks: list[Values]) -> list[Difference]:
+        """Return where the ranks do not hold the bytes that the preset's sharding allows."""
+        return byte_differences(ranks)
 
     def expected_values(self) -> Values:
         """Return the values that every rank must read, from the preset and the training arguments."""
@@ -168,8 +213,29 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         return expected_values(replace(expected, settings=settings), self.trainer)
 
 
+def check_master_dtype(expected: ExpectedRun, wrapped: Any) -> None:
+    """Raise AttestationFailed, before the first step, for a model of somebody's script that is loaded in 16 bits.
+
+    transformers 5 loads a bf16 checkpoint so. DeepSpeed and FSDP2 under mixed precision keep fp32 masters beside it.
+    """
+    preset, dtype = expected.preset, dtype_names(p for p in wrapped.parameters() if p.requires_grad)
+    if preset is None or preset.engine == "deepspeed" or not expected.of_script:
+        return
+    if dtype not in (None, "float32", expected.allowed.get("master_dtype")):
+        raise AttestationFailed(
+            f"the weights to train are {dtype}, and {preset.name!r} trains float32 master weights: updates below the"
+            f" last of {dtype}'s digits would be lost",
+            hint="load the model in float32: `from_pretrained(name, dtype=torch.float32)`; `bf16=True` computes in"
+            f" bfloat16 all the same. `--allow master_dtype={dtype}` trains it as it is",
+        )
+
+
 def attestation_json(
-    preset: PresetSpec | None, expected: Values, ranks: list[Values], found: list[Difference]
+    preset: PresetSpec | None,
+    expected: Values,
+    ranks: list[Values],
+    found: list[Difference],
+    of_script: Sequence[Difference] = (),
 ) -> Values:
     """Return the content of `attestation.json`. Its digest is equal for equal runs."""
     verdict = "attested" if preset is not None else "no_preset"
@@ -179,6 +245,7 @@ def attestation_json(
         "verdict": "attestation_failed" if found else verdict,
         "expected": expected,
         "differences": [difference.to_json() for difference in found],
+        **({"of_script": [difference.to_json() for difference in of_script]} if of_script else {}),
         "ranks": ranks,
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}

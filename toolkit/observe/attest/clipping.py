@@ -7,7 +7,7 @@ first gradient may be below the threshold, so a synthetic gradient above it is c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from toolkit.record.measurements import StepRow, grad_norm
 RELATIVE_TOLERANCE = 1e-2
 # torch adds the squares of a tensor on a CPU in fp32: of 298 million elements it misses 3 % of the norm.
 ACCURATE_ELEMENTS = 2**20
+AT_OPTIMIZER = "gradient norm at the optimizer"
+CHANGED_AFTER_CLIPPING = f"{AT_OPTIMIZER}, after what the script does to clipped gradients"
 SYNTHETIC_NORM = 10
 """Norm of the synthetic gradient, as a multiple of the threshold."""
 
@@ -32,15 +34,17 @@ SYNTHETIC_NORM = 10
 class NormReader:
     """Records the norms of the first step in `reading`, None where the engine does not show one.
 
-    Those of `grad_norm_facts` are the Trainer's; `optimizer_norm` is that of the gradients that this rank's optimizer
-    steps with, `synthetic_norm` that of a gradient of `SYNTHETIC_NORM` times the threshold, after clipping.
+    Those of `grad_norm_facts` are the Trainer's; `clipped_norm` is that of the model's gradients after clipping,
+    `optimizer_norm` that of the gradients that this rank's optimizer steps with, `synthetic_norm` that of a gradient of
+    `SYNTHETIC_NORM` times the threshold, after clipping.
     """
 
     def __init__(self) -> None:
         self.trainer: Any = None
         self.layout: ParallelLayout | None = None
         self.hooks: list[Any] = []
-        self.reading: Values = {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
+        unknown = dict.fromkeys(("clipped_norm", "optimizer_norm", "synthetic_norm"))
+        self.reading: Values = {"rank": 0, **grad_norm_facts(None), **unknown}
 
     def start(self, trainer: Any, layout_at_load: ParallelLayout | None = None) -> None:
         """Hook the step of torch's optimizers inside accelerate's and DeepSpeed's; partial offload has a second one."""
@@ -55,9 +59,13 @@ class NormReader:
                 self.hooks.append(optimizer.register_step_pre_hook(self._on_step))
 
     def add_grad_norm(self, grad_norm: Any) -> None:
-        """Note the Trainer's norm of the first step, before clipping."""
-        if self.trainer is not None:
-            self.reading |= grad_norm_facts(grad_norm)
+        """Note the Trainer's norm of the first step, before clipping, right after it has clipped."""
+        if self.trainer is None:
+            return
+        self.reading |= grad_norm_facts(grad_norm)
+        wrapped = self.trainer.model_wrapped
+        if not hasattr(wrapped, "zero_optimization_stage"):
+            self.reading["clipped_norm"] = self._norm(wrapped.parameters())
 
     def stop(self, *, tries_clipping: bool) -> None:
         """Remove the hooks, then clip a synthetic gradient. Every rank must call it."""
@@ -69,12 +77,14 @@ class NormReader:
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters]
+        norm = self._norm(p for group in optimizer.param_groups for p in group["params"])
+        self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
+
+    def _norm(self, parameters: Iterable[Any]) -> float:
+        gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters if p.grad is not None]
         if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):  # flat, and with offload in host memory
             gradients = [part for gradient in gradients for part in gradient.flatten().split(ACCURATE_ELEMENTS)]
-        norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
-        self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
+        return float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
 
     def _copies(self, parameter: Any) -> int:
         """The ranks that hold the same part of a parameter's gradient, where layers are split; otherwise 1."""
@@ -101,12 +111,18 @@ def clip_synthetic_gradient(trainer: Any) -> float | None:
         gradient = torch.tensor([SYNTHETIC_NORM * threshold], device=wrapped.optimizer.device)
         wrapped.optimizer.unscale_and_clip_grads([gradient], gradient.clone())
         return float(gradient)
-    # The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it.
+    # The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it. A loop
+    # may look at those that it has.
+    held = [(p, p.grad) for p in wrapped.parameters() if p.grad is not None]
+    for p, _ in held:
+        p.grad = None
     smallest = min((p for p in wrapped.parameters() if p.requires_grad and p.numel()), key=lambda p: p.numel())
     element = SYNTHETIC_NORM * threshold / math.sqrt(getattr(trainer, "gradient_parts", 1) * smallest.numel())
     smallest.grad = torch.full_like(smallest, element)
     trainer._clip_grad_norm(wrapped)
     clipped, smallest.grad = local(smallest.grad), None
+    for p, gradient in held:
+        p.grad = gradient
     kept = float(clipped.flatten()[0]) / element if clipped.numel() else 1 / SYNTHETIC_NORM
     return float(SYNTHETIC_NORM * threshold * kept)
 
@@ -116,8 +132,10 @@ def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas:
 
     `replicas` is the number of complete copies of the gradient among the ranks.
     """
-    shares = [norm["optimizer_norm"] for norm in norms if norm["optimizer_norm"] is not None]
-    at_optimizer = math.hypot(*shares) / math.sqrt(replicas) if len(shares) == len(norms) else None
+
+    def of_all_ranks(name: str) -> float | None:
+        shares = [norm[name] for norm in norms if norm.get(name) is not None]
+        return math.hypot(*shares) / math.sqrt(replicas) if len(shares) == len(norms) else None
 
     def unclipped(name: str, rank: int | None, before: float | None, after: float | None) -> list[Difference]:
         if before is None or after is None or not math.isfinite(before):
@@ -128,7 +146,13 @@ def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas:
         return [] if is_clipped else [Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")]
 
     synthetic, large = SYNTHETIC_NORM * threshold, "norm of a large gradient, clipped"
-    return unclipped("gradient norm at the optimizer", None, _reported_norm(norms), at_optimizer) or [
+    clipped, stepped, reported = of_all_ranks("clipped_norm"), of_all_ranks("optimizer_norm"), _reported_norm(norms)
+    found = unclipped(AT_OPTIMIZER, None, reported, clipped)
+    if len({norm["grad_norm"] for norm in norms}) > 1:  # a script that reduces gradients itself, after they are clipped
+        each_rank = ((norm["rank"], norm["grad_norm"], norm.get("clipped_norm")) for norm in norms)
+        found = [each for rank, before, after in each_rank for each in unclipped(AT_OPTIMIZER, rank, before, after)]
+    found = found or unclipped(AT_OPTIMIZER if clipped is None else CHANGED_AFTER_CLIPPING, None, reported, stepped)
+    return found + [
         each for norm in norms for each in unclipped(large, norm["rank"], synthetic, norm["synthetic_norm"])
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from toolkit.observe.attest.tensors import (
     frozen_weights,
     innermost_optimizer,
     local,
-    local_bytes,
     quantized_modules,
     uncompiled,
 )
@@ -72,8 +72,11 @@ def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> V
     return {"gradient_dtype": "float32"} | ({} if sent_by_hook else {"reduce_dtype": reduced})
 
 
-def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
-    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
+def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradient: Container[int] = ()) -> Values:
+    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes.
+
+    Somebody's script may leave parameters unused, or out of its optimizer: `with_gradient` are those that have one.
+    """
     preset = run.preset
     if preset is None:
         return {"byte_limits": {}, "whole_bytes": {}}
@@ -82,10 +85,11 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
     in_4bit = [module.weight for module in quantized_modules(model)]
     # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
     deepspeed = reading["engine"] == "deepspeed"
-    used = trained
-    if run.may_leave_unused and not deepspeed and reading["gradient_bytes"] < local_bytes(trained):
+    used = stepped = trained
+    if run.of_script and not deepspeed:
         states = innermost_optimizer(trainer.optimizer).state
-        used = [p for p in trained if p in states or not states]
+        used = [p for p in trained if id(p) in with_gradient]
+        stepped = [p for p in trained if p in states]
     parts = {
         "parameter": [
             (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
@@ -96,7 +100,8 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values) -> Values:
     }
     spec = known_optimizer(run, trainer)
     if spec is not None and spec.is_fp32_adamw:
-        parts["optimizer"] = [(used, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
+        dtype = reading["optimizer_dtype"] if "master_dtype" in run.allowed else "float32"
+        parts["optimizer"] = [(stepped, (ADAM_STATES + deepspeed) * element_bytes(dtype))]
     ranks = reading.get("dp_shard_size") or reading["world_size"]
     allowed, whole = {}, {}
     for part, tensors in parts.items():

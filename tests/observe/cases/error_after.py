@@ -1,0 +1,7 @@
+# raises after a good training, outside of the Trainer
+import sys
+from common import *
+
+t = Trainer(model=model(), args=args(sys.argv[1], max_steps=2), train_dataset=Rows())
+t.train()
+raise RuntimeError("evaluation data is missing")

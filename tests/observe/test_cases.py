@@ -1,0 +1,201 @@
+"""Scripts as people write them: each does observed what it does alone, and none is flagged for what is its own.
+
+A row says how a script of `cases/` ends, and what its observed run says besides what it prints alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from subprocess import CompletedProcess
+from threading import Thread
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate.data_loader import DataLoaderShard
+from launching import cpu_environment, nightly, read, run_warm, torchrun_words
+
+from toolkit.observe import hang_detection
+from toolkit.observe.batches import counted_batches, tensor_facts
+from toolkit.observe.hang_detection import Watchdog
+from toolkit.observe.progress import Progress
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import Heartbeat
+from toolkit.record.measurements import read_rows
+
+CASES = Path(__file__).parent / "cases"
+TRACEBACK = "Traceback (most recent call last)"
+# Lines that differ from run to run: times, libraries' logs.
+TIMED = re.compile(r"runtime|per_second|\d+it/s|[EIW]\d{4} |[Ww]arn|gloo|^\s|^$")
+
+
+class Case(NamedTuple):
+    """A script, and how it ends."""
+
+    name: str
+    says: tuple[str, ...] = ()
+    status: str = "completed"
+    code: int = 0
+    trainings: int = 1
+    variables: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    words: tuple[str, ...] = ()
+
+
+def note(name: str) -> tuple[str, ...]:
+    return ("note: the script's own, beside its preset: " + name,)
+
+
+VERIFIED = [
+    *("bf16_flag", "best_tb", "compile", "distill", "eval_iterable", "eval_start", "eval_callback", "eval_bert"),
+    *("iterable", "lora_bf16", "lora_fp32", "optimizers_given", "overrides", "own_clip", "own_group"),
+    *("prompt_tuning", "split_batches", "unused", "workers", "zero_init", "eval_loop_after", "eval_fixed"),
+]
+QUICK = [  # one for each behaviour
+    Case("peek_batch"),
+    Case("collator_attr", says=("p = 1.0 is it mine: True",)),
+    Case("train_twice", trainings=3, says=("SCRIPT DONE Trainer True",)),
+    Case("optimizer_partial", says=note("gradient norm at the optimizer, after what the script does")),
+    Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1),
+    Case("rank0_after", says=("ValueError: my real error",), status="failed", code=1),
+    Case("slow_callback", words=("20",), variables={"TOOLKIT_HANG_TIMEOUT_MINUTES": "0.1"}),
+    Case("plain_loop", says=("no Trainer was made",), status="failed", code=1, trainings=0),
+]
+NIGHTLY = [
+    *(Case(name) for name in VERIFIED),
+    Case("two_trainers", trainings=2),
+    Case("auto_find"),
+    Case("gc_direct", says=note("activation_checkpointing")),
+    Case("kbit_prepare", says=note("activation_checkpointing")),
+    Case("grad_noise", says=note("gradient norm at the optimizer, after what the script does")),
+    Case("lion_bf16", says=note("optimizer_dtype")),
+    Case("fsdp2_plain", says=("no Trainer was made",), status="failed", code=1, trainings=0),
+    Case("exit3", says=("the script called sys.exit(3)",), status="failed", code=1),
+    Case("cb_raises", says=("cb_raises.py", "ValueError: my callback failed"), status="failed", code=1),
+    Case("rank1_raises", says=("rank1_raises.py", "KeyError: 'only rank 1'"), status="failed", code=1),
+]
+
+
+def launch(name: str, out: Path, *words: str, run: Path | None = None, **variables: str) -> CompletedProcess[str]:
+    observed = [] if run is None else ["-m", "toolkit.observe", "--output-dir", str(run), "--require", "ddp"]
+    command = [sys.executable, *torchrun_words(2), *observed, str(CASES / f"{name}.py"), str(out), *words]
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | variables, cwd=out.parent)
+
+
+def lines(ended: CompletedProcess[str]) -> set[str]:
+    return {line for line in ended.stdout.splitlines() if not TIMED.search(line)}
+
+
+def files(out: Path) -> set[str]:
+    return {path.relative_to(out).as_posix() for path in out.rglob("*") if "tfevents" not in path.name}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("case", [*QUICK, *nightly(*NIGHTLY)], ids=lambda case: case.name)
+def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    alone = launch(case.name, tmp_path / "alone", *case.words)
+    ended = launch(case.name, tmp_path / "out", *case.words, run=run.path, **case.variables)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == case.code, text[-3000:]
+    if case.trainings:
+        assert alone.returncode == ended.returncode
+        assert files(tmp_path / "out") == files(tmp_path / "alone")
+        assert {line.replace("/alone", "/out") for line in lines(alone)} <= lines(ended)
+    assert [said for said in case.says if said not in text] == []
+    recorded: dict[str, Any] = read(run.run_json)
+    assert recorded["status"] == case.status
+    folders = [RunFolder(path.parent) for path in sorted(run.path.rglob("attestation.json"))]
+    assert [read(folder.attestation_json)["differences"] for folder in folders] == [[]] * case.trainings
+    assert all(read_rows(folder.rank_rows(0)) for folder in folders)
+    if case.code and case.trainings:
+        assert text.count(TRACEBACK) <= alone.stderr.count(TRACEBACK)
+
+
+@pytest.mark.launch
+def test_a_model_in_bf16_is_refused_before_its_first_step_unless_it_is_allowed(tmp_path: Path) -> None:
+    refused = launch("bf16_model", tmp_path / "out", run=tmp_path / "run")
+    assert refused.returncode == 1
+    assert "the weights to train are bfloat16, and 'ddp' trains float32 master weights" in refused.stderr
+    assert "dtype=torch.float32" in refused.stderr
+    assert "--allow master_dtype=bfloat16" in refused.stderr
+    assert read(tmp_path / "run" / "run.json")["status"] == "attestation_failed"
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_deviation_that_the_user_allows_is_recorded(tmp_path: Path) -> None:
+    words = ["-m", "toolkit.observe", "--output-dir", str(tmp_path / "run"), "--require", "ddp"]
+    words += ["--allow", "master_dtype=bfloat16", str(CASES / "bf16_model.py"), str(tmp_path / "out")]
+    ended = run_warm([sys.executable, *torchrun_words(2), *words], cpu_environment() | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    attestation = read(tmp_path / "run" / "attestation.json")
+    assert (attestation["verdict"], attestation["differences"]) == ("attested", [])
+    assert {row["fact"] for row in attestation["of_script"]} >= {"master_dtype", "optimizer_dtype"}
+
+
+# -- a rank that computes, or compiles, is not hung
+
+
+@pytest.fixture(autouse=True)
+def little_work_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_detection, "PROGRESS_CPU_SECONDS", 0.02)
+
+
+def computes(folder: Path, file: str) -> bool:
+    """Return what a watchdog says of a main thread that runs code of a file, at its second look."""
+    watchdog, answers = Watchdog(Progress(phase="step"), ranks=folder, rank=0), list[bool]()
+
+    def look() -> None:
+        for _ in range(2):
+            time.sleep(0.1)
+            answers.append(watchdog._computes())
+
+    looking = Thread(target=look)
+    looking.start()
+    exec(compile("while len(answers) < 2: pass", file, "exec"))
+    looking.join()
+    return answers[-1]
+
+
+def test_a_callback_that_computes_makes_progress_and_a_collective_does_not(tmp_path: Path) -> None:
+    assert computes(tmp_path, "callback.py")
+    assert not computes(tmp_path, "site-packages/torch/distributed/distributed_c10d.py")
+
+
+def test_waiting_for_a_gpu_at_one_place_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not computes(tmp_path, "trainer.py")
+
+
+def test_a_compiler_makes_progress_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert computes(tmp_path, "site-packages/triton/runtime/autotuner.py")
+    watchdog = Watchdog(Progress(phase="step"), ranks=tmp_path, rank=0)
+    watchdog.moved_unix -= 100
+    exec(compile("watchdog._computes()\nwatchdog._computes()", "site-packages/torch/_inductor/compile_fx.py", "exec"))
+    assert capsys.readouterr().out == "rank 0 compiles in step 1 (torch/_inductor)\n"
+
+
+def test_a_rank_that_ended_by_itself_is_not_gone() -> None:
+    facts = {"rank": 1, "host": os.uname().nodename, "pid": 2**22 - 1, "process_started_unix": 1.0}
+    facts |= {"step": 4, "micro_steps": 4, "phase": "end", "progress_unix": 1.0, "written_unix": 1.0}
+    assert [Heartbeat(**facts, ended=ended).is_gone for ended in (False, True)] == [True, False]
+
+
+# -- batches
+
+
+def test_a_loader_yields_its_own_batches_and_their_facts_beside_them() -> None:
+    rows = [{"input_ids": torch.full((4,), number)} for number in range(12)]
+    for workers in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
+        loader = DataLoaderShard(rows, batch_size=2, **workers)
+        loader.skip_batches = 2
+        alone = list(loader)
+        counted = list(counted_batches(loader, tensor_facts))
+        assert [batch["input_ids"].tolist() for batch, _ in counted] == [each["input_ids"].tolist() for each in alone]
+        assert [facts for _, facts in counted] == [tensor_facts((), batch) for batch in alone]
+        assert "__iter__" not in vars(loader.base_dataloader)
+        assert all(set(batch) == {"input_ids"} for batch, _ in counted)
