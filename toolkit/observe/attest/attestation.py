@@ -20,6 +20,7 @@ from toolkit.observe.attest.differences import (
     Values,
     byte_differences,
     differences,
+    kernel_differences,
     layout_differences,
     pipeline_differences,
     rank_differences,
@@ -29,12 +30,14 @@ from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype
 from toolkit.observe.attest.weights_digest import weights_digest
+from toolkit.observe.kernels.watch import KernelWatch
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
+from toolkit.record.kernel_table import DIFFERS, merged_rows, table_lines
 from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
@@ -65,6 +68,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
         self.norms, self.forwards = NormReader(), ForwardDetector()
+        self.kernels = KernelWatch(trainer, parts.expected, untimed_steps=getattr(timer, "untimed_steps", 0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
@@ -77,7 +81,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
-            self.forwards.start()
+            self.forwards.start(plain)
         self.progress.enter("train")
         self.timer.restart_clock()
 
@@ -89,16 +93,23 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.gradients is None:
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
+            self.kernels.trace.resume()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.kernels.trace.pause()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
+        self.kernels.trace.pause()
         if state.global_step != self.first_step:
             return
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
         self.forwards.stop()
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
+        plain = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
         self.reading = reading | {
+            **self.kernels.read(reading, self.forwards, plain),
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
             **self.before_training,
@@ -130,6 +141,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             others = ranks[0].get("other_models", {})
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
             lines += [f"warning: {found[0]}"] if found and not self.strict else []
+            slow = table_lines([row for row in merged_rows(ranks) if row["verdict"] == DIFFERS])
+            lines += [f"warning: {line}" for line in slow]
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
@@ -144,6 +157,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         layout = self.parts.expected.layout
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout)
+        found += kernel_differences(ranks) if self.strict else []
         threshold = self.trainer.args.max_grad_norm or 0.0
         found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
@@ -179,6 +193,7 @@ def attestation_json(
         "verdict": "attestation_failed" if found else verdict,
         "expected": expected,
         "differences": [difference.to_json() for difference in found],
+        "kernels": merged_rows(ranks),
         "ranks": ranks,
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
