@@ -114,7 +114,9 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         if not observer.times_waits:
             time_waits_in_forward(model, observer.timer)
             observer.times_waits = True
-        loss = observer.attestation.kernels.forward(super().compute_loss, model, *args, **kwargs)
+        observer.attestation.before_loss(args[0] if args else kwargs.get("inputs"))
+        loss = super().compute_loss(model, *args, **kwargs)
+        observer.attestation.after_loss(loss)
         observer.progress.phase = "backward"
         observer.timer.enter_backward()
         return loss

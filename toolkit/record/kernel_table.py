@@ -40,9 +40,15 @@ def row(
     return KernelRow(name, asked, ran or "nothing", verdict, detail, costs, repair)
 
 
-def table_lines(rows: Rows) -> list[str]:
+def readings(rows: Sequence[KernelRow]) -> dict[str, Any]:
+    """Return what `attestation.json` has of a rank: the rows as `kernels`, and what ran by the names of some."""
+    ran = {each.name: each.ran for each in rows if each.name in REQUIRABLE_ROWS}
+    return {"kernels": [each._asdict() for each in rows], **ran}
+
+
+def table_lines(rows: Rows, heading: str = "kernels") -> list[str]:
     """Return the table as lines; words follow what is not as asked, or slower than it could be."""
-    cells = [("kernels", "asked", "ran", "")] if rows else []
+    cells = [(heading, "asked", "ran", "")] if rows else []
     for each in rows:
         verdict, repair = "" if each["verdict"] == AS_ASKED else each["verdict"], each["repair"]
         words = (verdict, each["detail"], each["costs"], repair and f"repair: {repair}")
@@ -53,8 +59,10 @@ def table_lines(rows: Rows) -> list[str]:
 
 def merged_rows(ranks: Rows) -> list[dict[str, Any]]:
     """Return each row once, of the rank on which it is worst, the worst rows first."""
-    rows = sorted((e for rank in ranks for e in rank.get("kernels", ())), key=lambda e: VERDICTS.index(e["verdict"]))
-    return list({each["name"]: {**each} for each in rows}.values())[::-1]
+    rows = [each for rank in ranks for each in rank.get("kernels", ())]
+    worst = {each["name"]: each for each in sorted(rows[::-1], key=lambda each: VERDICTS.index(each["verdict"]))}
+    names = dict.fromkeys(each["name"] for each in rows)
+    return sorted(({**worst[name]} for name in names), key=lambda each: -VERDICTS.index(each["verdict"]))
 
 
 def kernels_summary(rows: Rows) -> str | None:

@@ -11,6 +11,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
@@ -30,14 +32,15 @@ from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype
 from toolkit.observe.attest.weights_digest import weights_digest
-from toolkit.observe.kernels.watch import KernelWatch
+from toolkit.observe.kernels.documents import document_rows
+from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
-from toolkit.record.kernel_table import DIFFERS, merged_rows, table_lines
+from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, readings, table_lines
 from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
@@ -68,7 +71,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
         self.norms, self.forwards = NormReader(), ForwardDetector()
-        self.kernels = KernelWatch(trainer, parts.expected, untimed_steps=getattr(timer, "untimed_steps", 0))
+        self.loss_graph: LossGraph | None = None
+        self.documents: list[KernelRow] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
@@ -85,6 +89,25 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("train")
         self.timer.restart_clock()
 
+    def before_loss(self, inputs: Any) -> None:
+        """Verify the documents of the first batch, unless its step is timed, or another rank has a part. Collective."""
+        if self.documents is None:
+            expected, config = self.parts.expected, getattr(self.trainer.accelerator, "parallelism_config", None)
+            skips = expected.layout or expected.layout_at_load or config or not self.timer.untimed_steps
+            is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+            self.documents = [] if skips or is_fake else document_rows(self.trainer, self.plain, inputs)
+
+    def after_loss(self, loss: Any) -> None:
+        """Read the graph of the first loss."""
+        if self.loss_graph is None:
+            checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.plain.modules())
+            self.loss_graph = LossGraph(loss, reads_saved=not checkpoints and not isinstance(self.plain, FSDPModule))
+
+    @property
+    def plain(self) -> Any:
+        """The model without wrappers."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
+
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
         if self.accumulated["accumulate"] is None and self.reading is None:
@@ -93,23 +116,20 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.gradients is None:
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
-            self.kernels.trace.resume()
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.kernels.trace.pause()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
-        self.kernels.trace.pause()
         if state.global_step != self.first_step:
             return
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
         self.forwards.stop()
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
-        plain = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
+        own = self.parts.expected.own_optimizer
+        graph = self.loss_graph or LossGraph(None, reads_saved=False)
+        rows = kernel_rows(graph, self.trainer, self.plain, reading, forwards=self.forwards, own_optimizer=own)
         self.reading = reading | {
-            **self.kernels.read(reading, self.forwards, plain),
+            **readings([*rows, *(self.documents or ())]),
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
             **self.before_training,
@@ -141,8 +161,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             others = ranks[0].get("other_models", {})
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
             lines += [f"warning: {found[0]}"] if found and not self.strict else []
-            slow = table_lines([row for row in merged_rows(ranks) if row["verdict"] == DIFFERS])
-            lines += [f"warning: {line}" for line in slow]
+            lines += table_lines([row for row in merged_rows(ranks) if row["verdict"] == DIFFERS], "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
