@@ -1,49 +1,39 @@
 """The table of fast paths of a run: what was asked for, what ran, what the difference costs, and what repairs it.
 
->>> rows = [row("attention", "flash_attention_2", "eager", "differs", repair="pip install flash-attn")._asdict()]
->>> print(*table_lines(rows), sep="\\n")
+>>> rows = readings([row("attention", "flash_attention_2", "eager", "differs", repair="pip install flash-attn")])
+>>> print(*table_lines(rows["kernels"]), sep="\\n")
 kernels      asked              ran
   attention  flash_attention_2  eager  not as asked; repair: pip install flash-attn
->>> kernels_summary(rows)
+>>> kernels_summary(rows["kernels"])
 'attention eager for flash_attention_2'
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+KernelRow = dict[str, Any]
+"""`name`, `asked` (None where nothing names one), `ran`, `verdict`, `detail`, `costs`, and `repair`: what to type."""
+Rows = Sequence[Mapping[str, Any]]
 VERDICTS = AS_ASKED, SLOWER, DIFFERS = ("as asked", "slower path", "not as asked")
 """The second is a path that nobody asked for by name, where there may be a faster one."""
 # Rows whose `ran` may be named by `--require NAME=VALUE`.
 REQUIRABLE_ROWS = ("attention", "experts", "mixers", "loss_path", "optimizer_path", "recomputed_blocks", "documents")
-Rows = Sequence[Mapping[str, Any]]
-
-
-class KernelRow(NamedTuple):
-    """One fast path of one rank; `asked` is None where nothing names one, `repair` what to type or to change."""
-
-    name: str
-    asked: str | None
-    ran: str
-    verdict: str
-    detail: str
-    costs: str
-    repair: str
 
 
 def row(
     name: str, asked: str | None, ran: str, differs: str = "", detail: str = "", costs: str = "", repair: str = ""
 ) -> KernelRow:
     """Return a row: not as asked where it `differs`, or nothing ran; a slower path where something repairs it."""
-    verdict = DIFFERS if differs or not ran else SLOWER if repair else AS_ASKED
-    return KernelRow(name, asked, ran or "nothing", verdict, detail, costs, repair)
+    verdict, ran = DIFFERS if differs or not ran else SLOWER if repair else AS_ASKED, ran or "nothing"
+    return dict(name=name, asked=asked, ran=ran, verdict=verdict, detail=detail, costs=costs, repair=repair)
 
 
-def readings(rows: Sequence[KernelRow]) -> dict[str, Any]:
+def readings(rows: Iterable[KernelRow]) -> dict[str, Any]:
     """Return what `attestation.json` has of a rank: the rows as `kernels`, and what ran by the names of some."""
-    ran = {each.name: each.ran for each in rows if each.name in REQUIRABLE_ROWS}
-    return {"kernels": [each._asdict() for each in rows], **ran}
+    kernels = list(rows)
+    return {"kernels": kernels, **{each["name"]: each["ran"] for each in kernels if each["name"] in REQUIRABLE_ROWS}}
 
 
 def table_lines(rows: Rows, heading: str = "kernels") -> list[str]:
@@ -51,8 +41,8 @@ def table_lines(rows: Rows, heading: str = "kernels") -> list[str]:
     cells = [(heading, "asked", "ran", "")] if rows else []
     for each in rows:
         verdict, repair = "" if each["verdict"] == AS_ASKED else each["verdict"], each["repair"]
-        words = (verdict, each["detail"], each["costs"], repair and f"repair: {repair}")
-        cells.append((f"  {each['name']}", each["asked"] or "-", each["ran"], "; ".join(filter(None, words))))
+        words = filter(None, (verdict, each["detail"], each["costs"], repair and f"repair: {repair}"))
+        cells.append((f"  {each['name']}", each["asked"] or "-", each["ran"], "; ".join(words)))
     widths = [max(len(cell[column]) for cell in cells) for column in range(3)] if cells else []
     return ["  ".join(map(str.ljust, cell, (*widths, 0))).rstrip() for cell in cells]
 

@@ -103,10 +103,10 @@ def test_a_float32_input_is_named_on_a_gpu_where_no_flash_kernel_takes_it() -> N
     trainer: Any = SimpleNamespace(args=args, optimizer=optimizer, model_wrapped=model)
     reading = {"torch_compile": False}
     forwards: Any = SimpleNamespace(recomputes=None, reached=set(), recomputed=set())
-    rows = {r.name: r for r in kernel_rows(graph, trainer, model, reading, forwards=forwards, own_optimizer=True)}
-    assert (rows["attention"].ran, rows["attention"].verdict) == ("efficient", SLOWER)
-    assert "half precision" in rows["attention"].repair
-    assert (rows["optimizer_path"].ran, rows["optimizer_path"].verdict) == ("one by one", AS_ASKED)
+    rows = {r["name"]: r for r in kernel_rows(graph, trainer, model, reading, forwards, own_optimizer=True)}
+    assert (rows["attention"]["ran"], rows["attention"]["verdict"]) == ("efficient", SLOWER)
+    assert "half precision" in rows["attention"]["repair"]
+    assert (rows["optimizer_path"]["ran"], rows["optimizer_path"]["verdict"]) == ("one by one", AS_ASKED)
 
 
 def test_documents_are_known_by_positions_that_restart() -> None:

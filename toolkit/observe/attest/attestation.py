@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
@@ -90,18 +89,18 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.timer.restart_clock()
 
     def before_loss(self, inputs: Any) -> None:
-        """Verify the documents of the first batch, unless its step is timed, or another rank has a part. Collective."""
+        """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
         if self.documents is None:
             expected, config = self.parts.expected, getattr(self.trainer.accelerator, "parallelism_config", None)
             skips = expected.layout or expected.layout_at_load or config or not self.timer.untimed_steps
-            is_fake = dist.is_initialized() and dist.get_backend() == "fake"
-            self.documents = [] if skips or is_fake else document_rows(self.trainer, self.plain, inputs)
+            skips = skips or (dist.is_initialized() and dist.get_backend() == "fake")
+            self.documents = [] if skips else document_rows(self.trainer, self.plain, inputs)
 
     def after_loss(self, loss: Any) -> None:
         """Read the graph of the first loss."""
         if self.loss_graph is None:
             checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.plain.modules())
-            self.loss_graph = LossGraph(loss, reads_saved=not checkpoints and not isinstance(self.plain, FSDPModule))
+            self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
 
     @property
     def plain(self) -> Any:
@@ -126,8 +125,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.forwards.stop()
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
         own = self.parts.expected.own_optimizer
-        graph = self.loss_graph or LossGraph(None, reads_saved=False)
-        rows = kernel_rows(graph, self.trainer, self.plain, reading, forwards=self.forwards, own_optimizer=own)
+        graph = self.loss_graph or LossGraph(None)
+        rows = kernel_rows(graph, self.trainer, self.plain, reading, self.forwards, own_optimizer=own)
         self.reading = reading | {
             **readings([*rows, *(self.documents or ())]),
             **expected_bytes(self.parts.expected, self.trainer, reading),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.observe.attest.tensors import clean_name
+from toolkit.observe.attest.tensors import clean_name, without_adapters
 from toolkit.observe.observed_run import gather_from_ranks
 from toolkit.record.kernel_table import KernelRow, row
 
-# A model with other inputs, such as images, is not asked with other tokens.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 TEXT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 COMPARED_TOKENS = 8  # of the second document: a state of the first has decayed later
@@ -28,16 +28,15 @@ def boundary(inputs: Any) -> tuple[int, int, int] | None:
     """
     given = inputs if isinstance(inputs, Mapping) else {}
     positions, ids = given.get("position_ids"), given.get("input_ids")
-    others = [n for n, v in given.items() if isinstance(v, torch.Tensor) and n not in (*LABELS, *TEXT)]
+    others = [n for n, v in given.items() if isinstance(v, torch.Tensor) and n not in (*LABELS, *TEXT)]  # images
     if positions is None or ids is None or positions.shape != ids.shape or others:
         return None
-    begins = ((positions[:, 1:-1] == 0) & (positions[:, :-2] > 0) & (positions[:, 2:] == 1)).nonzero()
-    at, last = begins[0].tolist() if len(begins) else (0, -1)
-    return (at, last - int(positions[at, last]), last + 1) if len(begins) else None
+    begins = ((positions[:, 1:-1] == 0) & (positions[:, :-2] > 0) & (positions[:, 2:] == 1)).nonzero().tolist()
+    return next(((at, last - int(positions[at, last]), last + 1) for at, last in begins), None)
 
 
 def document_rows(trainer: Any, plain: Any, inputs: Any) -> list[KernelRow]:
-    """Return the row of the first batch, and nothing where it is not packed. Collective for sharded models.
+    """Return the row of the first batch; nothing where it is not packed. Collective for sharded models.
 
     The model runs twice without gradients, in evaluation mode, and is left as it was.
     """
@@ -47,7 +46,9 @@ def document_rows(trainer: Any, plain: Any, inputs: Any) -> list[KernelRow]:
         return []
     caller = wrapped if is_sharded else plain.forward  # no hook of the model is called without need
     at, begin, end = packed or (0, 0, 0)
-    kept = {name: value for name, value in inputs.items() if name not in LABELS}
+    small = {"logits_to_keep": 1, "use_cache": False}
+    takes = inspect.signature(without_adapters(plain).forward).parameters
+    kept = {n: v for n, v in {**inputs, **small}.items() if n not in LABELS and (n in inputs or n in takes)}
     other = kept["input_ids"].clone()
     other[at, begin:end] = other[at, begin:end].roll(1)
     modes = {module: module.training for module in plain.modules()}
@@ -55,14 +56,15 @@ def document_rows(trainer: Any, plain: Any, inputs: Any) -> list[KernelRow]:
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad(), trainer.accelerator.autocast():
             one, two = (_outputs(caller, plain, kept | {"input_ids": x}, at, end) for x in (kept["input_ids"], other))
+    except Exception:  # its forward needs labels, or has no memory left
+        return []
     finally:
         for module, mode in modes.items():
             module.training = mode
     leak = next((name for name, value in one.items() if _differs(value, two[name])), "")
     repair = "no attention_mask beside position_ids, or flash attention" if "ttention" in leak else "no packing"
-    costs, repair = ("tokens are predicted from other documents", repair) if leak else ("", "")
-    ran = "mixed" if leak else "isolated"
-    return [row("documents", "isolated", ran, leak, leak, costs, repair)] if packed else []
+    words = ("mixed", leak, leak, "tokens are predicted from other documents", repair) if leak else ("isolated",)
+    return [row("documents", "isolated", *words)] if packed and one else []
 
 
 def _outputs(caller: Any, plain: Any, inputs: Any, at: int, first: int) -> dict[str, torch.Tensor]:
