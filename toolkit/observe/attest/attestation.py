@@ -5,6 +5,7 @@ A run that does not match its preset ends here, with both values of each differe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -39,7 +40,7 @@ from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
-from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, readings, table_lines
+from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, readings, row, table_lines
 from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
@@ -99,8 +100,10 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def after_loss(self, loss: Any) -> None:
         """Read the graph of the first loss."""
         if self.loss_graph is None:
+            self.loss_graph = LossGraph(None)
             checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.plain.modules())
-            self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
+            with contextlib.suppress(Exception):  # a kind of node that is not known must not end the run
+                self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
 
     @property
     def plain(self) -> Any:
@@ -125,10 +128,13 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.forwards.stop()
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
         own = self.parts.expected.own_optimizer
-        graph = self.loss_graph or LossGraph(None)
-        rows = kernel_rows(graph, self.trainer, self.plain, reading, self.forwards, own_optimizer=own)
+        rows, graph = [*(self.documents or ())], self.loss_graph or LossGraph(None)
+        try:
+            rows += kernel_rows(graph, self.trainer, self.plain, reading, self.forwards, own_optimizer=own)
+        except Exception as error:  # nor a kind of model
+            rows.append(row("kernels", None, f"not read: {type(error).__name__}: {error}"))
         self.reading = reading | {
-            **readings([*rows, *(self.documents or ())]),
+            **readings(rows),
             **expected_bytes(self.parts.expected, self.trainer, reading),
             **self.accumulated,
             **self.before_training,
@@ -160,7 +166,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             others = ranks[0].get("other_models", {})
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
             lines += [f"warning: {found[0]}"] if found and not self.strict else []
-            lines += table_lines([row for row in merged_rows(ranks) if row["verdict"] == DIFFERS], "warning: kernels")
+            wrong = [each for each in merged_rows(ranks) if each["verdict"] == DIFFERS]
+            lines += table_lines(wrong, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
