@@ -133,9 +133,10 @@ def _experts(graph: LossGraph, model: Any, asked: str | None) -> Iterator[Kernel
     loop = "loop in torch" if fallback else "loop" if lists or asked == "eager" else ""
     number = max([len(each) if each in lists else getattr(each, "num_experts", 1) for each in layers], default=1)
     costs = f"{3 * int(number) * len(layers) * PASSES * CALIBRATION.host_seconds:.1g} s of launches" if loop else ""
-    repair = "torch 2.9, and a GPU of compute capability 8.0" if fallback else "experts_implementation='grouped_mm'"
+    repair = "experts in one tensor, as transformers 5 has them" if lists else "experts_implementation='grouped_mm'"
+    repair = "torch 2.9, and a GPU of compute capability 8.0" if fallback else repair
     if layers and (ran := loop or ("grouped_mm" if graph.has("GroupedMm") else asked)):
-        yield row("experts", asked, ran, costs=costs, repair=repair if loop and not lists else "")
+        yield row("experts", asked, ran, costs=costs, repair=repair if loop else "")
 
 
 def _namespaces(model: Any) -> Iterator[dict[str, Any]]:
