@@ -211,13 +211,13 @@ def _optimizer(trainer: Any, *, own: bool) -> Iterator[KernelRow]:
     by_deepspeed = hasattr(wrapped, "zero_optimization_stage")
     inner = tensors.innermost_optimizer(wrapped.optimizer if by_deepspeed else trainer.optimizer)
     groups, ran = getattr(inner, "param_groups", None) or [{}], type(inner).__module__.partition(".")[0]
-    on_gpu, launches = trainer.args.device.type != "cpu", UPDATE_OPERATIONS * sum(len(g["params"]) for g in groups)
+    off_cpu, launches = trainer.args.device.type != "cpu", UPDATE_OPERATIONS * sum(len(g["params"]) for g in groups)
     named = str(getattr(getattr(trainer.args, "optim", ""), "value", ""))
     asked = "fused" if named.endswith("torch_fused") and not own and not by_deepspeed else None
     if ran == "torch":  # `foreach` is None by default, which means a GPU's path
-        foreach = all(g.get("foreach") or (on_gpu and g.get("foreach", False) is None) for g in groups)
+        foreach = all(g.get("foreach") or (off_cpu and g.get("foreach", False) is None) for g in groups)
         ran = "fused" if all(g.get("fused") for g in groups) else "foreach" if foreach else "one by one"
     differs = "not fused" if asked and ran in ("foreach", "one by one") else ""
     costs = f"{launches * CALIBRATION.host_seconds:.1g} s of launches per step"
-    words = (costs, "optim='adamw_torch_fused', or fused=True") if differs or (ran == "one by one" and on_gpu) else ()
+    words = (costs, "optim='adamw_torch_fused', or fused=True") if differs or (ran == "one by one" and off_cpu) else ()
     yield row("optimizer_path", asked, ran, differs, type(inner).__name__, *words)
