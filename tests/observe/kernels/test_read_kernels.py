@@ -12,8 +12,11 @@ import pytest
 import torch
 from launching import ROOT, SCRIPTS, cpu_environment, nightly, read
 
-from toolkit.observe.kernels.documents import boundary
+from toolkit.observe.kernels import read_kernels
+from toolkit.observe.kernels.packed_documents import boundary
 from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
+from toolkit.plan import step_parts
+from toolkit.plan.logits import logits_bytes
 from toolkit.record.kernel_table import AS_ASKED, DIFFERS, SLOWER
 
 sys.path.append(str(SCRIPTS))
@@ -107,6 +110,15 @@ def test_a_float32_input_is_named_on_a_gpu_where_no_flash_kernel_takes_it() -> N
     assert (rows["attention"]["ran"], rows["attention"]["verdict"]) == ("efficient", SLOWER)
     assert "half precision" in rows["attention"]["repair"]
     assert (rows["optimizer_path"]["ran"], rows["optimizer_path"]["verdict"]) == ("one by one", AS_ASKED)
+
+
+def test_costs_are_in_the_plans_terms() -> None:
+    """The observer knows nothing of the plan, as it may run where none is made."""
+    assert step_parts.CALIBRATION.host_seconds == read_kernels.HOST_SECONDS
+    assert step_parts.CALIBRATION.liger_share == read_kernels.LIGER_SHARE
+    assert step_parts.WHOLE_BYTES + step_parts.SPLIT_BYTES == read_kernels.LAYER_BYTES
+    assert (step_parts.PASSES, step_parts.RECOMPUTED_PASSES) == (read_kernels.PASSES, read_kernels.RECOMPUTED_PASSES)
+    assert max(logits_bytes(loss="full", tokens=2, vocab_size=5, hidden_size=1)) == 2 * 5 * read_kernels.LOGIT_BYTES
 
 
 def test_documents_are_known_by_positions_that_restart() -> None:

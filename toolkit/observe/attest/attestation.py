@@ -32,7 +32,7 @@ from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype
 from toolkit.observe.attest.weights_digest import weights_digest
-from toolkit.observe.kernels.documents import document_rows
+from toolkit.observe.kernels.packed_documents import document_rows
 from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ObserverParts

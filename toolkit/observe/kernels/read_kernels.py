@@ -20,8 +20,6 @@ from toolkit.models.attention import missing_attention_package
 from toolkit.observe.attest import tensors
 from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.read_rank import ForwardDetector
-from toolkit.plan.logits import logits_bytes
-from toolkit.plan.step_parts import CALIBRATION, PASSES, RECOMPUTED_PASSES, SPLIT_BYTES, WHOLE_BYTES
 from toolkit.record.kernel_table import KernelRow, row
 from toolkit.units import gib
 
@@ -34,7 +32,10 @@ LOSSES = {"LigerFusedLinear": "fused", "_ChunkedCrossEntropy": "chunked", "Chunk
 LARGEST_GRAPH = 300_000  # nodes; a loop over tokens has many
 PACKAGES = ("liger_kernel", "fla", "mamba_ssm", "causal_conv1d", "flash_attn", "xformers", "unsloth", "apex")
 HUB_FOLDERS = ("kernels-community", "kernels--")  # where `kernels` keeps what it has fetched
-EAGER_BYTES_PER_PAIR = 6  # saved per head and pair of positions (`toolkit.models.activations`)
+# The plan's terms (a test compares them): bytes saved per head and pair of positions in eager attention, per logit of all,
+# and per token and hidden size of a layer; seconds to launch an operation; what Liger leaves of the traffic of norms.
+EAGER_BYTES_PER_PAIR, LOGIT_BYTES, LAYER_BYTES, HOST_SECONDS, LIGER_SHARE = 6, 12, 34, 15e-6, 0.43
+PASSES, RECOMPUTED_PASSES = 3, 4
 UPDATE_OPERATIONS = 12  # of AdamW per tensor (torch, `optim/adamw.py`, `_single_tensor_adamw`)
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
 MIXER_COSTS = "2.5 times the step in transformers#48718"  # 1.22 s for 0.49 s
@@ -97,8 +98,8 @@ def kernel_rows(
     elif graph.losses:
         (*rows, classes), dtype = max(graph.losses, key=lambda each: each[0][-1])
         tokens = torch.Size(rows).numel()
-        size = gib(max(logits_bytes(loss="full", tokens=tokens, vocab_size=classes, hidden_size=width)))
-        yield row("loss_path", None, "full", "", f"{tokens} x {classes} {dtype}", f"{size} per micro-batch")
+        costs = f"{gib(LOGIT_BYTES * tokens * classes)} per micro-batch"
+        yield row("loss_path", None, "full", "", f"{tokens} x {classes} {dtype}", costs)
     yield from _blocks(graph, plain, forwards, width, args)
     asked = "torch_compile" if getattr(args, "torch_compile", False) else None
     if asked or reading["torch_compile"]:
@@ -132,7 +133,7 @@ def _experts(graph: LossGraph, model: Any, asked: str | None) -> Iterator[Kernel
     lists, fallback = [each for each in layers if isinstance(each, ModuleList)], graph.has("grouped_mm_fallback")
     loop = "loop in torch" if fallback else "loop" if lists or asked == "eager" else ""
     number = max([len(each) if each in lists else getattr(each, "num_experts", 1) for each in layers], default=1)
-    costs = f"{3 * int(number) * len(layers) * PASSES * CALIBRATION.host_seconds:.1g} s of launches" if loop else ""
+    costs = f"{3 * int(number) * len(layers) * PASSES * HOST_SECONDS:.1g} s of launches" if loop else ""
     repair = "experts in one tensor, as transformers 5 has them" if lists else "experts_implementation='grouped_mm'"
     repair = "torch 2.9, and a GPU of compute capability 8.0" if fallback else repair
     if layers and (ran := loop or ("grouped_mm" if graph.has("GroupedMm") else asked)):
@@ -176,7 +177,7 @@ def _replaced_layers(graph: LossGraph, model: Any, args: Any) -> Iterator[Kernel
     patched = "patched classes" if any(each.__module__.startswith("liger_kernel") for each in classes) else None
     liger = "use_liger_kernel" if getattr(args, "use_liger_kernel", False) else patched
     hub = "use_kernels" if any(getattr(each, "_use_kernels", False) is True for each in model.modules()) else None
-    costs = f"{1 / CALIBRATION.liger_share:.1f} times the traffic of norms and MLPs, and full logits"
+    costs = f"{1 / LIGER_SHARE:.1f} times the traffic of norms and MLPs, and full logits"
     for name, home, asked, words in (
         ("liger", "liger_kernel", liger, (costs, "patch before the model is made, a model that Liger knows")),
         ("hub_kernels", "hub", hub, ("", "a device and layers that the hub has kernels for, or no use_kernels")),
@@ -197,7 +198,7 @@ def _blocks(graph: LossGraph, model: Any, forwards: ForwardDetector, width: int,
     missing = ", ".join([tensors.clean_name(name) for name, module in wanted if id(module) in left][:3])
     if forwards.recomputes is None or not reached or (not wanted and len(left) == len(reached)):
         return
-    kept = gib((WHOLE_BYTES + SPLIT_BYTES) * len(left) * graph.shape[0] * graph.shape[2] * width)
+    kept = gib(LAYER_BYTES * len(left) * graph.shape[0] * graph.shape[2] * width)
     costs = f"{kept} of activations" if missing else f"{RECOMPUTED_PASSES / PASSES - 1:.0%} more compute"
     repair = f"enable checkpointing after all changes to the layers: not {missing}" if missing else ""
     words = "all" if asked else f"{len(wanted)} flagged" if wanted else None
@@ -218,6 +219,6 @@ def _optimizer(trainer: Any, *, own: bool) -> Iterator[KernelRow]:
         foreach = all(g.get("foreach") or (off_cpu and g.get("foreach", False) is None) for g in groups)
         ran = "fused" if all(g.get("fused") for g in groups) else "foreach" if foreach else "one by one"
     differs = "not fused" if asked and ran in ("foreach", "one by one") else ""
-    costs = f"{launches * CALIBRATION.host_seconds:.1g} s of launches per step"
+    costs = f"{launches * HOST_SECONDS:.1g} s of launches per step"
     words = (costs, "optim='adamw_torch_fused', or fused=True") if differs or (ran == "one by one" and off_cpu) else ()
     yield row("optimizer_path", asked, ran, differs, type(inner).__name__, *words)
