@@ -129,6 +129,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
         own = self.parts.expected.own_optimizer
         rows, graph = [*(self.documents or ())], self.loss_graph or LossGraph(None)
+        if packing := self.before_training.get("packing"):  # the script has verified its packs itself
+            rows = [row("documents", "isolated", packing)]
         try:
             rows += kernel_rows(graph, self.trainer, self.plain, reading, self.forwards, own_optimizer=own)
         except Exception as error:  # nor a kind of model
