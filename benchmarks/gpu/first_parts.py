@@ -314,7 +314,9 @@ FIRST_PARTS = {
         minutes=3, teaches="where the time of a step goes: kernels and gaps", steps=lambda check, _: profile(check)
     ),
     "kernels": Part(
-        minutes=1, teaches="attention, experts, loss and norm by kernel", steps=lambda check, _: [kernels(check)]
+        minutes=1,
+        teaches="attention, experts, loss, norm by kernel; what is read of them",
+        steps=lambda check, _: [kernels(check)],
     ),
     "again": Part(minutes=2, teaches="DDP's bucket views, FSDP2 with LoRA, experts under ZeRO-2", steps=again),
     "fits": Part(

@@ -1,5 +1,7 @@
 """Time the kernels that fast paths choose among: attention, experts, loss and norm; one JSON line for each.
 
+Then, for inputs of each kind, which attention torch dispatches, and whether the verification of a run reads the same.
+
 python benchmarks/gpu/kernels.py            # on a GPU in bf16; without one a few tiny ones, to try the script
 """
 
@@ -7,12 +9,18 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.pop(0)  # transformers looks for a package `kernels`, and would import this file
+from toolkit.observe.kernels.read_kernels import LossGraph
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
@@ -95,9 +103,60 @@ KERNELS: dict[str, Callable[[], float]] = {
 }
 
 
+# Operations of torch's profiler -> what the verification calls them.
+DISPATCHED = {
+    **{"_scaled_dot_product_flash": "flash", "_scaled_dot_product_efficient": "efficient"},
+    **{"_scaled_dot_product_cudnn": "cudnn", "_scaled_dot_product_attention_math": "math", "_safe_softmax": "math"},
+}
+
+
+def read_attention(
+    *, dtype: torch.dtype = DTYPE, head: int = 64, values: int | None = None, mask: bool = False, dropout: float = 0.0
+) -> str:
+    """Return the attention that the loss's graph shows. Raises ValueError where torch's profiler saw another."""
+    sizes = (head, head, values or head)
+    query, key, value = (tensor(2, HEADS, 256, size).detach().to(dtype).requires_grad_() for size in sizes)
+    seen = torch.ones(256, 256, dtype=torch.bool, device=DEVICE).tril() if mask else None
+    with profile(use_cpu=True) as profiled:
+        attended = functional.scaled_dot_product_attention(query, key, value, seen, dropout, is_causal=not mask)
+    names = {event.name.removeprefix("aten::") for event in profiled.function_events}
+    ran = {kind for name in names for start, kind in DISPATCHED.items() if name.startswith(start)}
+    graph = LossGraph(attended.sum(), reads_saved=True)
+    words = f"{'+'.join(sorted(graph.attention))}, {graph.dtype}, {graph.mask or 'mask unknown'}"
+    if set(graph.attention) != ran:
+        raise ValueError(f"read {words}; torch ran {'+'.join(sorted(ran))}")
+    return words
+
+
+READINGS: dict[str, Callable[[], str]] = {
+    "attention read, half precision": lambda: read_attention(dtype=torch.bfloat16),
+    "attention read, float32": lambda: read_attention(dtype=torch.float32),
+    "attention read, with a mask": lambda: read_attention(mask=True),
+    "attention read, heads of 288": lambda: read_attention(head=288),
+    "attention read, values of another size": lambda: read_attention(head=96, values=64),
+    "attention read, dropout": lambda: read_attention(dropout=0.1),
+    "experts read": lambda: _read_experts(),
+}
+
+
+def _read_experts() -> str:
+    rows, weights = tensor(64, 32), tensor(4, 32, 32)
+    ends = torch.arange(1, 5, device=DEVICE, dtype=torch.int32) * 16
+    graph = LossGraph(torch._grouped_mm(rows, weights, offs=ends).sum(), reads_saved=True)
+    if not graph.has("GroupedMm"):
+        raise ValueError(f"no node of a grouped product among {', '.join(sorted(graph.nodes))}")
+    return "grouped_mm"
+
+
 def main() -> None:
+    for name, read in READINGS.items():
+        try:
+            note = read()
+        except Exception as error:  # a kernel that this GPU, or this torch, does not have; or another was read
+            note = f"{type(error).__name__}: {error}"[:200]
+        print(json.dumps({"kernel": name, "seconds": None, "note": note}), flush=True)
     for name, run in KERNELS.items():
-        line = {"kernel": name, "seconds": None, "note": ""}
+        line: dict[str, Any] = {"kernel": name, "seconds": None, "note": ""}
         try:
             line["seconds"] = run()
         except Exception as error:  # a kernel that this GPU, or this torch, does not have

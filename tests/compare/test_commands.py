@@ -144,6 +144,7 @@ def test_a_row_has_memory_by_phase_flops_and_no_figure_of_a_gpu(results: Results
     assert row.flops_per_token.causal == 6 * P + 6 * 2 * 64 * row.flops_per_token.seq_length
     assert 0 < (row.non_padding_tokens_per_second or 0) <= (row.tokens_per_second or 0)
     assert len(row.attestation_sha256 or "") == 64
+    assert "attention flash" in (row.kernels or "")
     gpu_only = ("mfu", "hfu", "energy_joules", "throttle_reasons", "peak_driver_bytes", "cost_per_million_tokens")
     assert {getattr(row, key) for key in gpu_only} == {None}
 

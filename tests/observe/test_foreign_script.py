@@ -81,8 +81,13 @@ def test_a_script_ends_with_its_own_exit_code(
 
 @pytest.mark.launch
 def test_each_training_of_a_script_has_a_record_and_can_be_stopped_early(tmp_path: Path) -> None:
-    ended = observed(tmp_path, "two", options=("--stop-after-steps", "3", "--require", "engine=none"))
+    required = ("--require", "engine=none", "--require", "attention=flash", "--require", "optimizer_path=fused")
+    ended = observed(tmp_path, "two", options=("--stop-after-steps", "3", *required))
     assert ended.returncode == 0, ended.stderr
+    assert [line.split()[:3] for line in ended.stdout.splitlines() if line.startswith("  attention ")] == [
+        ["attention", "sdpa", "flash"],
+        ["attention", "sdpa", "flash"],
+    ], "each training ends with a table of its own"
     folders = [RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run" / "training-2")]
     assert [len(read_rows(folder.rank_rows(0))) for folder in folders] == [3, 2]
     assert [read(folder.run_json)["status"] for folder in folders] == ["completed", "completed"]
@@ -95,9 +100,11 @@ def test_each_training_of_a_script_has_a_record_and_can_be_stopped_early(tmp_pat
 @pytest.mark.nightly
 @pytest.mark.launch
 def test_a_rank_of_a_script_that_trains_alone_does_not_have_the_world_size_that_was_started(tmp_path: Path) -> None:
-    ended = observed(tmp_path, "workers", options=("--require", "engine=none"), TOOLKIT_WORLD_SIZE="2")
+    required = ("--require", "engine=none", "--require", "attention=math")
+    ended = observed(tmp_path, "workers", options=required, TOOLKIT_WORLD_SIZE="2")
     assert ended.returncode == 1
     assert "world_size on rank 0 is 1, expected 2" in ended.stderr
+    assert "attention on rank 0 is flash, expected math" in ended.stderr
 
 
 @pytest.mark.launch

@@ -23,6 +23,7 @@ from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import run_files, status
 from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import RunFolder, lock_file
+from toolkit.record.kernel_table import kernels_summary
 from toolkit.record.measurements import measure, read_steps
 
 LOCK_FILE = "comparison.lock"
@@ -196,6 +197,7 @@ def read_run_record(
                 "layout": problem.layout if isinstance(problem.layout, str) else None,
                 "num_nodes": len(run.nodes) or None,
                 "attestation_sha256": attestation.sha256,
+                "kernels": kernels_summary(attestation.kernels),
                 "startup_seconds": startup if startup is None or startup >= 0 else None,  # a clock was set back
                 "wall_seconds": run.wall_seconds,
                 "run_folder": str(folder.path.relative_to(comparison_folder)),

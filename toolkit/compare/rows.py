@@ -232,6 +232,9 @@ class _Outcome(Model):
     layout: Annotated[str | None, Column("layout", repeats=Repeats.MIDDLE, only_if_known="layout")] = None
     """Degrees of parallelism above 1, as the ranks read them back: `dp_shard 2 x tp 2`; null for data parallelism
     alone."""
+    kernels: Annotated[str | None, Column("kernels", repeats=Repeats.MIDDLE)] = None
+    """Fast paths that ran in the first step, those that are not as asked first: `attention eager for flash_attention_2;
+    optimizer_path fused`. Their costs are in the run's `attestation.json`."""
     num_nodes: Annotated[PositiveCount | None, Column("nodes", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
     """Nodes that its ranks ran on, by their host names."""
     attestation_sha256: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None

@@ -35,7 +35,7 @@ IN_COMPARISON = {
 }
 
 # Headings of columns that hold words.
-WORDS = ("preset", "trial", "status", "parity", "in phase", "row", "verdict")
+WORDS = ("preset", "trial", "status", "parity", "in phase", "row", "verdict", "kernels")
 # Keys in the order of the table's columns.
 COLUMNS: dict[TableName, str] = {
     "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
@@ -47,7 +47,7 @@ COLUMNS: dict[TableName, str] = {
     "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
         tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
     "efficiency": """ratio_to_reference ratio_interval rank mfu mfu_full_attention hfu cost_per_million_tokens
-        energy_joules rank_skew""",
+        energy_joules rank_skew kernels""",
     "overhead": """communication_fraction exposed_communication_fraction save_seconds save_bytes startup_seconds
         wall_seconds goodput_fraction""",
     "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",

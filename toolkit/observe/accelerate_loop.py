@@ -178,6 +178,7 @@ class ObservedLoop:
         if not torch.is_grad_enabled() or module.training != self.trains_in_mode:
             self._leave_step("evaluate")
             return
+        self.attestation.before_loss(kwargs)
         if self.progress.phase == "evaluate":
             self.progress.enter("train")
         if self.between_steps and not self.clock_restarted:
@@ -199,6 +200,7 @@ class ObservedLoop:
         self.between_steps, self.clock_restarted = True, False
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
+        self.attestation.after_loss(loss)
         self.progress.phase = "backward"
         self.timer.enter_backward()
         self.timer.add_loss(loss.detach() / self.accelerator.gradient_accumulation_steps)

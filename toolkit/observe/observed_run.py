@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
 from toolkit.hardware.shared_gpu import sharing_ranks
@@ -30,6 +31,7 @@ from toolkit.record.attempts import Reuse, check_start, start_attempt
 from toolkit.record.checkpoints import remove_unfinished
 from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
+from toolkit.record.kernel_table import table_lines
 from toolkit.record.measurements import drop_rows_after, measure, read_steps
 from toolkit.record.run_files import SaveRecord, describe_slowest_save
 from toolkit.record.timeline import Moment, measure_goodput, read_timeline
@@ -122,7 +124,9 @@ class ObservedRun:
             speed = f"speeds n/a: {measured.ranks_per_gpu} ranks share a GPU"
         elif not measured.timed_steps:
             speed = f"no speed: the first {untimed_steps} steps are not timed"
-        print(goodput.describe(), flush=True)
+        attested = read_json_object(self.folder.attestation_json) if self.folder.attestation_json.is_file() else {}
+        for line in (*table_lines(attested.get("kernels") or ()), goodput.describe()):
+            print(line, flush=True)
         if (slowest := describe_slowest_save(saves)) is not None:
             print(slowest, flush=True)
         done = "done"

@@ -187,7 +187,9 @@ class TrainerHooks:
         if not observer.times_waits:
             observer.undo += time_waits_in_forward(model, observer.timer)
             observer.times_waits = True
+        observer.attestation.before_loss(args[0] if args else kwargs.get("inputs"))
         loss = compute(model, *args, **kwargs)
+        observer.attestation.after_loss(loss)
         observer.progress.phase = "backward"
         observer.timer.enter_backward()
         return loss

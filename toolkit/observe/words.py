@@ -19,12 +19,13 @@ from toolkit.files.secrets import hide_words, restore_secrets
 from toolkit.observe.script_file import USAGE, check_script, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
+from toolkit.record.kernel_table import REQUIRABLE_ROWS
 from toolkit.versions import version_numbers
 
 # What `--require NAME=VALUE` may name: readings of every rank.
 REQUIRABLE = (
     *("engine", "sharding", "offload_optimizer", "offload_param", "compute_dtype", "master_dtype"),
-    *("activation_checkpointing", "attn_implementation"),
+    *("activation_checkpointing", "attn_implementation", *REQUIRABLE_ROWS),
 )
 # What `--allow NAME=VALUE` may name as well.
 ALLOWABLE = (*REQUIRABLE, "gradient_dtype", "reduce_dtype", "optimizer_dtype", "optimizer_class")

@@ -188,6 +188,7 @@ class RecordedAttestation(_RunFile):
 
     ranks: tuple[AttestedRank, ...] | None = ()
     expected: ExpectedReadings | None = None
+    kernels: tuple[dict[str, Any], ...] = ()
     sha256: str | None = None
 
 

@@ -25,7 +25,7 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_forward_in_backward_is_detected_whatever_the_flag(checkpointed: bool, flagged: bool) -> None:
     block, detector = Block(checkpointed=checkpointed, flagged=flagged), ForwardDetector()
-    detector.start()
+    detector.start(block)
     block(torch.ones(1, 2, requires_grad=True)).sum().backward()
     detector.stop()
     assert detector.recomputes is checkpointed
@@ -43,7 +43,7 @@ def test_flags_decide_without_a_detector_or_without_trained_weights() -> None:
 @pytest.mark.parametrize(("autocast", "read"), [(True, "bfloat16"), (False, "float32")])
 def test_the_compute_dtype_is_that_of_linear_layers_whatever_is_configured(autocast: bool, read: str) -> None:
     layer, detector = torch.nn.Linear(2, 2), ForwardDetector()
-    detector.start()
+    detector.start(layer)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         layer(torch.ones(1, 2))
     detector.stop()

@@ -5,6 +5,7 @@ A run that does not match its preset ends here, with both values of each differe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
@@ -27,6 +29,7 @@ from toolkit.observe.attest.differences import (
     Values,
     byte_differences,
     differences,
+    kernel_differences,
     layout_differences,
     pipeline_differences,
     rank_differences,
@@ -36,12 +39,15 @@ from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, dtype_names
 from toolkit.observe.attest.weights_digest import weights_digest
+from toolkit.observe.kernels.packed_documents import document_rows
+from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
+from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, readings, row, table_lines
 from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
@@ -76,6 +82,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.with_gradient: set[int] = set()
         """Parameters that have a gradient in the first step, by identity."""
         self.norms, self.forwards = NormReader(), ForwardDetector()
+        self.loss_graph: LossGraph | None = None
+        self.documents: list[KernelRow] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
@@ -91,7 +99,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
-            self.forwards.start()
+            self.forwards.start(plain)
         self.progress.enter("train")
         self.timer.restart_clock()
 
@@ -102,6 +110,28 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.norms, self.forwards = NormReader(), ForwardDetector()
         self.reading = self.gradients = None
         self.accumulated = {"accumulate": None}
+        self.loss_graph = self.documents = None
+
+    def before_loss(self, inputs: Any) -> None:
+        """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
+        if self.documents is None:
+            expected, config = self.parts.expected, getattr(self.trainer.accelerator, "parallelism_config", None)
+            skips = expected.layout or expected.layout_at_load or config or not self.timer.untimed_steps
+            skips = skips or (dist.is_initialized() and dist.get_backend() == "fake")
+            self.documents = [] if skips else document_rows(self.trainer, self.plain, inputs)
+
+    def after_loss(self, loss: Any) -> None:
+        """Read the graph of the first loss."""
+        if self.loss_graph is None:
+            self.loss_graph = LossGraph(None)
+            checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.plain.modules())
+            with contextlib.suppress(Exception):  # a kind of node that is not known must not end the run
+                self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
+
+    @property
+    def plain(self) -> Any:
+        """The model without wrappers."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
@@ -121,7 +151,16 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.norms.stop(tries_clipping=self.strict)
         self.forwards.stop()
         reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
+        own = self.parts.expected.own_optimizer
+        rows, graph = [*(self.documents or ())], self.loss_graph or LossGraph(None)
+        if packing := self.before_training.get("packing"):  # the script has verified its packs itself
+            rows = [row("documents", "isolated", packing)]
+        try:
+            rows += kernel_rows(graph, self.trainer, self.plain, reading, self.forwards, own_optimizer=own)
+        except Exception as error:  # nor a kind of model
+            rows.append(row("kernels", None, f"not read: {type(error).__name__}: {error}"))
         self.reading = reading | {
+            **readings(rows),
             **expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient),
             **self.accumulated,
             **self.before_training,
@@ -159,6 +198,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             first_of_each = {each.name: each for each in reversed(of_script)}
             lines += [f"note: the script's own, beside its preset: {each}" for each in first_of_each.values()]
             lines += [f"warning: {found[0]}"] if found and not self.strict else []
+            wrong = [each for each in merged_rows(ranks) if each["verdict"] == DIFFERS]
+            lines += table_lines(wrong, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
@@ -173,6 +214,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         layout = self.parts.expected.layout
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout)
+        found += kernel_differences(ranks) if self.strict else []
         threshold = self.trainer.args.max_grad_norm or 0.0
         return found + clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
 
@@ -246,6 +288,7 @@ def attestation_json(
         "expected": expected,
         "differences": [difference.to_json() for difference in found],
         **({"of_script": [difference.to_json() for difference in of_script]} if of_script else {}),
+        "kernels": merged_rows(ranks),
         "ranks": ranks,
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.record.kernel_table import DIFFERS
 
 Values = dict[str, Any]
 """Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
@@ -63,6 +64,16 @@ def rank_differences(name: str, ranks: Readings) -> list[Difference]:
         Difference(name=f"{name} (equal on all ranks)", rank=reading["rank"], expected=first, found=reading.get(name))
         for reading in ranks
         if reading.get(name) != first
+    ]
+
+
+def kernel_differences(ranks: Readings) -> list[Difference]:
+    """Return the fast paths that were asked for and did not run; a slow path that nobody asked about is none."""
+    return [
+        Difference(name=row["name"], rank=reading["rank"], expected=row["asked"], found=row["ran"])
+        for reading in ranks
+        for row in reading.get("kernels", ())
+        if row["verdict"] == DIFFERS
     ]
 
 

@@ -184,9 +184,17 @@ class ForwardDetector:
 
     def __init__(self) -> None:
         self.linear_dtypes: set[str] = set()
+        self.blocks_of: dict[int, set[int]] = {}
+        """The layers that a module is in, by id, of those that transformers can checkpoint."""
+        self.reached: set[int] = set()
+        """Of these layers the ones whose output had a gradient."""
+        self.recomputed: set[int] = set()
 
-    def start(self) -> None:
+    def start(self, model: Any) -> None:
         self.recomputes = False
+        for block in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+            for module in block.modules():
+                self.blocks_of.setdefault(id(module), set()).add(id(block))
         before, after = self._before_forward, self._after_forward
         self.hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
 
@@ -202,8 +210,14 @@ class ForwardDetector:
     def _before_forward(self, module: Any, *_: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
         self.recomputes = self.recomputes or (in_backward and not getattr(module, "only_decodes", False))
+        if in_backward:
+            self.recomputed |= self.blocks_of.get(id(module), set())
 
     def _after_forward(self, module: Any, _: Any, output: Any) -> None:
+        if id(module) in self.blocks_of.get(id(module), ()):
+            hidden = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: self.reached.add(id(module)))
         if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
             self.linear_dtypes.add(tensors.dtype_name(output.dtype))
 

@@ -1,0 +1,35 @@
+"""The table of fast paths: what is a difference, and which words a person reads."""
+
+from __future__ import annotations
+
+from toolkit.observe.attest.differences import kernel_differences
+from toolkit.record.kernel_table import kernels_summary, merged_rows, readings, row, table_lines
+
+
+def test_only_what_was_asked_for_and_did_not_run_is_a_difference() -> None:
+    rows = [
+        row("attention", "sdpa", "math", detail="float32", costs="1.5 GiB of scores", repair="bf16=True"),
+        row("experts", "grouped_mm", "grouped_mm"),
+        row("liger", "use_liger_kernel", "", repair="drop it"),
+    ]
+    rank = {"rank": 1, **readings(rows)}
+    assert (rank["attention"], rank["experts"], "liger" in rank) == ("math", "grouped_mm", False)
+    assert list(map(str, kernel_differences([rank]))) == ["liger on rank 1 is nothing, expected use_liger_kernel"]
+    assert kernel_differences([{"rank": 0}]) == []  # nothing was read
+    assert table_lines(merged_rows([rank])) == [
+        "kernels      asked             ran",
+        "  liger      use_liger_kernel  nothing     not as asked; repair: drop it",
+        "  attention  sdpa              math        slower path; float32; 1.5 GiB of scores; repair: bf16=True",
+        "  experts    grouped_mm        grouped_mm",
+    ]
+    assert table_lines([]) == []
+
+
+def test_a_kernel_that_one_node_lacks_is_in_the_tables_row() -> None:
+    repair = "pip install mamba-ssm"
+    first = readings([row("mixers", None, "kernel")])
+    second = readings([row("mixers", None, "torch loop", repair=repair)])
+    merged = merged_rows([first, second])
+    assert [(each["ran"], each["repair"]) for each in merged] == [("torch loop", repair)]
+    assert kernels_summary(merged) == "mixers torch loop"
+    assert kernels_summary([]) is None

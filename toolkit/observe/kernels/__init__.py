@@ -1,0 +1,1 @@
+"""Which kernels one early step ran, against what was asked for."""
