@@ -187,6 +187,7 @@ class ObservedLoop:
                 seen -= known[1]
                 self.batches.remove(known)
                 self.forwarded.append(known[0])
+        self.attestation.replicas.note_sync(module)
         self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
 
     def _leave_step(self, phase: str) -> None:
@@ -232,7 +233,9 @@ class ObservedLoop:
             return step(*args, **kwargs)
         self.progress.phase = "step"
         self._add_batches()
-        if not self.is_deepspeed:
+        if self.is_deepspeed:
+            self.attestation.replicas.note_rates()
+        else:
             self.timer.on_pre_optimizer_step()
             self.attestation.on_pre_optimizer_step()
         result = step(*args, **kwargs)
@@ -267,6 +270,7 @@ class ObservedLoop:
         if self.is_open:
             self._release()
             self.timer.on_train_end()
+            self.attestation.check_replicas(self.state)
             self.run.complete(untimed_steps=self.untimed_steps)
 
     def _release(self) -> None:

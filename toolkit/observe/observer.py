@@ -111,6 +111,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         if not model.training:
             return super().compute_loss(model, *args, **kwargs)
         observer = self.observer
+        observer.attestation.replicas.note_sync(model)
         if not observer.times_waits:
             time_waits_in_forward(model, observer.timer)
             observer.times_waits = True
@@ -158,6 +159,7 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
         return str(super()._get_output_dir(*args, **kwargs) if staging is None else staging)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.observer.attestation.check_replicas(self.state)
         if self.observer.saver is not None and self.observer.background is not None:
             self.observer.progress.enter("save")
             self.observer.saver.finish()
