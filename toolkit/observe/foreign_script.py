@@ -183,7 +183,8 @@ class ScriptRun:
             cannot := cannot or "no optimizer states are (`save_only_model`)" * settings.save_only_model
         ) and self.writes:
             print(f"warning: a restart of this script begins at step 0: {cannot}", flush=True)
-        newest = get_last_checkpoint(settings.output_dir) if self.words.resume else None
+        resumes = self.words.resume and Path(settings.output_dir).is_dir()
+        newest = get_last_checkpoint(settings.output_dir) if resumes else None
         if checkpoint := os.environ.get(RESUME_VARIABLE) or newest:
             trainer.add_callback(AfterResume(self.folder, checkpoint))
             if RESUMES in names:

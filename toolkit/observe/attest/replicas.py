@@ -47,9 +47,7 @@ class ReplicaCheck:
 
     def _optimizer(self) -> Any:
         wrapped = self.trainer.model_wrapped
-        return innermost_optimizer(
-            wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else self.trainer.optimizer
-        )
+        return innermost_optimizer((wrapped if hasattr(wrapped, "zero_optimization_stage") else self.trainer).optimizer)
 
     def read(self) -> Values:
         """Return this rank's `replicas`, learning rates, and its optimizer's own count of steps, 0 without. Collective.
