@@ -52,6 +52,7 @@ NOT_COMPARED = {
     "dataset_weights",
 }
 OTHER_TRAINERS = ROOT / "tests" / "scripts" / "other_trainers.py"
+COPIES = ROOT / "tests" / "scripts" / "apart.py"
 TIMEOUT_MINUTES = 10.0
 
 
@@ -151,6 +152,16 @@ DEVIATIONS = (
         "packing_mask_bytes", "a mask", under("sdpa", "ddp"), "--packing true --attn_implementation sdpa_varlen", None
     ),
     Deviation("packing", "no positions", under("without_positions", "ddp"), "--packing true", None),
+    Deviation("replicas", "each rank reduces alone", under("reduces_with_nobody", "ddp"), trainers=(SFT, DPO)),
+    Deviation("replicas", "`no_sync` in each backward", under("never_synced", "ddp"), trainers=(SFT, DPO)),
+    Deviation("replicas", "half of the ranks reduce", under("reduces_over_half", "ddp"), ranks=4),
+    Deviation("replicas", "copies do not reduce", under("copies_apart", "fsdp2_hybrid"), trl=None, ranks=4),
+    Deviation("replicas", "a matrix is left out", under("left_out_of_ddp", "ddp")),
+    Deviation("replicas", "twice the rate on rank 1", under("other_rate_on_rank_1", "ddp")),
+    Deviation("replicas", "no step on rank 1", under("no_step_on_rank_1", "ddp")),
+    Deviation("learning_rates", "twice the rate on rank 1", under("other_rate_on_rank_1", *ENGINES[1:], "zero1")),
+    Deviation("optimizer_steps", "no step on rank 1", under("no_step_on_rank_1", *ENGINES[1:], "zero1")),
+    Deviation("optimizer_steps", "no step on rank 1", under("no_step_on_rank_1_offload", "zero2_cpu_offload")),
     Deviation("initial_weights_sha256", "a matrix differs", under("perturbed_on_rank_1", "ddp", "zero2")),
     Deviation(NORM, "nothing is clipped", CLIPPING),
     Deviation(
@@ -176,9 +187,12 @@ NOT_INJECTED = {
 """Field -> why no deviation is injected from outside."""
 
 EXPECTED, BYTES = "every expected value", "bytes of each part"
+EQUAL_ON_ALL_RANKS = "values of all ranks"
+OF_ALL_RANKS = {"initial_weights_sha256", "learning_rates", "optimizer_steps"}
 CHECKS = {
     "differences": (EXPECTED,),
-    "rank_differences": ("initial_weights_sha256",),
+    "rank_differences": (EQUAL_ON_ALL_RANKS,),
+    "replica_differences": ("replicas",),
     "byte_differences": (BYTES,),
     "byte_limit_differences": (BYTES,),
     "pipeline_differences": ("layers of all stages", "parameter_bytes of all stages"),
@@ -201,9 +215,9 @@ def compared_fields() -> set[str]:
         for node in functions_of(path):
             if node.name in functions:
                 keys |= {key for inner in ast.walk(node) for key in string_keys(inner)}
-    mixed = {field for fields in CHECKS.values() for field in fields} - {EXPECTED, BYTES}
+    mixed = {field for fields in CHECKS.values() for field in fields} - {EXPECTED, BYTES, EQUAL_ON_ALL_RANKS}
     parts = {f"{part}_bytes" for part in ("parameter", "gradient", "optimizer")}
-    return (keys - NOT_COMPARED) | mixed | parts | {LARGE, "packing"}
+    return (keys - NOT_COMPARED) | mixed | OF_ALL_RANKS | parts | {LARGE, "packing"}
 
 
 def string_keys(node: ast.AST) -> list[str]:
@@ -243,7 +257,7 @@ class Run(NamedTuple):
     @property
     def name(self) -> str:
         what = re.sub(r"[^a-z0-9]+", "_", f"{self.field} {self.fault} {self.arguments}".lower()).strip("_") or "honest"
-        return f"{self.trainer.replace(' ', '_')}-{self.preset}-{what}"[:160]
+        return f"{self.trainer.replace(' ', '_')}-{self.preset}-{what}"[:160] + "-4" * (self.ranks == 4)
 
 
 def deviating_runs() -> Iterator[Run]:
@@ -278,6 +292,34 @@ PLAIN = (
 )
 
 
+# What several ranks hold alike, and may not: buffers, frozen parts, the weights after training; four steps with saves.
+COPIED = (
+    ("plain_saves", ("ddp", "zero1", "zero2", "zero3", "zero2_cpu_offload")),
+    ("buffers", ("ddp",)),
+    ("freezes", ("ddp",)),
+    ("averages_saves", ("ddp", "zero2")),
+)
+ON_FOUR_RANKS = (
+    ("ddp", "--optim sgd"),
+    ("ddp", LORA),
+    ("zero1", ""),
+    ("zero2", "--bf16 true"),
+    ("fsdp2_hybrid", ""),
+    ("fsdp2_hybrid", LORA),
+    ("fsdp2_hybrid", "--bf16 true --gradient_accumulation_steps 2"),
+    ("tp", "--tp 2"),
+    ("fsdp2_tp", "--tp 2"),
+    ("pipeline_1f1b", PIPELINE),
+)
+MORE_UPDATES = (
+    *(("ddp", f"--ddp_comm_hook {hook}") for hook in ("power_sgd", "int8", "top_k")),
+    ("ddp", "--optim adafactor"),
+    ("zero2", "--optim adafactor"),
+    ("fsdp2", "--optim sgd"),
+    ("zero3", "--weight_decay 0.1"),
+)
+
+
 def honest_runs() -> Iterator[Run]:
     yield from (Run(OURS, preset, method) for method in METHODS for preset in PRESETS)
     yield from (Run(OURS, preset, method) for preset, method in MORE_METHODS)
@@ -285,6 +327,9 @@ def honest_runs() -> Iterator[Run]:
         yield from (Run(trainer, preset, "") for preset in ENGINES)
     yield from (Run(trainer, preset, TRL_LORA) for trainer in (SFT, DPO) for preset in ENGINES)
     yield from (Run(f"Trainer ({mode})", preset, "") for mode, presets in PLAIN for preset in presets)
+    yield from (Run(f"Copies ({mode})", preset, "") for mode, presets in COPIED for preset in presets)
+    yield from (Run(OURS, preset, method, ranks=4) for preset, method in ON_FOUR_RANKS)
+    yield from (Run(OURS, preset, method) for preset, method in MORE_UPDATES)
 
 
 def options_of(run: Run, folder: Path, model: Path) -> TrainOptions:
@@ -294,10 +339,10 @@ def options_of(run: Run, folder: Path, model: Path) -> TrainOptions:
     if run.trainer == OURS:
         job = {"model_name_or_path": model, "save_model": "false", "max_steps": 1, "per_device_train_batch_size": 2}
         return replace(given, training_arguments=(*words(**job, output_dir=folder / "run"), *more))
-    if run.trainer.startswith("Trainer"):
-        mode = run.trainer.partition("(")[2].rstrip(")")
-        words_of = (mode, str(folder / "out"))
-        return replace(given, script=str(OTHER_TRAINERS), output_dir=folder / "run", training_arguments=words_of)
+    if run.trainer.startswith(("Trainer", "Copies")):
+        script = OTHER_TRAINERS if run.trainer.startswith("Trainer") else COPIES
+        words_of = (run.trainer.partition("(")[2].rstrip(")"), str(folder / "out"))
+        return replace(given, script=str(script), output_dir=folder / "run", training_arguments=words_of)
     rows = [TRL_ROWS[run.trainer] for _ in range(16)]
     if run.trainer != GRPO:
         rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]

@@ -234,7 +234,60 @@ def checkpoint_on_host(_: int) -> None:
     replace("transformers.modeling_utils:checkpoint", offloaded)
 
 
+def reduces_over(size: int) -> Deviation:
+    """DDP's ranks exchange gradients with some of the others only, or with none."""
+
+    def make(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        starts = range(0, dist.get_world_size(), size)
+        groups = [dist.new_group(list(range(first, first + size))) for first in starts]
+        original(wrapper, *args, **kwargs | {"process_group": groups[dist.get_rank() // size]})
+
+    return replaced("torch.nn.parallel:DistributedDataParallel.__init__", make)
+
+
+def never_synced(wrapped: Any) -> None:
+    """`no_sync` in every backward."""
+    wrapped.require_backward_grad_sync = False
+
+
+def without_all_reduce(original: Any, *args: Any) -> Any:
+    """The copies of a hybrid mesh do not exchange gradients: `all_reduce_group` is the tenth argument (torch 2.13)."""
+    return original(*args[:9], None, *args[10:])
+
+
+def left_out_of_ddp(model: Any) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    name = next(name for name, parameter in model.named_parameters() if parameter is first_weight(model))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name])
+
+
+def other_rate(original: Any, trainer: Any, *args: Any) -> Any:
+    optimizer = original(trainer, *args)
+    for group in (optimizer or trainer.optimizer).param_groups:
+        group["lr"] *= 2
+    return optimizer
+
+
+def on_rank_1(deviation: Deviation) -> Deviation:
+    return lambda rank: deviation(rank) if rank == 1 else None
+
+
 DEVIATIONS: dict[str, Deviation] = {
+    "reduces_with_nobody": reduces_over(1),
+    "reduces_over_half": reduces_over(2),
+    "never_synced": changed_model(never_synced, after=True),
+    "copies_apart": replaced(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:foreach_reduce", without_all_reduce
+    ),
+    "left_out_of_ddp": changed_model(left_out_of_ddp),
+    "other_rate_on_rank_1": on_rank_1(replaced(f"{TRAINER}.create_optimizer", other_rate)),
+    "no_step_on_rank_1": on_rank_1(replaced("torch.optim:AdamW.step", lambda *_, **__: None)),
+    "no_step_on_rank_1_offload": lambda rank: on_rank_1(
+        replaced("deepspeed.ops.adam:DeepSpeedCPUAdam.step", lambda *_, **__: None)
+    )(rank),
     "unwrapped": with_keywords(PREPARED, evaluation_mode=True),
     "without_deepspeed": functools.partial(in_environment, ACCELERATE_USE_DEEPSPEED="false"),
     "stage_1": zero(stage=1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -138,8 +140,10 @@ def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Pa
 # -- toolkit train --script
 
 
-def launched(folder: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    own = ["--preset", "zero2", "--num-processes", "2", "--script", str(SCRIPT), "--output-dir", str(folder / "run")]
+def launched(
+    folder: Path, *words: str, options: tuple[str, ...] = (), preset: str = "zero2"
+) -> subprocess.CompletedProcess[str]:
+    own = ["--preset", preset, "--num-processes", "2", "--script", str(SCRIPT), "--output-dir", str(folder / "run")]
     command = [
         sys.executable,
         "-m",
@@ -160,7 +164,8 @@ def test_a_script_whose_rank_is_killed_goes_on_from_its_newest_checkpoint(tmp_pa
     ended = launched(tmp_path, "lost", str(tmp_path / "mark"), options=("--max-restarts", "1"))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "rank 1 exited in step " in ended.stderr
-    assert "restart 1 of 1, from step 2" in ended.stderr
+    assert "restart 1 of 1, from step 2\n" in ended.stderr
+    assert "resumed after step 2 (0 steps lost)" in ended.stdout + ended.stderr  # only now is it known
     run = run_of(tmp_path)
     assert (run["status"], run["exit_code"], run["preset"]) == ("completed", 0, "zero2")
     (restart,) = run["restarts"]
@@ -180,6 +185,39 @@ def test_on_sigterm_all_ranks_of_a_script_save_after_the_same_step(tmp_path: Pat
     assert steps[0] == steps[1] < 6
     assert f"SIGTERM ended the run after step {steps[0]}; checkpoint-{steps[0]} was saved" in ended.stderr
     assert list_checkpoints(tmp_path / "out")[0].step == steps[0]
+    (command,) = re.findall(r"hint: `(toolkit train .*)` resumes", ended.stderr)
+    assert " --resume " in command
+    words = [sys.executable, "-m", *shlex.split(command)]
+    resumed = run_captured(words, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    assert (resumed.returncode, run_of(tmp_path)["status"]) == (0, "completed"), resumed.stderr[-3000:]
+    assert f"resumed after step {steps[0]}\n" in resumed.stdout + resumed.stderr
+    assert [row.step for row in read_rows(folder.rank_rows(0))] == [1, 2, 3, 4, 5, 6]
+    again = run_captured(words, cpu_environment(), cwd=tmp_path)
+    assert (again.returncode, "cannot be resumed: its first training has ended" in again.stderr) == (2, True)
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("mode", "resumed_step", "said"),
+    [
+        ("resumes", 2, "resumed after step 2 (0 steps lost)"),
+        ("own_train", 0, "checkpoint-2 was not loaded: resumed after step 0 (2 steps lost)"),
+    ],
+)
+def test_a_restart_says_from_which_step_the_script_really_resumed(
+    mode: str, resumed_step: int, said: str, tmp_path: Path
+) -> None:
+    ended = launched(tmp_path, mode, str(tmp_path / "mark"), options=("--max-restarts", "1"), preset="ddp")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    printed = ended.stdout + ended.stderr
+    assert said in printed
+    warned = "warning: a restart of this script begins at step 0: its `train` takes no `resume_from_checkpoint`"
+    first_start = printed.partition("restart 1 of 1")[0]
+    assert (warned in first_start) == (mode == "own_train")
+    (restart,) = run_of(tmp_path)["restarts"]
+    assert restart["resumed_from_step"] == resumed_step
+    assert [row.step for row in read_rows(RunFolder(tmp_path / "run").rank_rows(0))] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +225,7 @@ def test_on_sigterm_all_ranks_of_a_script_save_after_the_same_step(tmp_path: Pat
     [
         ({"script": "a.py", "module": "a"}, "both --script and --module are given"),
         ({"output_dir": Path("run")}, "--output-dir is for a script of your own"),
+        ({"resume": True}, "--resume needs a script of your own, and the run's --output-dir"),
         ({"script": "a.py", "dry_run": True, "gpu": "h100"}, "--gpu with a script of your own has no effect"),
         ({"script": "a.py", "nvme_path": "/tmp"}, "--nvme-path with a script of your own has no effect"),
     ],

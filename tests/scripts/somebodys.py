@@ -31,6 +31,12 @@ def make_trainer(output_dir, kind=Trainer, **more):
     return kind(model=model, args=args, train_dataset=rows, eval_dataset=rows[:16])
 
 
+class OwnTrain(Trainer):
+    def train(self):
+        """Somebody's own, which takes no checkpoint."""
+        return super().train()
+
+
 class EvaluatesSlowly(Trainer):
     """The last rank gets SIGTERM in the second batch of its first evaluation."""
 
@@ -71,7 +77,10 @@ def main(mode, output_dir, *more):
         Path(output_dir).write_text(json.dumps(facts))
     if mode in ("facts", "nothing"):
         return
-    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6} if mode in ("lost", "ended") else {}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    saves = saving if mode in ("lost", "ended", "resumes", "own_train") else {}
+    if mode == "own_train":
+        saves["kind"] = OwnTrain
     if mode == "compared":  # saves and evaluates wherever it can
         saves = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
         saves |= {"kind": Drifting if "drifts" in more else Trainer, "eval_on_start": True}
@@ -85,7 +94,7 @@ def main(mode, output_dir, *more):
         signal_last_rank()
         time.sleep(60)
     trainer = make_trainer(output_dir, dataloader_num_workers=1 if mode == "workers" else 0, **saves)
-    if mode == "lost":  # a rank, once
+    if mode in ("lost", "resumes", "own_train"):  # a rank, once
         trainer.add_callback(Kill(signal.SIGKILL, 3, Path(more[0])))
     if mode == "ended":  # by somebody's SIGTERM
         trainer.add_callback(Kill(signal.SIGTERM, 3))
@@ -95,7 +104,14 @@ def main(mode, output_dir, *more):
         trainer.add_callback(Kill(signal.SIGKILL, 2))
     if mode == "untrained":
         return
-    trainer.train()
+    if mode == "lost":  # the checkpoint by its place, as old scripts give it
+        trainer.train(None)
+    elif mode in ("resumes", "own_train"):
+        trainer.train(
+            **({} if mode == "own_train" else {"resume_from_checkpoint": trainer.args.resume_from_checkpoint})
+        )
+    else:
+        trainer.train()
     if mode == "two":
         make_trainer(output_dir, max_steps=2).train()
     if mode == "compared":

@@ -67,18 +67,20 @@ class LaunchCommand(ProcessCommand):
     """Arguments of the training script, the same for every rank; `***` for each secret, which `environment` has."""
     nvme_path: Path | None = None
     """The disk that the run offloads to."""
+    resume_command: str | None = None
+    """What resumes the run of a script of the user's own."""
 
     @property
     def runs_script(self) -> bool:
         """True if the program is not our own training script."""
         return self.program[:2] != ("-m", "toolkit.train")
 
-    def again(self, *, resumes: bool = True) -> LaunchCommand:
+    def again(self, *, resumes: bool = True, checkpoint: Path | None = None) -> LaunchCommand:
         """Return the command under a new run id, which resumes the run from its newest checkpoint or starts it over."""
         run_id, words = new_run_id(), RESUME_LATEST if resumes else ()  # the last of two equal flags counts
         added = {RUN_ID_VARIABLE: run_id}
-        if self.runs_script and resumes:  # it may have no such argument: the observer gives it to the Trainer
-            words, added[RESUME_VARIABLE] = (), "1"
+        if self.runs_script:  # it may have no such argument: the observer gives it to the Trainer
+            words, added[RESUME_VARIABLE] = (), str(checkpoint or "")
         return replace(
             self,
             argv=[*self.argv, *words],
@@ -101,14 +103,16 @@ def command_of(
 
     Somebody's script runs observed in `output_dir`, with `observer_words`.
     """
-    program = ["-m", "toolkit.train"]
+    program, added = ["-m", "toolkit.train"], dict[str, str]()
     if options.runs_script:
         target = ["-m", str(options.module)] if options.script is None else [options.script]
         own = ["--output-dir", str(options.output_dir), "--require", options.preset]
         own += [f"--allow={reading}" for reading in options.allow]
         program = ["-m", "toolkit.observe", *own, *observer_words, *target]
-    resume = () if resume_from is None else ("--resume_from_checkpoint", str(resume_from))
-    return launch_command(
+        if options.max_restarts or resume_from is not None:
+            added[RESUME_VARIABLE] = str(resume_from or "")
+    resume = () if resume_from is None or options.runs_script else ("--resume_from_checkpoint", str(resume_from))
+    command = launch_command(
         preset,
         num_processes=options.world_size(preset),
         training_argv=[*options.training_arguments, *resume],
@@ -118,6 +122,15 @@ def command_of(
         program=program,
         ranks_per_gpu=options.ranks_per_gpu,
     )
+    resumes = resume_command(options, preset) if options.runs_script else None
+    return replace(command, environment=command.environment | added, resume_command=resumes)
+
+
+def resume_command(options: TrainOptions, preset: PresetSpec) -> str:
+    target = ["--module", str(options.module)] if options.script is None else ["--script", options.script]
+    words = ["toolkit", "train", "--preset", options.preset, "--num-processes", str(options.world_size(preset))]
+    words += [*["--cpu"] * options.on_cpu, "--output-dir", str(options.output_dir), "--resume", *target, "--"]
+    return shlex.join([*words, *separate_secrets(options.training_arguments)[0]])
 
 
 def launch_command(

@@ -31,6 +31,7 @@ from toolkit.launch.process import ProcessResult, RunResult, record_result, run_
 from toolkit.launch.resume import (
     TrainingRun,
     check_resume_settings,
+    check_same_layout,
     checkpoint_to_resume,
     convert_checkpoint,
     converts,
@@ -109,11 +110,23 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
     folder = RunFolder(options.output_dir or _unused_folder(script_name(options.script, options.module)))
     folder.flag, folder.overwrite = "--output-dir", ""
     folder.check_free()
-    check_start(folder)
+    check_start(folder, "resume" if options.resume else "never")
     folder.check_writable()
-    command = command_of(replace(options, output_dir=folder.path), preset)
     run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
+    resume_from = _script_checkpoint(folder, run) if options.resume else None
+    command = command_of(replace(options, output_dir=folder.path), preset, resume_from=resume_from)
     return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
+
+
+def _script_checkpoint(folder: RunFolder, run: TrainingRun) -> Path:
+    """Return the newest complete checkpoint of a script's run. Raises ToolkitError if none can be resumed here."""
+    ended = (folder.read_run() or {}).get("status") == status.COMPLETED or (folder.path / "training-2").exists()
+    if ended or (checkpoint := latest_complete(folder.checkpoints)) is None:
+        why = "its first training has ended" if ended else "no complete checkpoint is there"
+        hint = f"leave `--resume` out, and name another folder: `{folder.flag} DIR`"
+        raise ToolkitError(f"the run in {folder.path} cannot be resumed: {why}", hint=hint)
+    check_same_layout(checkpoint, run)
+    return checkpoint.path
 
 
 def _unused_folder(name: str) -> Path:
@@ -176,7 +189,7 @@ def run_training(
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
         job = Job(output_dir=str(output_dir)) if command.runs_script else Job.from_argv(command.training_argv)
         attempt = command
-        start_attempt(folder, "overwrite" if overwrite else reuse_folder(job))
+        start_attempt(folder, "overwrite" if overwrite else "resume" if options.resume else reuse_folder(job))
         add_moment(folder.timeline, LAUNCH)
         folder.update_run(
             status=status.RUNNING,
@@ -190,6 +203,7 @@ def run_training(
             plan=plan,
             command=command.shown,
             **({} if nvme is None else {"nvme": nvme.facts()}),
+            **({} if command.resume_command is None else {"resume_command": command.resume_command}),
         )
         while True:
             left = options.timeout_minutes and options.timeout_minutes * 60 - (time.monotonic() - started)
@@ -201,7 +215,7 @@ def run_training(
             on_line(restart)
             # A checkpoint that the job names counts until the run has one of its own.
             starts_over = job.resumes and latest_complete(folder.path) is None
-            attempt = command.again(resumes=not starts_over)
+            attempt = command.again(resumes=not starts_over, checkpoint=restarts.checkpoint)
             folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
         add_moment(folder.timeline, ENDED)
         goodput = None if result.status == status.COMPLETED else read_goodput(folder)  # otherwise rank 0 has printed it
@@ -267,20 +281,24 @@ class Restarts:
     folder: RunFolder
     max_restarts: int
     done: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path | None = None
+    """What the next attempt resumes from."""
 
     def prepare_next(self, result: RunResult, process_result: ProcessResult) -> str | None:
         """Prepare the folder for a restart, with its checkpoints and rows kept, and return the lines to print.
 
         None for a run that is not to be restarted.
         """
-        if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
+        later = (self.folder.path / "training-2").exists()  # no checkpoint brings a script there
+        if later or len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return None
-        failure = result.failure or {}
+        failure, run = result.failure or {}, self.folder.read_run() or {}
+        if self.done:  # with the step at which a script really resumed
+            self.done[-1] = run.get("restarts", self.done)[-1]
         checkpoint = latest_complete(self.folder.checkpoints)
-        resumed = checkpoint.step if checkpoint else 0
-        world_size = (self.folder.read_run() or {}).get("world_size")
+        resumed, self.checkpoint = (checkpoint.step, checkpoint.path) if checkpoint else (0, None)
         record = restart_record(
-            self.folder, ended=result.status, failure=failure, world_size=world_size, resumed_step=resumed
+            self.folder, ended=result.status, failure=failure, world_size=run.get("world_size"), resumed_step=resumed
         )
         self.done.append(record)
         for path in self.folder.path.glob("ranks/rank*.jsonl"):
@@ -289,9 +307,10 @@ class Restarts:
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
         add_moment(self.folder.timeline, RESTART, **{name: record[name] for name in ("lost_steps", "lost_seconds")})
+        lost = f" ({record['lost_steps']} steps lost)" * ("resume_command" not in run)  # a script has yet to show it
         return (
             f"{record['status']}: {record['message']}\n"
-            f"restart {len(self.done)} of {self.max_restarts}, from step {resumed} ({record['lost_steps']} steps lost)"
+            f"restart {len(self.done)} of {self.max_restarts}, from step {resumed}{lost}"
         )
 
 

@@ -84,6 +84,9 @@ class TrainOptions(ScriptOptions):
         tuple[str, ...],
         typer.Option(help="with --script: train although this reading is not the preset's: master_dtype=bfloat16"),
     ] = ()
+    resume: Annotated[
+        bool, typer.Option("--resume", help="with --script: resume the run in --output-dir from its newest checkpoint")
+    ] = False
     max_restarts: Annotated[
         int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")
     ] = 0
@@ -101,6 +104,9 @@ class TrainOptions(ScriptOptions):
         self.check_script(self.output_dir)
         if self.allow and not self.runs_script:
             raise ToolkitError("--allow is for a script of your own", hint="leave `--allow` out")
+        if self.resume and self.output_dir is None:
+            hint = "our script has `-- --resume_from_checkpoint latest`, after `--`"
+            raise ToolkitError("--resume needs a script of your own, and the run's --output-dir", hint=hint)
         if self.runs_script and (self.gpu is not None or self.nvme_path is not None):
             option = "--gpu" if self.gpu is not None else "--nvme-path"
             raise ToolkitError(f"{option} with a script of your own has no effect", hint=f"leave `{option}` out")

@@ -275,7 +275,7 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
         found = _failure(status.HOST_OUT_OF_MEMORY, message, hint)
     else:
         message = f"rank {rank} exited {where}: killed by {signal_name}"
-        hint = f"{resume_hint(folder.checkpoints)}; `--max-restarts N` restarts by itself"
+        hint = f"{resume_hint(folder)}; `--max-restarts N` restarts by itself"
         found = _failure(status.FAILED, message, f"{hint}; {OOM_KILLER_HINT}" if signal_name == "SIGKILL" else hint)
     position = {"rank": rank, "step": step, "phase": phase, "peak_bytes": peak}
     return found | position | {"seen_by_peer": failure}

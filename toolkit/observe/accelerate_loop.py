@@ -192,6 +192,7 @@ class ObservedLoop:
                 self.forwarded.append(known[0])
         if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
             self.forwarded.append(self.batches.pop()[0])
+        self.attestation.replicas.note_sync(module)
         self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
 
     def _leave_step(self, phase: str) -> None:
@@ -238,7 +239,9 @@ class ObservedLoop:
             return step(*args, **kwargs)
         self.progress.phase = "step"
         self._add_batches()
-        if not self.is_deepspeed:
+        if self.is_deepspeed:
+            self.attestation.replicas.note_rates()
+        else:
             self.timer.on_pre_optimizer_step()
             self.attestation.on_pre_optimizer_step()
         result = step(*args, **kwargs)
@@ -273,6 +276,7 @@ class ObservedLoop:
         if self.is_open:
             self.release()
             self.timer.on_train_end()
+            self.attestation.check_replicas(self.state)
             self.run.complete(untimed_steps=self.untimed_steps)
 
     def release(self) -> None:

@@ -64,9 +64,10 @@ class CheckpointSaver:
     def save(self, write: Callable[[], None], *, entered: float) -> None:
         """Save a checkpoint, or begin to: `write` is the Trainer's own save. Collective.
 
-        Raises Diverged where the weights are lost: those are not written.
+        Raises Diverged where the weights are lost, AttestationFailed where they differ between ranks: none is written.
         """
         waited = 0.0 if self.background is None else self.background.wait()
+        self.attestation.check_replicas(self.trainer.state)
         trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
         record, began = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited), time.monotonic()

@@ -146,7 +146,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
     if kind == status.HOST_OUT_OF_MEMORY:
         message, hint = status.describe_host_oom(f"rank {rank}", progress.phase, progress.step, message)
     elif folder is not None and kind == status.FAILED and not own and (lost := _lost_rank(folder / "ranks", rank)):
-        rank, hint = lost.rank, resume_hint(RunFolder(folder).checkpoints)
+        rank, hint = lost.rank, resume_hint(RunFolder(folder))
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
     elif folder is not None and status.is_disk_full(error):
         message, hint = describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)

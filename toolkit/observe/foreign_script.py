@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import os
 import runpy
 import sys
@@ -49,6 +50,7 @@ from toolkit.record.folder import (
 )
 
 _DESTROYED_GROUPS: list[Any] = []
+RESUMES = "resume_from_checkpoint"
 
 
 class ScriptRun:
@@ -97,7 +99,7 @@ class ScriptRun:
 
     def _open_folder(self) -> None:
         """Let rank 0 write run.json before there is a process group. Raises ToolkitError for a folder in use."""
-        reuse: Reuse = "overwrite" if self.words.overwrite else "never"
+        reuse: Reuse = "overwrite" if self.words.overwrite else "resume" if self.words.resume else "never"
         if PREPARED_VARIABLE not in os.environ:
             check_start(self.folder, reuse)
         self.progress.output_dir = self.folder.path
@@ -183,13 +185,36 @@ class ScriptRun:
         owner.train = observed
 
     def _train(self, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        takes = inspect.signature(type(trainer).train)
         self._observe(trainer)
-        if RESUME_VARIABLE in os.environ and not args and (latest := get_last_checkpoint(trainer.args.output_dir)):
-            kwargs["resume_from_checkpoint"] = latest
+        if (RESUME_VARIABLE in os.environ or self.words.resume) and self.trainings == 1:
+            args, kwargs = self._resumed(trainer, takes, args, kwargs)
         output = trainer.train(*args, **kwargs)
         if self.words.trial:  # what follows would save, evaluate, or train something else
             raise SystemExit(EXIT_DONE)
         return output
+
+    def _resumed(self, trainer: Any, takes: inspect.Signature, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of `train` with the checkpoint to resume from; warn where a restart would have none."""
+        settings, names = trainer.args, takes.parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+        cannot = "its `train` takes no `resume_from_checkpoint`" * (RESUMES not in names and not takes_any)
+        cannot = cannot or "nothing is saved (`save_strategy`)" * (str(settings.save_strategy) == "SaveStrategy.NO")
+        if (
+            cannot := cannot or "no optimizer states are (`save_only_model`)" * settings.save_only_model
+        ) and self.writes:
+            print(f"warning: a restart of this script begins at step 0: {cannot}", flush=True)
+        resumes = self.words.resume and Path(settings.output_dir).is_dir()
+        newest = get_last_checkpoint(settings.output_dir) if resumes else None
+        if checkpoint := os.environ.get(RESUME_VARIABLE) or newest:
+            trainer.add_callback(AfterResume(self.folder, checkpoint))
+            if RESUMES in names:
+                bound = takes.bind_partial(trainer, *args, **kwargs)
+                bound.arguments[RESUMES] = checkpoint
+                return bound.args[1:], bound.kwargs
+            if takes_any:
+                return ((checkpoint, *args[1:]), kwargs) if args else (args, kwargs | {RESUMES: checkpoint})
+        return args, kwargs
 
     def _observe(self, trainer: Any) -> None:
         path, first = self._next_folder()
@@ -233,6 +258,8 @@ class ScriptRun:
     def _join_loop(self, training: LoopedTraining) -> LoopedTraining:
         """Let a loop on accelerate join the run; what the script's own line requires counts where no option does."""
         path, first = self._next_folder()
+        if RESUME_VARIABLE in os.environ and self.writes:
+            print("warning: a restart of a loop on accelerate begins where the loop itself begins", flush=True)
         expected = self._expected(training.world_size)
         if expected.preset is None and not expected.settings:
             expected = training.expected
@@ -270,6 +297,27 @@ def keep_apart(folder: Path) -> None:
                 sys.modules.update(theirs)
 
     builtins.__import__ = import_apart
+
+
+class AfterResume(TrainerCallback):  # type: ignore[misc]
+    """Says after the first step where the training resumed, and what was lost: not before it is known."""
+
+    def __init__(self, folder: RunFolder, checkpoint: str) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        if not (self.checkpoint and state.is_world_process_zero):
+            return
+        resumed, lost, restarts = state.global_step - 1, "", (self.folder.read_run() or {}).get("restarts", [])
+        if restarts:
+            lost_steps = restarts[-1]["resumed_from_step"] + restarts[-1]["lost_steps"] - resumed
+            restarts[-1] |= {"resumed_from_step": resumed, "lost_steps": lost_steps}
+            self.folder.update_run(restarts=restarts)
+            lost = f" ({lost_steps} steps lost)"
+        fails = "" if self.checkpoint.endswith(f"-{resumed}") else f"warning: {self.checkpoint} was not loaded: "
+        print(f"{fails}resumed after step {resumed}{lost}", flush=True)
+        self.checkpoint = ""
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]

@@ -184,6 +184,7 @@ class TrainerHooks:
         if not model.training:
             return compute(model, *args, **kwargs)
         observer = self.observer
+        observer.attestation.replicas.note_sync(model)
         if not observer.times_waits:
             observer.undo += time_waits_in_forward(model, observer.timer)
             observer.times_waits = True
@@ -231,6 +232,7 @@ class TrainerHooks:
         return str(get(*args, **kwargs) if staging is None else staging)
 
     def _finalize_training(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.observer.attestation.check_replicas(self.trainer.state)
         if self.observer.saver is not None and self.observer.background is not None:
             self.observer.progress.enter("save")
             self.observer.saver.finish()

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.observe.failure_report import Interrupted, report_failure
 from toolkit.observe.progress import Progress
-from toolkit.record.checkpoints import describe_latest_checkpoint, resume_hint
+from toolkit.record.checkpoints import describe_latest_checkpoint, resume_hint, resume_words
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.timeline import STOPPED
@@ -151,7 +151,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         where = f"before the first step (phase {self.progress.phase})"
         if self.place != BEFORE_TRAINING:
             where = f"in step {step + 1} (phase {self.progress.phase})"
-        hint = resume_hint(self.folder.checkpoints, resumed_step=step)
+        hint = resume_hint(self.folder, resumed_step=step)
         report_failure(Interrupted(f"{self.signal.name} ended the run {where}; {why}", hint=hint), self.progress)
         sys.stdout.flush()
         os._exit(EXIT_RUN_FAILED)
@@ -223,7 +223,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         self.progress.note(STOPPED)
         step = self.progress.step
         saved = f"checkpoint-{step} was saved" if self.saves else "no checkpoint was saved (`--save_strategy no`)"
-        hint = "the same command with `--resume_from_checkpoint latest` resumes" if self.saves else None
+        later = self.folder.path.name.startswith("training-")  # of a script: only its first training resumes
+        hint = resume_words(self.folder) if self.saves and not later else None
         raise Interrupted(f"{self.signal.name} ended the run after step {step}; {saved}", hint=hint)
 
 

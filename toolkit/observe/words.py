@@ -44,6 +44,7 @@ class Words:
     arguments: tuple[str, ...]
     output_dir: Path
     overwrite: bool = False
+    resume: bool = False
     require_preset: PresetSpec | None = None
     require_settings: dict[str, Any] = field(default_factory=dict)
     allow: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m toolkit.observe", usage=USAGE, allow_abbrev=False, description=__doc__)
     parser.add_argument("--output-dir", help="the run folder; default: runs/ and the script's name")
     parser.add_argument("--overwrite", action="store_true", help="replace a run that is in the folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="let the first training resume from its newest checkpoint"
+    )
     parser.add_argument(
         "--require",
         action="append",
@@ -159,7 +163,7 @@ def _above_zero(text: str) -> float:
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the words from the script or `-m` on."""
-    flags = {"--overwrite", "--complete-saves", "--stop-on-signal", "--trial", "-h", "--help"}
+    flags = {"--overwrite", "--resume", "--complete-saves", "--stop-on-signal", "--trial", "-h", "--help"}
     own, left = [], list(argv)
     while left and left[0].startswith("-") and left[0] != "-m":
         own.append(left.pop(0))

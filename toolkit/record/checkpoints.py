@@ -26,7 +26,7 @@ from toolkit.files.documents import Limits, open_file, read_json_object, validat
 from toolkit.hardware.disks import free_bytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount
-from toolkit.record.folder import write_json
+from toolkit.record.folder import RunFolder, write_json
 from toolkit.units import gib
 
 if TYPE_CHECKING:
@@ -322,13 +322,23 @@ def describe_latest_checkpoint(output_dir: Path) -> str:
     return "there is no complete checkpoint" if latest is None else f"the newest complete one is {latest.path.name}"
 
 
-def resume_hint(output_dir: Path, *, resumed_step: int = 0) -> str:
+def resume_words(folder: RunFolder) -> str:
+    """Return how the run in a folder resumes; of a script of the user's own, by the command that run.json has."""
+    run = folder.read_run() or {}
+    if command := run.get("resume_command"):
+        return f"`{command}` resumes"
+    option = "--resume` after `toolkit.observe" if "script" in run else "--resume_from_checkpoint latest"
+    return f"the same command with `{option}` resumes"
+
+
+def resume_hint(folder: RunFolder, *, resumed_step: int = 0) -> str:
     """Return how a run that failed resumes, if it can; `resumed_step` is that of another run's checkpoint."""
+    output_dir = folder.checkpoints
     if not any(found.problem() is None for found in list_checkpoints(output_dir)):
         if resumed_step:
             return f"the same command resumes from the checkpoint of step {resumed_step} that it names"
         return "there is no complete checkpoint: a restart begins at step 0"
-    return f"`--resume_from_checkpoint latest` resumes: {describe_latest_checkpoint(output_dir)}"
+    return f"{resume_words(folder)}: {describe_latest_checkpoint(output_dir)}"
 
 
 def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
@@ -339,5 +349,5 @@ def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tup
     needed = f", a checkpoint needs {gib(complete[0].bytes)}" if complete and complete[0].bytes else ""
     space = f"{gib(free)} free{needed}; {describe_latest_checkpoint(output_dir)}"
     message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {space}"
-    hint = "free some space or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`"
-    return message, hint
+    how = resume_words(RunFolder(output_dir))
+    return message, f"free some space or keep fewer checkpoints (`--save_total_limit 1`); then {how}"

@@ -24,7 +24,7 @@ from toolkit.files.secrets import hide_secrets
 
 # In the environment of a rank: its launcher has made the run folder and written run.json.
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
-# The launcher restarts a script of the user's own: its Trainer resumes from the newest complete checkpoint.
+# For a script of the user's own: the checkpoint that its first training resumes from; empty if a restart may name one.
 RESUME_VARIABLE = "TOOLKIT_RESUME"
 # The ranks that the job asked for, in all.
 WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"

@@ -6,6 +6,7 @@ A run that does not match its preset ends here, with both values of each differe
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import sys
@@ -33,10 +34,12 @@ from toolkit.observe.attest.differences import (
     layout_differences,
     pipeline_differences,
     rank_differences,
+    replica_differences,
 )
 from toolkit.observe.attest.expected import expected_bytes, expected_values, known_optimizer
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_shared_buffer
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
+from toolkit.observe.attest.replicas import ReplicaCheck
 from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, dtype_names
 from toolkit.observe.attest.weights_digest import weights_digest
 from toolkit.observe.kernels.packed_documents import document_rows
@@ -84,6 +87,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.norms, self.forwards = NormReader(), ForwardDetector()
         self.loss_graph: LossGraph | None = None
         self.documents: list[KernelRow] | None = None
+        gather = functools.partial(gather_from_ranks, single_process=run.single_process)
+        self.replicas, self.replica_checks = ReplicaCheck(trainer, gather), list[Values]()
+        self.trains_apart = False  # once a difference between ranks was reported
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
@@ -139,6 +145,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             self.accumulated = read_accumulated(self.trainer)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.replicas.note_rates()
         if self.gradients is None:
             self.with_gradient = {id(p) for p in self.trainer.model_wrapped.parameters() if p.grad is not None}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
@@ -164,11 +171,29 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             **expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient),
             **self.accumulated,
             **self.before_training,
+            **self.replicas.read(),
             "first_rows_sha256": hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest(),
         }
         self.verify(self.reading)
         self.progress.enter("train")
         self.timer.restart_clock()
+
+    def check_replicas(self, state: Any) -> None:
+        """Compare the ranks again, at a save and at the end; raise where only now they differ. Collective."""
+        step, reading = state.global_step, self.reading
+        if reading is None or step in (self.first_step, *(check["step"] for check in self.replica_checks[-1:])):
+            return
+        ranks = self.replicas.gather(reading | self.replicas.read())
+        found = replica_differences(ranks)
+        self.replica_checks.append({"step": step, "replicas": found[0].found if found else ranks[0]["replicas"]})
+        if self.run.writes:
+            self.run.folder.update_run(replica_checks=self.replica_checks)
+        if found and not self.trains_apart:
+            self.trains_apart = True
+            message, hint = f"the ranks do not train one model: after step {step} {found[0]}", self.replicas.hint
+            if self.strict:
+                raise AttestationFailed(message, hint=hint or None)
+            print(f"warning: {message}: {hint}\n" * self.run.writes, end="", flush=True)
 
     def read_before_training(self, model: Any) -> Values:
         """Return the digest of the initial weights, and what the script reads with forwards of its own. Collective."""
@@ -187,6 +212,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         of_script = [each for each in differing if self.is_of_script(each)]
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = [each for each in differing if each not in of_script] or self.byte_differences(ranks)
+        self.trains_apart = bool(replica_differences(ranks))
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
             readings = [reading | clipped for reading in ranks]
@@ -197,14 +223,15 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
             first_of_each = {each.name: each for each in reversed(of_script)}
             lines += [f"note: the script's own, beside its preset: {each}" for each in first_of_each.values()]
-            lines += [f"warning: {found[0]}"] if found and not self.strict else []
+            why = f": {self.replicas.hint}" if self.replicas.hint and found == replica_differences(ranks) else ""
+            lines += [f"warning: {found[0]}{why}"] if found and not self.strict else []
             wrong = [each for each in merged_rows(ranks) if each["verdict"] == DIFFERS]
             lines += table_lines(wrong, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
             whole = ranks[0].get("fsdp2_groups") == 1 and any(difference.name == "sharding" for difference in found)
-            hint = f"{WHOLE_MODEL_HINT}; " if whole else ""
+            hint = f"{WHOLE_MODEL_HINT}; " if whole else f"{self.replicas.hint}; " if self.replicas.hint else ""
             raise AttestationFailed(
                 f"the run does not match its preset and arguments: {first}", hint=f"{hint}all values are in {path}"
             )
@@ -213,7 +240,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """Return where the readings of all ranks, or their gradient norms, are not as expected."""
         layout = self.parts.expected.layout
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
-        found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout)
+        found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout) + replica_differences(ranks)
         found += kernel_differences(ranks) if self.strict else []
         threshold = self.trainer.args.max_grad_norm or 0.0
         return found + clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))

@@ -77,6 +77,20 @@ def kernel_differences(ranks: Readings) -> list[Difference]:
     ]
 
 
+def replica_differences(ranks: Readings) -> list[Difference]:
+    """Return ranks whose copies of weights differ; without copies, and but for stages, whose rates or steps differ."""
+    found = [
+        Difference(name="replicas", rank=reading["rank"], expected="equal", found=reading["replicas"])
+        for reading in ranks
+        if reading.get("replicas") not in (None, "equal")
+    ]
+    first = ranks[0]
+    has_copies = first.get("sharding") == "replicate" and (first.get("replicas") or not first.get("layout"))
+    if has_copies or (first.get("layout") or {}).get("pp", 1) > 1:
+        return found
+    return found + [each for name in ("learning_rates", "optimizer_steps") for each in rank_differences(name, ranks)]
+
+
 def byte_differences(ranks: Readings) -> list[Difference]:
     """Return the parts of the model states whose bytes the preset's sharding does not allow: on a rank, or together.
 
