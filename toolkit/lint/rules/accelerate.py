@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -24,7 +25,7 @@ from toolkit.lint.rules.settings import (
 from toolkit.presets.known_keys import PARALLEL_KEY
 from toolkit.presets.preset import presets_root
 
-# Keys that fit a single cluster or model only, and the value of each that is portable.
+# Keys that fit a single cluster only, and the value of each that is portable.
 MACHINE_FACTS: dict[str, object] = {
     "num_processes": None,
     "num_machines": 1,
@@ -32,7 +33,6 @@ MACHINE_FACTS: dict[str, object] = {
     "main_process_ip": None,
     "main_process_port": None,
     "gpu_ids": "all",
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": None,
 }
 # Engines that ignore the other engines' blocks; XLA, for one, reads `fsdp_config` too.
 ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
@@ -40,6 +40,12 @@ ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 SP_REFUSES = ("eager", "flex_attention")
 # Keys with a value `no`, which YAML reads as false unless it is quoted.
 KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "save_strategy", "logging_strategy")}
+
+
+def is_preset(doc: Document) -> bool:
+    """Return True for a preset of ours, or what `toolkit preset export` has made of one: its first line says so."""
+    preset = presets_root() / "accelerate_configs" / Path(doc.path).name
+    return preset.is_file() and doc.text.startswith(preset.read_text(encoding="utf-8").partition("\n")[0])
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: MULTI_GPU (with use_cpu: true for gloo on CPUs)")
@@ -56,11 +62,11 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, library="accelerate", fix="the launcher's flags, for example --num_processes")
 def machine_facts(doc: Document) -> Iterator[Match]:
-    """The file works on one cluster or for one model only; elsewhere it starts the wrong number of processes."""
+    """The file works on one cluster only; elsewhere it starts the wrong number of processes."""
     found = [key for key, portable in MACHINE_FACTS.items() if doc.get(key) not in (None, portable)]
     if found:
         settings = ", ".join(f"{key.rpartition('.')[2]} {shorten(doc.get(key))}" for key in found)
-        yield Match(found[0], f"specific to one cluster or model: {settings}", "pass them on the command line")
+        yield Match(found[0], f"specific to one cluster: {settings}", "pass them on the command line")
 
 
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')
@@ -173,21 +179,19 @@ def sp_attention(doc: Document) -> Iterator[Match]:
 def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
     """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
     not ask the preset trains with data parallelism alone."""
-    preset = presets_root() / "accelerate_configs" / Path(doc.path).name
-    if preset.is_file() and doc.text.startswith(preset.read_text(encoding="utf-8").partition("\n")[0]):
-        return  # a preset, or what `toolkit preset export` has made of one: a comment says so
-    for block in ("fsdp_config", "deepspeed_config"):
+    for block in ("fsdp_config", "deepspeed_config") if not is_preset(doc) else ():
         if listed_dimensions(doc, block):
             message = "accelerate passes over it: other scripts divide nothing but the rows"
             fix = "`toolkit train --preset FILE`, or `load_preset(FILE)` in the script"
             yield Match(f"{block}.parallel", message, fix)
 
 
-@rule(WARNING, TRAINER, library="transformers", fix="false, and the flag where it is intended")
+@rule(NOTE, TRAINER, library="transformers", fix="false, and the flag where it is intended", for_every_program=True)
 def remote_by_default(doc: Document) -> Iterator[Match]:
-    """Everybody who runs the file uploads the model, or executes code from a hub repository, without choosing to."""
-    effects = {"push_to_hub": "uploads the model to the hub", "trust_remote_code": "executes code from the hub"}
-    for key, effect in effects.items():
+    """Everybody who runs the file uploads the model, or executes the code of a hub repository that has some, without
+    choosing to. Models whose code is in transformers need no `trust_remote_code`."""
+    effects = {"push_to_hub": "uploads the model", "trust_remote_code": "executes the repository's code, if it has any"}
+    for key, effect in effects.items() if doc.call is None else ():
         if as_bool(doc.get(key)):
             yield Match(key, f"every run {effect}", f"`{key}: false`, and `--{key}` where it is intended")
 
@@ -275,10 +279,85 @@ def loading_without_sync(doc: Document) -> Iterator[Match]:
         yield Match(key, message, fix, value=fsdp_version(doc) == 1)
 
 
-@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_state_dict_type: SHARDED_STATE_DICT")
-def full_state_dict(doc: Document) -> Iterator[Match]:
-    """Each save gathers the complete model and optimizer in the host memory of rank 0: 12 bytes per parameter with
-    Adam in fp32, 84 GB for 7 billion parameters."""
-    if fsdp_version(doc) and as_enum(fsdp_setting(doc, "state_dict_type")) == "FULL_STATE_DICT":
-        fix = "`SHARDED_STATE_DICT`, and merge afterwards"
-        yield Match(fsdp_key(doc, "state_dict_type"), "each save gathers model and optimizer on rank 0", fix)
+@rule(
+    WARNING, ACCELERATE, library="transformers", fix="FULL_STATE_DICT, or a script that changes to it before it saves"
+)
+def sharded_final_save(doc: Document) -> Iterator[Match]:
+    """With SHARDED_STATE_DICT the Trainer's `save_model` writes no weights (transformers#30491): only its checkpoints have
+    them, as shards, which `accelerate merge-weights` joins. FULL_STATE_DICT gathers the model in the host memory of rank
+    0."""
+    if fsdp_version(doc) and as_enum(fsdp_setting(doc, "state_dict_type")) in ("SHARDED_STATE_DICT", "3"):
+        message = "a Trainer's final save writes no weights, unless its script changes to FULL_STATE_DICT"
+        fix = "`FULL_STATE_DICT`, or `accelerate merge-weights` on the last checkpoint"
+        if not is_preset(doc):
+            yield Match(fsdp_key(doc, "state_dict_type"), message, fix)
+
+
+@rule(NOTE, ACCELERATE, library="accelerate", fix="nothing: accelerate takes the model's own classes")
+def layer_class_of_one_model(doc: Document) -> Iterator[Match]:
+    """The class of one model's layers: another model has none of that name, and accelerate raises ("Could not find the
+    transformer layer class"). Without the key accelerate takes the model's `_no_split_modules`."""
+    value = fsdp_setting(doc, "transformer_layer_cls_to_wrap")
+    if fsdp_version(doc) and isinstance(value, str) and value:
+        key = fsdp_key(doc, "transformer_layer_cls_to_wrap")
+        yield Match(key, f"works for models with a {shorten(value)} only", "remove it: accelerate asks the model")
+
+
+@rule(ERROR, ACCELERATE, library="accelerate", fix="what the message names")
+def refused_by_accelerate(doc: Document) -> Iterator[Match]:
+    """accelerate's launcher or its plugin raises for these settings together."""
+    version, offload = fsdp_version(doc), "activation_checkpointing_offload"
+    if version and as_bool(fsdp_setting(doc, offload)):
+        if not as_bool(fsdp_setting(doc, "activation_checkpointing")):
+            yield Match(
+                fsdp_key(doc, offload), "needs fsdp_activation_checkpointing: true", "remove it, or turn that on"
+            )
+        if version != 2:
+            yield Match(fsdp_key(doc, offload), "needs fsdp_version: 2", "`fsdp_version: 2`")
+    if version == 2 and as_enum(fsdp_setting(doc, "state_dict_type")) == "LOCAL_STATE_DICT":
+        yield Match(fsdp_key(doc, "state_dict_type"), "FSDP2 refuses LOCAL_STATE_DICT", "`FULL_STATE_DICT`")
+    ids = str(doc.get("gpu_ids") or "all")
+    is_alone = ids != "all" and "," not in ids and (as_int(doc.get("num_machines")) or 1) == 1
+    if as_enum(doc.get("distributed_type")) == "MULTI_GPU" and is_alone:
+        yield Match("gpu_ids", f"MULTI_GPU on one GPU ({ids}) is refused", "at least two, or `gpu_ids: all`")
+
+
+@rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")
+def uneven_processes(doc: Document) -> Iterator[Match]:
+    """accelerate starts `num_processes // num_machines` on each node: none where that is 0, and fewer in all than the file
+    says where it leaves a rest. More processes on a node than `gpu_ids` has entries share a GPU, which NCCL refuses."""
+    processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
+    if not processes or processes < 1 or machines < 1:
+        return
+    ids = str(doc.get("gpu_ids") or "all")
+    per_node = processes // machines
+    if processes % machines:
+        total = f"{per_node * machines} processes, {per_node} on each of {machines} nodes"
+        yield Match("num_processes", f"{processes} starts {total}", f"a multiple of {machines}")
+    if ids != "all" and per_node > len(ids.split(",")) and not as_bool(doc.get("use_cpu")):
+        yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")
+
+
+@rule(WARNING, ACCELERATE, library="accelerate", fix="the flags of accelerate launch")
+def never_taken(doc: Document) -> Iterator[Match]:
+    """`accelerate launch` takes a value from the YAML only where its option's default is None. These have another default,
+    which applies: they have to be flags."""
+    many = (as_int(doc.get("num_machines")) or 1) > 1
+    table = {name: default for name, default in launcher_tables()["never_taken"].items() if doc.get(name) is not None}
+    differ = [name for name in table if as_enum(doc.get(name)) not in (as_enum(table[name]), "NO")]
+    if any(many or name not in ("rdzv_backend", "same_network") for name in differ):
+        settings = ", ".join(f"{name} {shorten(doc.get(name))}" for name in table)
+        flags = " ".join(f"--{name}{'' if doc.get(name) is True else f' {shorten(doc.get(name))}'}" for name in differ)
+        message = f"accelerate launch never takes these from the file: {settings}"
+        yield Match(differ[0], message, f"`accelerate launch {flags}`")
+
+
+@rule(WARNING, ACCELERATE, library="accelerate", fix="zero3_init_flag: true")
+def whole_model_on_each_rank(doc: Document) -> Iterator[Match]:
+    """Without `zero3_init_flag`, `from_pretrained` loads the whole model in each rank before ZeRO-3 shards it: host memory
+    for as many models as the node has ranks. `deepspeed_config_file` brings the flag with it, the YAML's stage does not."""
+    block = "deepspeed_config"
+    is_off = doc.has(f"{block}.zero3_init_flag") and as_bool(doc.get(f"{block}.zero3_init_flag")) is False
+    stage = as_int(doc.get(f"{block}.zero_stage")) if doc.deepspeed_json is None else zero_stage(doc.deepspeed_json)
+    if is_deepspeed(doc) and stage == 3 and is_off:
+        yield Match(f"{block}.zero3_init_flag", "each rank loads the whole model", "`true`", value=True)

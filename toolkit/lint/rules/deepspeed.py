@@ -7,8 +7,8 @@ from pathlib import Path
 
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files
-from toolkit.lint.findings import ERROR, WARNING, Match, rule
+from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files, find_named
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -209,10 +209,25 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             yield Match(block, f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}", fix)
 
 
-@rule(WARNING, DEEPSPEED, library="transformers", fix="stage3_gather_16bit_weights_on_model_save: true")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="gradient_checkpointing: true")
+def checkpointing_block_unread(doc: Document) -> Iterator[Match]:
+    """`deepspeed.checkpointing.configure()` alone reads the block `activation_checkpointing`, and the Trainer does not call
+    it (deepspeed/runtime/activation_checkpointing/checkpointing.py): nothing is recomputed."""
+    if doc.block("activation_checkpointing"):
+        message = "the Trainer does not read it: only a script that calls deepspeed.checkpointing.configure() does"
+        yield Match("activation_checkpointing", message, "`gradient_checkpointing: true` in the training arguments")
+
+
+@rule(WARNING, DEEPSPEED, ACCELERATE, library="transformers", fix="stage3_gather_16bit_weights_on_model_save: true")
 def stage_3_without_gather(doc: Document) -> Iterator[Match]:
     """The Trainer cannot save the weights of stage 3: it writes DeepSpeed's shards instead, to be merged with
-    zero_to_fp32.py."""
+    zero_to_fp32.py. accelerate's YAML calls the key `zero3_save_16bit_model`."""
+    if doc.kind == ACCELERATE:
+        key = "deepspeed_config.zero3_save_16bit_model"
+        is_off = doc.deepspeed_json is None and doc.has(key) and as_bool(doc.get(key)) is False
+        if is_deepspeed(doc) and as_int(doc.get("deepspeed_config.zero_stage")) == 3 and is_off:
+            yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=True)
+        return
     key = stage3_key(doc, "gather_16bit_weights_on_model_save")
     old_key = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
     if zero_stage(doc) == 3 and not as_bool(doc.get(key)) and not as_bool(doc.get(old_key)):
@@ -222,22 +237,17 @@ def stage_3_without_gather(doc: Document) -> Iterator[Match]:
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
 
 
-@rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of an existing file")
+@rule(NOTE, ACCELERATE, TRAINER, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """The JSON that the YAML names does not exist: accelerate takes the path for base64 text, and raises."""
-    key, paths = deepspeed_files(doc)
-    if paths and not any(map(is_file, paths)):
-        yield Match(key, f"{shorten(doc.get(key))} does not exist", "a path that exists")
-
-
-@rule(WARNING, ACCELERATE, TRAINER, library="accelerate", fix="an absolute path")
-def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
-    """A relative path is resolved against the working directory, not the YAML's folder; from here it is not found."""
-    key, paths = deepspeed_files(doc)
-    found = next(filter(is_file, paths), None)
-    if found is not None and not is_file(Path(str(doc.get(key)))):
-        fix = f"`{found.resolve()}`"
-        yield Match(key, f"{shorten(doc.get(key))} is not found from {Path.cwd()}", fix, value=str(found.resolve()))
+    """A relative path is resolved against the working directory of the run, not the YAML's folder. Where the file is not
+    there, accelerate takes the path for base64 text, and raises."""
+    key, named = deepspeed_files(doc)
+    if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
+        return
+    file = find_named(named, doc.path)
+    start = file and next((each for each in file.parents if is_file(each / named)), None)
+    message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
+    yield Match(key, message, "start the run where the path is right" if start else "a path that exists")
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
@@ -248,7 +258,8 @@ def key_owned_by_json(doc: Document) -> Iterator[Match]:
     for name in OWNED_BY_JSON:
         key = f"deepspeed_config.{name}"
         if doc.has(key):
-            yield Match(key, f"accelerate refuses {name} together with deepspeed_config_file", "remove it", remove=True)
+            message = f"accelerate refuses {name} together with deepspeed_config_file"
+            yield Match(key, message, "remove it", remove=doc.deepspeed_json is not None)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
@@ -261,7 +272,7 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
     message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
-    yield Match("mixed_precision", message, "remove it", remove=True)
+    yield Match("mixed_precision", message, "remove it", remove=in_json == precision)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
@@ -290,7 +301,8 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
     for name in ("bf16", "fp16"):
-        flag, json_flag = as_bool(doc.get(name)), as_bool(json.get(f"{name}.enabled"))
+        default = False if doc.program == "transformers" and not doc.has(f"{name}_full_eval") else None
+        flag, json_flag = as_bool(doc.get(name, default)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
 

@@ -43,6 +43,11 @@ def as_enum(value: Any) -> str:
     return str(value).upper() if isinstance(value, (str, int, bool)) else ""
 
 
+def is_template(value: Any) -> bool:
+    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`."""
+    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<"))
+
+
 def shorten(value: Any) -> str:
     """Return a value as text of at most 60 characters, to put in a message.
 
