@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
@@ -369,8 +370,8 @@ def find_named(named: str, path: str) -> Path | None:
     the configuration's folder or one around it, where its author may start the program."""
     if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
         return None
-    folder = Path(path).absolute().parent
-    around = [folder, *list(folder.parents)[:4]]
+    folder = Path(path).parent
+    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
     candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
     return next(filter(is_file, candidates), None)
 
@@ -472,7 +473,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
     if counts[best]:
-        return best
+        return best if counts[best] * 8 >= len(keys) else None
     for kind, decisive in () if (by_value := _kind_by_value(data)) else DECISIVE_KEYS.items():
         if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
             return kind
@@ -481,7 +482,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
 
 def _kind_by_value(data: dict[str, Any]) -> str | None:
     """Decide by the shape of a value whose key several libraries have."""
-    if any(isinstance(data.get(key), dict) for key in ("bf16", "fp16", "optimizer", "scheduler")):
+    blocks = [data[key] for key in ("bf16", "fp16", "optimizer", "scheduler") if isinstance(data.get(key), dict)]
+    if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
         return DEEPSPEED
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):

@@ -342,22 +342,25 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
 def never_taken(doc: Document) -> Iterator[Match]:
     """`accelerate launch` takes a value from the YAML only where its option's default is None. These have another default,
     which applies: they have to be flags."""
-    many = (as_int(doc.get("num_machines")) or 1) > 1
     table = {name: default for name, default in launcher_tables()["never_taken"].items() if doc.get(name) is not None}
-    differ = [name for name in table if as_enum(doc.get(name)) not in (as_enum(table[name]), "NO")]
-    if any(many or name not in ("rdzv_backend", "same_network") for name in differ):
+    many = (as_int(doc.get("num_machines")) or 1) > 1
+    differ = [name for name in ("rdzv_backend",) if many and as_enum(doc.get(name)) not in ("", "STATIC")]
+    differ += [name for name in ("enable_cpu_affinity",) if as_bool(doc.get(name))]
+    if differ:
         settings = ", ".join(f"{name} {shorten(doc.get(name))}" for name in table)
         flags = " ".join(f"--{name}{'' if doc.get(name) is True else f' {shorten(doc.get(name))}'}" for name in differ)
         message = f"accelerate launch never takes these from the file: {settings}"
         yield Match(differ[0], message, f"`accelerate launch {flags}`")
 
 
-@rule(WARNING, ACCELERATE, library="accelerate", fix="zero3_init_flag: true")
+@rule(NOTE, ACCELERATE, library="accelerate", fix="zero3_init_flag: true")
 def whole_model_on_each_rank(doc: Document) -> Iterator[Match]:
-    """Without `zero3_init_flag`, `from_pretrained` loads the whole model in each rank before ZeRO-3 shards it: host memory
-    for as many models as the node has ranks. `deepspeed_config_file` brings the flag with it, the YAML's stage does not."""
+    """Where `zero3_init_flag` is off, `from_pretrained` loads the whole model in each rank before ZeRO-3 shards it: host
+    memory for as many models as the node has ranks. accelerate 1.15 sets transformers' `zero.Init` up all the same, and
+    only its own `GatheredParameters` gathers nothing then."""
     block = "deepspeed_config"
     is_off = doc.has(f"{block}.zero3_init_flag") and as_bool(doc.get(f"{block}.zero3_init_flag")) is False
     stage = as_int(doc.get(f"{block}.zero_stage")) if doc.deepspeed_json is None else zero_stage(doc.deepspeed_json)
     if is_deepspeed(doc) and stage == 3 and is_off:
-        yield Match(f"{block}.zero3_init_flag", "each rank loads the whole model", "`true`", value=True)
+        message = "each rank loads the whole model, in versions that look at it; 1.15's GatheredParameters does"
+        yield Match(f"{block}.zero3_init_flag", message, "`true`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,13 @@ def not_auto(doc: Document) -> Iterator[Match]:
     for key, field in OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
         if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
-            yield Match(key, f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`', value="auto")
+            message = f"{shorten(value)} must equal {field}, or the Trainer raises"
+            yield Match(key, message, '`"auto"`', value="auto", level=_level(doc))
+
+
+def _level(doc: Document) -> str | None:
+    """Return the level of what concerns the Trainer alone: a JSON without one `auto` may be for a script of its own."""
+    return None if re.search(r"[\"']auto[\"']|: auto\b", doc.text) else NOTE
 
 
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
@@ -73,11 +80,12 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
             yield Match(key, f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}", "remove it", remove=True)
 
 
-@rule(ERROR, DEEPSPEED, library="accelerate", fix='"zero_optimization": {"stage": 0}')
+@rule(WARNING, DEEPSPEED, library="accelerate", fix='"zero_optimization": {"stage": 0}')
 def no_zero_block(doc: Document) -> Iterator[Match]:
-    """accelerate refuses a DeepSpeed JSON without `zero_optimization`."""
+    """accelerate, and with it the Trainer, refuses a DeepSpeed JSON without `zero_optimization`; DeepSpeed alone takes
+    it."""
     if not doc.has("zero_optimization"):
-        yield Match("", "no zero_optimization: accelerate refuses", '`"zero_optimization": {"stage": 0}`')
+        yield Match("", "no zero_optimization: accelerate and the Trainer refuse it", '`"zero_optimization": {"stage": 0}`')
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="one of the two")
@@ -206,7 +214,8 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block):
             fix = f"remove it, and set `{field}`"
-            yield Match(block, f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}", fix)
+            message = f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}"
+            yield Match(block, message, fix, level=_level(doc))
 
 
 @rule(WARNING, DEEPSPEED, library="deepspeed", fix="gradient_checkpointing: true")

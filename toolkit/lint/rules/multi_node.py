@@ -18,9 +18,9 @@ def calls(doc: Document, *tools: str) -> Iterator[LauncherCall]:
     yield from (call for call in doc.script.launches if call.tool in tools)
 
 
-def calls_all(doc: Document, tool: str) -> bool:
-    """Return True if every launcher of a script is this one."""
-    return all(call.tool == tool for call in doc.script.launches)
+def starts_others(call: LauncherCall) -> bool:
+    """Return True for a launcher that starts those of the other nodes itself: through pdsh, or mpirun."""
+    return call.tool == "deepspeed" or "mpirun-hostfile" in call.options
 
 
 def on_several_nodes(call: LauncherCall) -> bool:
@@ -126,7 +126,9 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
         if on_several_nodes(call) and "rdzv-backend" in call.options and "$" not in (named or ""):
             value = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" if doc.kind == SBATCH else "$SKYPILOT_TASK_ID"
             fix = f'`--rdzv-id "{value}"`'
-            yield Match("--rdzv-id", f"the id is {named or 'none'} in every attempt and every job", fix, line=call.line)
+            message = f"the id is {named or 'none'} in every attempt and every job"
+            level = None if _requeues(doc.script) or doc.kind == SKYPILOT else NOTE
+            yield Match("--rdzv-id", message, fix, line=call.line, level=level)
 
 
 @rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
@@ -183,7 +185,7 @@ def only_first_node(doc: Document) -> Iterator[Match]:
         script.launches
         and (script.nodes or 1) > 1
         and not script.mentions(STARTERS)
-        and not calls_all(doc, "deepspeed")
+        and not all(map(starts_others, script.launches))
     ):
         call = script.launches[0]
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
@@ -255,13 +257,13 @@ def _requeues(script: JobScript) -> bool:
     return "requeue" in script.directives or script.mentions(r"\bscontrol\s+requeue\b")
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="--resume_from_checkpoint latest")
+@rule(NOTE, SBATCH, library="slurm", fix="--resume_from_checkpoint latest, unless the script looks for it")
 def requeued_from_start(doc: Document) -> Iterator[Match]:
     """A job that is requeued runs its script again from the first line: without an argument that resumes, training
-    starts again at step 0."""
+    starts again at step 0, unless the training script looks for its last checkpoint itself."""
     script = doc.script
     if script.launches and _requeues(script) and not script.mentions(LOOKS_FOR_CHECKPOINT):
-        message = "a requeued job trains again from step 0"
+        message = "a requeued job trains again from step 0, unless its script looks for the last checkpoint"
         fix = "`--resume_from_checkpoint latest`"
         yield Match("--resume_from_checkpoint", message, fix, line=script.launches[0].line)
 
