@@ -6,6 +6,7 @@ or a warning. What may stand beside them is said in ALSO.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -140,7 +141,9 @@ def test_a_setting_that_the_program_no_longer_has_is_an_error(name: str, keys: s
     assert {each.key for each in found(name) if each.level == "error"} == keys
 
 
-@pytest.mark.parametrize(("name", "needs"), [("c17_grpo.yaml", 8), ("p03_grpo.yaml", 8), ("c24_reentrant_indent.yaml", 3)])
+@pytest.mark.parametrize(
+    ("name", "needs"), [("c17_grpo.yaml", 8), ("p03_grpo.yaml", 8), ("c24_reentrant_indent.yaml", 3)]
+)
 def test_the_smallest_number_of_processes_that_makes_full_groups_is_named(name: str, needs: int) -> None:
     (finding,) = [each for each in found(name) if each.rule == "refused-by-grpo"]
     assert (finding.level, f"it needs {needs} processes" in finding.message) == ("note", True)
@@ -173,7 +176,10 @@ def test_a_fix_leaves_a_file_that_loads_and_makes_no_error(name: str) -> None:
     ("text", "name"),
     [
         # a script's own argument, which is close to one of the Trainer's
-        ("output_dir: out\nmax_seq_length: 5\nmax_step: 3\nmy_own: 1\nmore_of_mine: 2\nand_this: 3\nmine_too: 4\n", "a.yaml"),
+        (
+            "output_dir: out\nmax_seq_length: 5\nmax_step: 3\nmy_own: 1\nmore_of_mine: 2\nand_this: 3\nmine_too: 4\n",
+            "a.yaml",
+        ),
         # the JSON does not exist here, and the precision may be wanted
         (
             "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
@@ -221,11 +227,9 @@ def test_no_truncation_and_no_mutation_of_a_case_raises_anything_but_a_refusal(s
                 mutated[chance.randrange(len(mutated))] = chance.choice(b"\"'\\{}[]:-,$#\n \t(<`&1aN\x00")
         for changed in (text[:at], text[:at] + (CASES / other).read_bytes(), bytes(mutated)):
             (tmp_path / name).write_bytes(changed)
-            try:
+            with contextlib.suppress(ToolkitError):
                 lint_paths([tmp_path / name])
                 fixed_text(tmp_path / name)
-            except ToolkitError as error:
-                assert error.message
 
 
 def test_a_folder_of_a_hundred_files_is_linted_at_once_without_torch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import SCRIPT_CASES
+from refused_arguments import REFUSED, REFUSED_BY_GRPO
 
 from toolkit.hardware.disks import Mount
 from toolkit.lint.check import fixed_text, lint_paths
@@ -151,8 +152,49 @@ CASES = [
     Case("loading-without-sync", f"{FSDP1}  fsdp_sync_module_states: false\n",
          f"{FSDP1}  fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: false\n", 4,
          fixed=f"{FSDP1}  fsdp_sync_module_states: true\n"),
-    Case("full-state-dict", f"{FSDP}  fsdp_state_dict_type: FULL_STATE_DICT\n",
-         f"{FSDP}  fsdp_state_dict_type: SHARDED_STATE_DICT\n", 4),
+    Case("sharded-final-save", f"{FSDP}  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
+         f"{FSDP}  fsdp_state_dict_type: FULL_STATE_DICT\n", 4),
+    Case("layer-class-of-one-model", f"{FSDP}  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n", FSDP, 4),
+    Case("refused-by-accelerate", f"{FSDP}  fsdp_activation_checkpointing_offload: true\n",
+         f"{FSDP}  fsdp_activation_checkpointing_offload: true\n  fsdp_activation_checkpointing: true\n", 4),
+    Case("refused-by-accelerate", f"{FSDP}  fsdp_state_dict_type: LOCAL_STATE_DICT\n", FSDP, 4),
+    Case("refused-by-accelerate", "distributed_type: MULTI_GPU\ngpu_ids: 3\n",
+         "distributed_type: MULTI_GPU\ngpu_ids: 3\nnum_machines: 2\n", 2),
+    Case("uneven-processes", "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 5\n",
+         "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 6\n", 3),
+    Case("never-taken", "distributed_type: FSDP\nnum_machines: 2\nrdzv_backend: c10d\n",
+         "distributed_type: FSDP\nnum_machines: 2\nrdzv_backend: static\nsame_network: true\n", 3),
+    Case("whole-model-on-each-rank", f"{DEEPSPEED}  zero_stage: 3\n  zero3_init_flag: false\n",
+         f"{DEEPSPEED}  zero_stage: 2\n  zero3_init_flag: false\n", 4),
+    Case("unknown-word", "distributed_type: FDSP\n", "distributed_type: FSDP\nmixed_precision: BF16\n", 1),
+    Case("unknown-word", f"{FSDP1}  fsdp_sharding_strategy: FULL\n", f"{FSDP1}  fsdp_sharding_strategy: full_shard\n", 4),
+    Case("unknown-word", "max_steps: 1\noptim: adamw_8bits\n", "max_steps: 1\noptim: ${OPTIM}\nreport_to: all\n", 2),
+    Case("unknown-word", "finetuning_type: lora\neval_strategy: step\n",
+         "finetuning_type: lora\neval_strategy: steps\noptim: adamw_of_ours\n", 2),
+    Case("unknown-nested-key", f"{DEEPSPEED}  stage3_gather_16bit_weights_on_model_save: true\n",
+         f"{DEEPSPEED}  zero3_save_16bit_model: true\n", 3, fixed=f"{DEEPSPEED}  zero3_save_16bit_model: true\n"),
+    Case("stage-3-without-gather", f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: false\n",
+         f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: true\n", 4,
+         fixed=f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: true\n"),
+    Case("checkpointing-block-unread", '{"zero_optimization": {}, "activation_checkpointing": {"cpu_checkpointing": true}}',
+         '{"zero_optimization": {}, "activation_checkpointing": {}}', 1, "ds.json"),
+    Case("wrong-deepspeed-type", '{"zero_optimization": {"stage": "3"}}', zero(3), 1, "ds.json"),
+    *(Case("refused-by-trainer", f"output_dir: out\n{bad}", f"output_dir: out\n{good}", 2) for bad, good in REFUSED),
+    *(Case("refused-by-grpo", f"output_dir: out\n{bad}max_completion_length: 9\n",
+           f"output_dir: out\n{good}max_completion_length: 9\n", 2) for bad, good in REFUSED_BY_GRPO),
+    Case("four-and-eight-bits", "load_in_4bit: true\nload_in_8bit: true\noutput_dir: out\n",
+         "load_in_4bit: true\nload_in_8bit: false\noutput_dir: out\n", 2),
+    Case("weights-of-losses", f"{TRL}beta: 0.1\nloss_weights: [1.0, 0.5]\n",
+         f"{TRL}beta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.5]\n", 4),
+    Case("max-steps-and-epochs", "num_train_epochs: 2\nmax_steps: 10\n", "num_train_epochs: 2\nmax_steps: -1\n", 1),
+    Case("number-as-text", "learning_rate: 1e-4\nmax_steps: 1\n", "learning_rate: 1.0e-4\nmax_steps: 1\n", 1,
+         fixed="learning_rate: 1.0e-4\nmax_steps: 1\n"),
+    Case("number-as-text", "weight_decay: 1e-2\n", "dataset_name: a/b\nweight_decay: 1e-2\n", 1),
+    Case("not-indented", "gradient_checkpointing_kwargs:\nuse_reentrant: false\nmax_steps: 1\n",
+         "gradient_checkpointing_kwargs:\n  use_reentrant: false\nmax_steps: 1\n", 2),
+    Case("fsdp1-key-of-trainer", "fsdp: true\nfsdp_config:\n  use_orig_params: true\n",
+         "fsdp: true\nfsdp_config:\n  version: 1\n  use_orig_params: true\n", 3,
+         fixed="fsdp: true\nfsdp_config:\n"),
     Case("whole-gradients-between-steps", "fsdp: true\ngradient_accumulation_steps: 4\n",
          "fsdp: true\ngradient_accumulation_steps: 4\n"
          "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: false}}\n", 2),
@@ -209,8 +251,9 @@ CASES = [
     Case("save-only-model-best", "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\n",
          "fsdp: true\nload_best_model_at_end: true\n", 2),
     Case("fsdp-as-words", "max_steps: 2\nfsdp: full_shard auto_wrap\n", "max_steps: 2\nfsdp: true\n", 2),
-    Case("deepspeed-file-missing", f"{DEEPSPEED}  deepspeed_config_file: gone.json\n", PAIR, 3, deepspeed_json=zero(1)),
-    Case("deepspeed-file-relative", PAIR, f"{DEEPSPEED}  zero_stage: 2\n", 3, deepspeed_json=zero(1)),
+    Case("deepspeed-file-missing", f"{DEEPSPEED}  deepspeed_config_file: gone.json\n", f"{DEEPSPEED}  zero_stage: 2\n",
+         3, deepspeed_json=zero(1)),
+    Case("deepspeed-file-missing", PAIR, f"{DEEPSPEED}  zero_stage: 2\n", 3, deepspeed_json=zero(1)),
     Case("key-owned-by-json", f"{PAIR}  zero_stage: 1\n  zero3_init_flag: true\n", f"{PAIR}  zero3_init_flag: true\n",
          4, deepspeed_json=zero(1)),
     Case("precision-owned-by-json", f"{PAIR}mixed_precision: bf16\n", PAIR, 4, deepspeed_json=zero(1)),
@@ -281,7 +324,7 @@ def test_the_json_that_a_yaml_names_is_linted_too(tmp_path: Path, monkeypatch: p
     linted = lint_paths([tmp_path / "mine.yaml"])
     assert [Path(file).name for file in linted.files] == ["mine.yaml", "ds.json"]
     assert [(Path(each.file).name, each.line, each.rule) for each in linted.findings] == [
-        ("mine.yaml", 3, "deepspeed-file-relative"),
+        ("mine.yaml", 3, "deepspeed-file-missing"),
         ("ds.json", 2, "unknown-deepspeed-key"),
     ]
     monkeypatch.chdir(tmp_path)  # where the libraries find the JSON

@@ -187,19 +187,19 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         index += 1
     script, index = (words[index][0], index + 1) if index < len(words) else (None, index)
     arguments: dict[str, tuple[Any, int]] = {}
-    name = None
+    argument: str | None = None
     for word, at, is_open in words[index:]:
         if re.match(r"--\w", word):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            arguments[name] = value if equals else None, line_at(at)
+            argument, equals, value = word[2:].partition("=")
+            argument = argument.replace("-", "_")
+            arguments[argument] = value if equals else None, line_at(at)
             continue
-        has_value = name is not None and arguments[name][0] is not None
-        if is_open and (name is None or has_value or _MANY_WORDS.search(word)):
+        has_value = argument is not None and arguments[argument][0] is not None
+        if is_open and (argument is None or has_value or _MANY_WORDS.search(word)):
             complete = False
-        elif name is not None:
-            old, line = arguments[name]
-            arguments[name] = (word if old is None else [*(old if isinstance(old, list) else [old]), word]), line
+        elif argument is not None:
+            old, line = arguments[argument]
+            arguments[argument] = word if old is None else [*(old if isinstance(old, list) else [old]), word], line
     return LauncherCall(
         tool=tool,
         line=line_at(start),

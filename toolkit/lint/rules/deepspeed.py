@@ -85,7 +85,9 @@ def no_zero_block(doc: Document) -> Iterator[Match]:
     """accelerate, and with it the Trainer, refuses a DeepSpeed JSON without `zero_optimization`; DeepSpeed alone takes
     it."""
     if not doc.has("zero_optimization"):
-        yield Match("", "no zero_optimization: accelerate and the Trainer refuse it", '`"zero_optimization": {"stage": 0}`')
+        yield Match(
+            "", "no zero_optimization: accelerate and the Trainer refuse it", '`"zero_optimization": {"stage": 0}`'
+        )
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="one of the two")

@@ -121,14 +121,15 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
-    closed = launcher_tables()["words"][doc.kind]  # of another rule
+    closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             is_fsdp = block == "fsdp_config"
             kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
-            is_wrong = kind is not None and not is_template(value) and f"{block}.{name}".lstrip(".") not in closed
-            if is_wrong and _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
-                key = f"{block}.{name}" if block else name
+            key = f"{block}.{name}".lstrip(".")
+            if kind is None or is_template(value) or key in closed:
+                continue
+            if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected)
 
 

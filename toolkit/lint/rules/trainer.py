@@ -134,7 +134,7 @@ def _processes(doc: Document) -> int | None:
     options = doc.call.options if doc.call else {}
     if doc.call is not None and doc.call.tool == "torchrun":
         counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
-        return counts[0] * counts[1] if counts[0] and counts[1] else None
+        return math.prod(map(int, filter(None, counts))) if all(counts) else None
     in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
     return as_int(options.get("num-processes") or in_yaml)
 
@@ -194,9 +194,9 @@ def not_indented(doc: Document) -> Iterator[Match]:
         "fsdp_config": {name for key in TRAINER_FSDP_KEYS for name in (key, f"fsdp_{key}")},
     }
     for name, keys in inner.items():
-        line = doc.line(name)
-        for key in keys & doc.data.keys() if line is not None and doc.has(name) and doc.get(name) is None else ():
-            if key not in schema.fields and (doc.line(key) or 0) > line:
+        line = doc.line(name) if doc.has(name) and doc.get(name) is None else None
+        for key in keys & doc.data.keys() if line is not None else ():
+            if key not in schema.fields and (doc.line(key) or 0) > (line or 0):
                 yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
 
 
