@@ -118,7 +118,7 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
         )
     if as_bool(doc.get("auto_find_batch_size")):
         yield Match("auto_find_batch_size", "refused: a smaller batch would break the groups", "false")
-    if doc.get("log_completions_hub_repo") and not as_bool(doc.get("log_completions")) and doc.is_complete:
+    if doc.get("log_completions_hub_repo") and not is_rloo and not as_bool(doc.get("log_completions")):
         yield Match("log_completions_hub_repo", "refused without log_completions", "`log_completions: true`")
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
