@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+# How those of the rule `refused-alone` begin.
+ALONE = (
+    *(
+        "fp16_full_eval",
+        "warmup_steps",
+        "dataloader_prefetch_factor",
+        "torch_empty_cache_steps",
+        "steps_per_generation",
+    ),
+    *("auto_find_batch_size", "log_completions_hub_repo"),
+)
 # Arguments that TrainingArguments refuses, and the same without the fault; the finding is on the second line.
 REFUSED = [
     ("load_best_model_at_end: true\nsave_steps: 5\n", "load_best_model_at_end: true\nsave_strategy: best\n"),

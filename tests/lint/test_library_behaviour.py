@@ -101,7 +101,11 @@ FOUND_IN_SOURCE = {
         "trainer/dpo_trainer.py",
         "if is_peft_model(self.model) or (args.precompute_ref_log_probs and not self.is_fsdp_enabled):",
     ),
-    "sharded-final-save": ("transformers", "trainer.py", 'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin'),
+    "sharded-final-save": (
+        "transformers",
+        "trainer.py",
+        'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin',
+    ),
     "layer-class-of-one-model": ("accelerate", "utils/dataclasses.py", "Could not find the transformer layer class"),
     "refused-by-accelerate": ("accelerate", "utils/dataclasses.py", "FSDP2 does not support LOCAL_STATE_DICT"),
     "uneven-processes": ("accelerate", "utils/launch.py", "args.nproc_per_node = str(num_processes // num_machines)"),
@@ -109,7 +113,11 @@ FOUND_IN_SOURCE = {
     "checkpointing-block-unread": ("deepspeed", "runtime/activation_checkpointing/checkpointing.py", "def configure("),
     "visible-devices-ignored": ("deepspeed", "launcher/runner.py", "but ignoring it because one or several of"),
     "file-behind-local-rank": ("deepspeed", "launcher/launch.py", 'cmd.append(f"--local_rank={local_rank}")'),
-    "four-and-eight-bits": ("trl", "trainer/model_config.py", "You can't use 8 bit and 4 bit precision at the same time"),
+    "four-and-eight-bits": (
+        "trl",
+        "trainer/model_config.py",
+        "You can't use 8 bit and 4 bit precision at the same time",
+    ),
     "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
     "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
     "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
@@ -218,7 +226,13 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
     own_tests |= {"wrong-type", "wrong-deepspeed-type", "wrong-argument-type"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
-    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown", "refused-by-trainer"}
+    own_tests |= {
+        "fixed-rendezvous-id",
+        "elastic-without-restarts",
+        "short-shutdown",
+        "refused-by-trainer",
+        "refused-alone",
+    }
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
     own_tests |= {"lost-line", "typographic-quotes", "not-exported", "number-as-text", "not-indented"}
     shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests
@@ -241,7 +255,7 @@ RAISES = {
         "evaluation strategy": "refused-by-trainer",
         "Tried passing in a callable to": CODE,
         "--tf32 requires Ampere": HARDWARE,
-        "`torch_empty_cache_steps` must be": "refused-by-trainer",
+        "`torch_empty_cache_steps` must be": "refused-alone",
         "logging strategy": "refused-by-trainer",
         "--logging_steps must be an integer": "refused-by-trainer",
         "--eval_steps must be an integer": "refused-by-trainer",
@@ -249,12 +263,12 @@ RAISES = {
         "--load_best_model_at_end requires": "refused-by-trainer",
         "error_message": HARDWARE,
         "At most one of fp16 and bf16 can be True, but": "fp16-and-bf16",
-        "At most one of fp16 and bf16 can be True for full eval": "refused-by-trainer",
+        "At most one of fp16 and bf16 can be True for full eval": "refused-alone",
         "reduce_lr_on_plateau requires an eval": "refused-by-trainer",
         "reduce_lr_on_plateau requires torch": HARDWARE,
         "greedy requires an eval": "refused-by-trainer",
-        "Got warmup_steps": "refused-by-trainer",
-        "--dataloader_prefetch_factor": "refused-by-trainer",
+        "Got warmup_steps": "refused-alone",
+        "--dataloader_prefetch_factor": "refused-alone",
         "Using the `Trainer` with `PyTorch`": HARDWARE,
         "Passing `'use_configured_state':True`": CODE,
         "Tried to use an already configured": CODE,
@@ -266,10 +280,10 @@ RAISES = {
     },
     ("trl", "trainer/grpo_config.py"): {
         "does not support sequence-dim parallelism": CODE,
-        "log_completions_hub_repo is set": "refused-by-grpo",
-        "auto_find_batch_size is not supported": "refused-by-grpo",
+        "log_completions_hub_repo is set": "refused-alone",
+        "auto_find_batch_size is not supported": "refused-alone",
         "must be divisible by the global batch size": "refused-by-grpo",
-        "can not be both configured": "refused-by-grpo",
+        "can not be both configured": "refused-alone",
         "The global eval batch size": "refused-by-grpo",
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",
@@ -278,9 +292,9 @@ RAISES = {
     },
     ("trl", "trainer/rloo_config.py"): {
         "does not support sequence-dim parallelism": CODE,
-        "auto_find_batch_size is not supported": "refused-by-grpo",
+        "auto_find_batch_size is not supported": "refused-alone",
         "must be divisible by the global batch size": "refused-by-grpo",
-        "can not be both configured": "refused-by-grpo",
+        "can not be both configured": "refused-alone",
         "The global eval batch size": "refused-by-grpo",
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",
@@ -360,7 +374,8 @@ def raises_in(text: str, *, only: tuple[str, ...] = ()) -> list[str]:
 
 @pytest.mark.parametrize("place", RAISES, ids="/".join)
 def test_every_raise_of_the_arguments_has_a_rule_or_a_reason(place: tuple[str, str]) -> None:
-    known, raised = RAISES[place], raises_in(source_of(*place), only=PLUGINS if "dataclasses" in place[1] else ())
+    known, only = RAISES[place], PLUGINS if "dataclasses" in place[1] else ()
+    raised = raises_in(source_of(*place), only=only)
     unknown = [each for each in raised if not any(part in each.replace("\\'", "'") for part in known)]
     assert unknown == []
     assert [part for part in known if not any(part in each.replace("\\'", "'") for each in raised)] == []
@@ -391,17 +406,20 @@ def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versio
     defaults = {name: options[name].default for name in tables["never_taken"]}
     assert defaults == tables["never_taken"]
     for tool, actions in {"accelerate": options.values(), "torchrun": get_args_parser()._actions}.items():
-        flags = {word.lstrip("-").replace("_", "-") for each in actions if each.nargs == 0 for word in each.option_strings}
+        flags = {
+            word.lstrip("-").replace("_", "-") for each in actions if each.nargs == 0 for word in each.option_strings
+        }
         assert flags <= set(tables["flags"][tool])
         assert set(tables["launcher_options"][tool]) <= {each.dest for each in actions}
     plugin = source_of("accelerate", "utils/dataclasses.py") + source_of("accelerate", "utils/launch.py")
-    missing = [name for name in tables["variables"]["FSDP"] if f'"{name}"' not in plugin and f'"FSDP_{name}"' not in plugin]
+    missing = [
+        name for name in tables["variables"]["FSDP"] if f'"{name}"' not in plugin and f'"FSDP_{name}"' not in plugin
+    ]
     assert missing == []
 
 
 def test_words_of_accelerate_are_those_of_its_enums() -> None:
-    from accelerate.utils import ComputeEnvironment, DistributedType, PrecisionType
-    from accelerate.utils import constants
+    from accelerate.utils import ComputeEnvironment, DistributedType, PrecisionType, constants
 
     words = {key: table["words"] for key, table in launcher_tables()["words"]["accelerate"].items()}
     assert words["compute_environment"] == [each.value for each in ComputeEnvironment]

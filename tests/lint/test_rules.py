@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import SCRIPT_CASES
-from refused_arguments import REFUSED, REFUSED_BY_GRPO
+from refused_arguments import ALONE, REFUSED, REFUSED_BY_GRPO
 
 from toolkit.hardware.disks import Mount
 from toolkit.lint.check import fixed_text, lint_paths
@@ -167,7 +167,8 @@ CASES = [
     Case("whole-model-on-each-rank", f"{DEEPSPEED}  zero_stage: 3\n  zero3_init_flag: false\n",
          f"{DEEPSPEED}  zero_stage: 2\n  zero3_init_flag: false\n", 4),
     Case("unknown-word", "distributed_type: FDSP\n", "distributed_type: FSDP\nmixed_precision: BF16\n", 1),
-    Case("unknown-word", f"{FSDP1}  fsdp_sharding_strategy: FULL\n", f"{FSDP1}  fsdp_sharding_strategy: full_shard\n", 4),
+    Case("unknown-word", f"{FSDP1}  fsdp_sharding_strategy: FULL\n",
+         f"{FSDP1}  fsdp_sharding_strategy: full_shard\n", 4),
     Case("unknown-word", "max_steps: 1\noptim: adamw_8bits\n", "max_steps: 1\noptim: ${OPTIM}\nreport_to: all\n", 2),
     Case("unknown-word", "finetuning_type: lora\neval_strategy: step\n",
          "finetuning_type: lora\neval_strategy: steps\noptim: adamw_of_ours\n", 2),
@@ -176,11 +177,14 @@ CASES = [
     Case("stage-3-without-gather", f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: false\n",
          f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: true\n", 4,
          fixed=f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: true\n"),
-    Case("checkpointing-block-unread", '{"zero_optimization": {}, "activation_checkpointing": {"cpu_checkpointing": true}}',
+    Case("checkpointing-block-unread",
+         '{"zero_optimization": {}, "activation_checkpointing": {"cpu_checkpointing": true}}',
          '{"zero_optimization": {}, "activation_checkpointing": {}}', 1, "ds.json"),
     Case("wrong-deepspeed-type", '{"zero_optimization": {"stage": "3"}}', zero(3), 1, "ds.json"),
-    *(Case("refused-by-trainer", f"output_dir: out\n{bad}", f"output_dir: out\n{good}", 2) for bad, good in REFUSED),
-    *(Case("refused-by-grpo", f"output_dir: out\n{bad}max_completion_length: 9\n",
+    *(Case("refused-alone" if bad.startswith(ALONE) else "refused-by-trainer",
+           f"output_dir: out\n{bad}", f"output_dir: out\n{good}", 2) for bad, good in REFUSED),
+    *(Case("refused-alone" if bad.startswith(ALONE) else "refused-by-grpo",
+           f"output_dir: out\n{bad}max_completion_length: 9\n",
            f"output_dir: out\n{good}max_completion_length: 9\n", 2) for bad, good in REFUSED_BY_GRPO),
     Case("four-and-eight-bits", "load_in_4bit: true\nload_in_8bit: true\noutput_dir: out\n",
          "load_in_4bit: true\nload_in_8bit: false\noutput_dir: out\n", 2),

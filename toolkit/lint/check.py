@@ -90,7 +90,8 @@ def _not_checked(document: Document) -> Iterator[str]:
     checked = {part.call.line for part in document.parts if part.call and part.kind}
     for call in document.script.launches:
         if call.arguments and call.line not in checked:
-            yield f"{document.path}:{call.line}: {counted(len(call.arguments), 'argument')} of {call.script} not checked"
+            count = counted(len(call.arguments), "argument")
+            yield f"{document.path}:{call.line}: {count} of {call.script} not checked"
         elif not call.is_complete:
             yield f"{document.path}:{call.line}: variables stand for arguments that were not checked"
 

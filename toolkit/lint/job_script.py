@@ -282,7 +282,7 @@ def _in_comment(text: str, offset: int) -> bool:
 def _scan(
     text: str,
 ) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]], list[tuple[str, str, int]]]:
-    """Return the offsets after each command, spans in which nothing is expanded, strings, and files that are written."""
+    """Return the offsets after each command, spans in which nothing is expanded, strings, and written files."""
     breaks: list[int] = []
     protected: list[tuple[int, int]] = []
     strings: list[tuple[int, int]] = []

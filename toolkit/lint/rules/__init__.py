@@ -2,10 +2,14 @@
 
 from toolkit.lint.findings import LintRule
 from toolkit.lint.rules import accelerate, deepspeed, keys, multi_node, shell, trainer
+from toolkit.lint.rules.conditions import CONDITIONS
 
-RULES: tuple[LintRule, ...] = tuple(
-    value
-    for module in (keys, accelerate, deepspeed, trainer, multi_node, shell)
-    for value in vars(module).values()
-    if isinstance(value, LintRule)
+RULES: tuple[LintRule, ...] = (
+    *CONDITIONS,
+    *(
+        value
+        for module in (keys, accelerate, deepspeed, trainer, multi_node, shell)
+        for value in vars(module).values()
+        if isinstance(value, LintRule)
+    ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
@@ -16,6 +15,7 @@ from toolkit.lint.rules.settings import (
     fsdp_setting,
     fsdp_version,
     is_deepspeed,
+    is_preset,
     listed_dimensions,
     parallel_degree,
     parallel_size_key,
@@ -23,7 +23,6 @@ from toolkit.lint.rules.settings import (
     zero_stage,
 )
 from toolkit.presets.known_keys import PARALLEL_KEY
-from toolkit.presets.preset import presets_root
 
 # Keys that fit a single cluster only, and the value of each that is portable.
 MACHINE_FACTS: dict[str, object] = {
@@ -40,12 +39,6 @@ ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 SP_REFUSES = ("eager", "flex_attention")
 # Keys with a value `no`, which YAML reads as false unless it is quoted.
 KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "save_strategy", "logging_strategy")}
-
-
-def is_preset(doc: Document) -> bool:
-    """Return True for a preset of ours, or what `toolkit preset export` has made of one: its first line says so."""
-    preset = presets_root() / "accelerate_configs" / Path(doc.path).name
-    return preset.is_file() and doc.text.startswith(preset.read_text(encoding="utf-8").partition("\n")[0])
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: MULTI_GPU (with use_cpu: true for gloo on CPUs)")
@@ -89,15 +82,6 @@ def pdsh_by_default(doc: Document) -> Iterator[Match]:
         yield Match("deepspeed_config.deepspeed_multinode_launcher", message, fix)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="a DeepSpeed JSON, named by deepspeed_config_file")
-def never_forwarded(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` does not pass the NVMe paths of the YAML on to the ranks: DeepSpeed gets the path `none`."""
-    for part in ("optimizer", "param"):
-        key = f"deepspeed_config.offload_{part}_nvme_path"
-        if doc.get(key) not in (None, "none") and not doc.has("deepspeed_config.deepspeed_config_file"):
-            yield Match(key, f"{shorten(doc.get(key))} never reaches the ranks", "put it into a DeepSpeed JSON")
-
-
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
 def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
@@ -121,22 +105,6 @@ def dp_replicate_alone(doc: Document) -> Iterator[Match]:
     if fsdp_version(doc) and replicas > 1 and shards < 2 and contexts < 2:
         fix = "`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU"
         yield Match(parallel_size_key("dp_replicate"), "replicates without sharding anything: accelerate refuses", fix)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="one of the two sizes 1")
-def cp_with_sp(doc: Document) -> Iterator[Match]:
-    """Context parallelism and sequence parallelism cannot be combined."""
-    if parallel_degree(doc, "cp") > 1 and parallel_degree(doc, "sp") > 1:
-        fix = "`parallelism_config_sp_size: 1`, or cp_size 1"
-        yield Match(parallel_size_key("sp"), "cp and sp cannot be combined", fix)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: FSDP with fsdp_version: 2")
-def cp_needs_fsdp2(doc: Document) -> Iterator[Match]:
-    """Context parallelism needs FSDP2: without it accelerate raises when the ranks start."""
-    if parallel_degree(doc, "cp") > 1 and fsdp_version(doc) != 2:
-        fix = "`distributed_type: FSDP` and `fsdp_version: 2`"
-        yield Match(parallel_size_key("cp"), "cp without FSDP2 is refused", fix)
 
 
 @rule(
@@ -167,14 +135,6 @@ def sp_below_stage_3(doc: Document) -> Iterator[Match]:
         yield Match(parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="sdpa or flash_attention_2")
-def sp_attention(doc: Document) -> Iterator[Match]:
-    """Sequence parallelism exchanges heads in front of SDPA and flash attention; accelerate refuses the others."""
-    key = "parallelism_config.parallelism_config_sp_attn_implementation"
-    if parallel_degree(doc, "sp") > 1 and doc.get(key) in SP_REFUSES:
-        yield Match(key, f"{doc.get(key)} is refused", "`sdpa`", value="sdpa")
-
-
 @rule(NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
 def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
     """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
@@ -186,30 +146,11 @@ def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
             yield Match(f"{block}.parallel", message, fix)
 
 
-@rule(NOTE, TRAINER, library="transformers", fix="false, and the flag where it is intended", for_every_program=True)
-def remote_by_default(doc: Document) -> Iterator[Match]:
-    """Everybody who runs the file uploads the model, or executes the code of a hub repository that has some, without
-    choosing to. Models whose code is in transformers need no `trust_remote_code`."""
-    effects = {"push_to_hub": "uploads the model", "trust_remote_code": "executes the repository's code, if it has any"}
-    for key, effect in effects.items() if doc.call is None else ():
-        if as_bool(doc.get(key)):
-            yield Match(key, f"every run {effect}", f"`{key}: false`, and `--{key}` where it is intended")
-
-
 # -- `fsdp_config`, whose two versions give the same words different meanings
 
 # FSDP1's sharding strategies as FSDP2's boolean (accelerate's own `to-fsdp2`); the others have no equivalent.
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
 FSDP1_ONLY_KEYS = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
-
-
-@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_version: 2")
-def fsdp1_by_omission(doc: Document) -> Iterator[Match]:
-    """Without `fsdp_version`, `accelerate launch` runs FSDP1, which transformers calls deprecated; the Trainer's own
-    `fsdp` means FSDP2."""
-    if fsdp_version(doc) and fsdp_setting(doc, "version") is None:
-        fix = "`fsdp_version: 2`, and its keys; or state `fsdp_version: 1`"
-        yield Match("fsdp_config.fsdp_version", "fsdp_version is missing: this runs FSDP1", fix)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
@@ -279,53 +220,11 @@ def loading_without_sync(doc: Document) -> Iterator[Match]:
         yield Match(key, message, fix, value=fsdp_version(doc) == 1)
 
 
-@rule(
-    WARNING, ACCELERATE, library="transformers", fix="FULL_STATE_DICT, or a script that changes to it before it saves"
-)
-def sharded_final_save(doc: Document) -> Iterator[Match]:
-    """With SHARDED_STATE_DICT the Trainer's `save_model` writes no weights (transformers#30491): only its checkpoints have
-    them, as shards, which `accelerate merge-weights` joins. FULL_STATE_DICT gathers the model in the host memory of rank
-    0."""
-    if fsdp_version(doc) and as_enum(fsdp_setting(doc, "state_dict_type")) in ("SHARDED_STATE_DICT", "3"):
-        message = "a Trainer's final save writes no weights, unless its script changes to FULL_STATE_DICT"
-        fix = "`FULL_STATE_DICT`, or `accelerate merge-weights` on the last checkpoint"
-        if not is_preset(doc):
-            yield Match(fsdp_key(doc, "state_dict_type"), message, fix)
-
-
-@rule(NOTE, ACCELERATE, library="accelerate", fix="nothing: accelerate takes the model's own classes")
-def layer_class_of_one_model(doc: Document) -> Iterator[Match]:
-    """The class of one model's layers: another model has none of that name, and accelerate raises ("Could not find the
-    transformer layer class"). Without the key accelerate takes the model's `_no_split_modules`."""
-    value = fsdp_setting(doc, "transformer_layer_cls_to_wrap")
-    if fsdp_version(doc) and isinstance(value, str) and value:
-        key = fsdp_key(doc, "transformer_layer_cls_to_wrap")
-        yield Match(key, f"works for models with a {shorten(value)} only", "remove it: accelerate asks the model")
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="what the message names")
-def refused_by_accelerate(doc: Document) -> Iterator[Match]:
-    """accelerate's launcher or its plugin raises for these settings together."""
-    version, offload = fsdp_version(doc), "activation_checkpointing_offload"
-    if version and as_bool(fsdp_setting(doc, offload)):
-        if not as_bool(fsdp_setting(doc, "activation_checkpointing")):
-            yield Match(
-                fsdp_key(doc, offload), "needs fsdp_activation_checkpointing: true", "remove it, or turn that on"
-            )
-        if version != 2:
-            yield Match(fsdp_key(doc, offload), "needs fsdp_version: 2", "`fsdp_version: 2`")
-    if version == 2 and as_enum(fsdp_setting(doc, "state_dict_type")) == "LOCAL_STATE_DICT":
-        yield Match(fsdp_key(doc, "state_dict_type"), "FSDP2 refuses LOCAL_STATE_DICT", "`FULL_STATE_DICT`")
-    ids = str(doc.get("gpu_ids") or "all")
-    is_alone = ids != "all" and "," not in ids and (as_int(doc.get("num_machines")) or 1) == 1
-    if as_enum(doc.get("distributed_type")) == "MULTI_GPU" and is_alone:
-        yield Match("gpu_ids", f"MULTI_GPU on one GPU ({ids}) is refused", "at least two, or `gpu_ids: all`")
-
-
 @rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")
 def uneven_processes(doc: Document) -> Iterator[Match]:
-    """accelerate starts `num_processes // num_machines` on each node: none where that is 0, and fewer in all than the file
-    says where it leaves a rest. More processes on a node than `gpu_ids` has entries share a GPU, which NCCL refuses."""
+    """accelerate starts `num_processes // num_machines` on each node: none where that is 0, and fewer in all than the
+    file says where it leaves a rest. More processes on a node than `gpu_ids` has entries share a GPU, which NCCL
+    refuses."""
     processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
     if not processes or processes < 1 or machines < 1:
         return
@@ -340,8 +239,8 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the flags of accelerate launch")
 def never_taken(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` takes a value from the YAML only where its option's default is None. These have another default,
-    which applies: they have to be flags."""
+    """`accelerate launch` takes a value from the YAML only where its option's default is None. These have another
+    default, which applies: they have to be flags."""
     table = {name: default for name, default in launcher_tables()["never_taken"].items() if doc.get(name) is not None}
     many = (as_int(doc.get("num_machines")) or 1) > 1
     differ = [name for name in ("rdzv_backend",) if many and as_enum(doc.get(name)) not in ("", "STATIC")]
@@ -351,16 +250,3 @@ def never_taken(doc: Document) -> Iterator[Match]:
         flags = " ".join(f"--{name}{'' if doc.get(name) is True else f' {shorten(doc.get(name))}'}" for name in differ)
         message = f"accelerate launch never takes these from the file: {settings}"
         yield Match(differ[0], message, f"`accelerate launch {flags}`")
-
-
-@rule(NOTE, ACCELERATE, library="accelerate", fix="zero3_init_flag: true")
-def whole_model_on_each_rank(doc: Document) -> Iterator[Match]:
-    """Where `zero3_init_flag` is off, `from_pretrained` loads the whole model in each rank before ZeRO-3 shards it: host
-    memory for as many models as the node has ranks. accelerate 1.15 sets transformers' `zero.Init` up all the same, and
-    only its own `GatheredParameters` gathers nothing then."""
-    block = "deepspeed_config"
-    is_off = doc.has(f"{block}.zero3_init_flag") and as_bool(doc.get(f"{block}.zero3_init_flag")) is False
-    stage = as_int(doc.get(f"{block}.zero_stage")) if doc.deepspeed_json is None else zero_stage(doc.deepspeed_json)
-    if is_deepspeed(doc) and stage == 3 and is_off:
-        message = "each rank loads the whole model, in versions that look at it; 1.15's GatheredParameters does"
-        yield Match(f"{block}.zero3_init_flag", message, "`true`")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from toolkit.lint.rules.settings import (
     as_float,
     as_int,
     is_deepspeed,
+    level_for_trainer,
     offload_device,
     shorten,
     stage3_key,
@@ -61,12 +61,7 @@ def not_auto(doc: Document) -> Iterator[Match]:
         value = doc.get(key, "auto")
         if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
             message = f"{shorten(value)} must equal {field}, or the Trainer raises"
-            yield Match(key, message, '`"auto"`', value="auto", level=_level(doc))
-
-
-def _level(doc: Document) -> str | None:
-    """Return the level of what concerns the Trainer alone: a JSON without one `auto` may be for a script of its own."""
-    return None if re.search(r"[\"']auto[\"']|: auto\b", doc.text) else NOTE
+            yield Match(key, message, '`"auto"`', value="auto", level=level_for_trainer(doc))
 
 
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
@@ -78,23 +73,6 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
         key = f"deepspeed_config.{name}"
         if doc.get(key, "auto") not in ("auto", None):
             yield Match(key, f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}", "remove it", remove=True)
-
-
-@rule(WARNING, DEEPSPEED, library="accelerate", fix='"zero_optimization": {"stage": 0}')
-def no_zero_block(doc: Document) -> Iterator[Match]:
-    """accelerate, and with it the Trainer, refuses a DeepSpeed JSON without `zero_optimization`; DeepSpeed alone takes
-    it."""
-    if not doc.has("zero_optimization"):
-        yield Match(
-            "", "no zero_optimization: accelerate and the Trainer refuse it", '`"zero_optimization": {"stage": 0}`'
-        )
-
-
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="one of the two")
-def fp16_and_bf16_json(doc: Document) -> Iterator[Match]:
-    """DeepSpeed refuses fp16 and bf16 enabled together."""
-    if as_bool(doc.get("fp16.enabled")) and as_bool(doc.get("bf16.enabled")):
-        yield Match("fp16.enabled", "fp16 and bf16 are both enabled", '`"enabled": "auto"` in bf16 alone')
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -128,24 +106,6 @@ def offload_param_below_stage_3(doc: Document) -> Iterator[Match]:
         yield Match(key, f"stage {stage} does not offload parameters", "`stage` 3, or remove it", remove=True)
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="nvme_path: a folder on a local disk")
-def nvme_without_path(doc: Document) -> Iterator[Match]:
-    """DeepSpeed accepts `nvme` without a path, and raises when the ranks build the optimizer."""
-    for part in ("optimizer", "param"):
-        path = doc.get(f"zero_optimization.offload_{part}.nvme_path")
-        if offload_device(doc, part) == "nvme" and zero_stage(doc) == 3 and not path:
-            key, fix = f"zero_optimization.offload_{part}.device", '`"nvme_path": "/a/local/disk"`'
-            yield Match(key, "nvme without nvme_path", fix)
-
-
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage 3, or the device cpu")
-def nvme_below_stage_3(doc: Document) -> Iterator[Match]:
-    """Stages 1 and 2 accept `nvme` for the optimizer silently, and keep its states in host memory."""
-    key = "zero_optimization.offload_optimizer.device"
-    if offload_device(doc, "optimizer") == "nvme" and zero_stage(doc) in (1, 2):
-        yield Match(key, f"stage {zero_stage(doc)} offloads to host memory, not to NVMe", '`"cpu"`, or stage 3')
-
-
 @rule(WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
 def nvme_in_memory(doc: Document) -> Iterator[Match]:
     """The path is on a file system in host memory: what is offloaded there uses the memory that it should free."""
@@ -172,42 +132,7 @@ def nvme_prefetch(doc: Document) -> Iterator[Match]:
         yield Match(key, "parameters on NVMe fail in the second step with prefetch", fix, value="0")
 
 
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="no zero_force_ds_cpu_optimizer")
-def offload_without_cpu_adam(doc: Document) -> Iterator[Match]:
-    """An offloaded optimizer steps on the CPU with torch's own Adam instead of DeepSpeed's, which DeepSpeed calls 5 to
-    7 times faster."""
-    key = "zero_force_ds_cpu_optimizer"
-    if as_bool(doc.get(key)) is False and offload_device(doc, "optimizer") in ("cpu", "nvme"):
-        yield Match(key, "the offloaded step uses torch's Adam", "remove it", remove=True)
-
-
 # -- sizes and communication
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
-def sub_group_size_zero(doc: Document) -> Iterator[Match]:
-    """0 makes each parameter a sub-group of its own: the optimizer steps parameter by parameter."""
-    key = "zero_optimization.sub_group_size"
-    if as_int(doc.get(key)) == 0 and zero_stage(doc) == 3:
-        yield Match(key, "one sub-group per parameter", "remove it", remove=True)
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
-def max_live_parameters_zero(doc: Document) -> Iterator[Match]:
-    """0 turns prefetch off: each layer waits for its own all-gather."""
-    key = stage3_key(doc, "max_live_parameters")
-    if as_int(doc.get(key)) == 0 and zero_stage(doc) == 3:
-        yield Match(key, "nothing is prefetched", "remove it", remove=True)
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="false, its default below stage 3")
-def overlap_below_stage_3(doc: Document) -> Iterator[Match]:
-    """`overlap_comm` at stages 1 and 2 has produced NaN and wrong gradients (DeepSpeed#7188, #5294, #8061): compare
-    the gradient norm with stage 3's before trusting it."""
-    key = "zero_optimization.overlap_comm"
-    if as_bool(doc.get(key)) and zero_stage(doc) in (1, 2):
-        message = f"overlap_comm at stage {zero_stage(doc)} has produced wrong gradients"
-        yield Match(key, message, "`false`", value=False)
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
@@ -217,32 +142,7 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
         if doc.block(block):
             fix = f"remove it, and set `{field}`"
             message = f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}"
-            yield Match(block, message, fix, level=_level(doc))
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="gradient_checkpointing: true")
-def checkpointing_block_unread(doc: Document) -> Iterator[Match]:
-    """`deepspeed.checkpointing.configure()` alone reads the block `activation_checkpointing`, and the Trainer does not call
-    it (deepspeed/runtime/activation_checkpointing/checkpointing.py): nothing is recomputed."""
-    if doc.block("activation_checkpointing"):
-        message = "the Trainer does not read it: only a script that calls deepspeed.checkpointing.configure() does"
-        yield Match("activation_checkpointing", message, "`gradient_checkpointing: true` in the training arguments")
-
-
-@rule(WARNING, DEEPSPEED, ACCELERATE, library="transformers", fix="stage3_gather_16bit_weights_on_model_save: true")
-def stage_3_without_gather(doc: Document) -> Iterator[Match]:
-    """The Trainer cannot save the weights of stage 3: it writes DeepSpeed's shards instead, to be merged with
-    zero_to_fp32.py. accelerate's YAML calls the key `zero3_save_16bit_model`."""
-    if doc.kind == ACCELERATE:
-        key = "deepspeed_config.zero3_save_16bit_model"
-        is_off = doc.deepspeed_json is None and doc.has(key) and as_bool(doc.get(key)) is False
-        if is_deepspeed(doc) and as_int(doc.get("deepspeed_config.zero_stage")) == 3 and is_off:
-            yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=True)
-        return
-    key = stage3_key(doc, "gather_16bit_weights_on_model_save")
-    old_key = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
-    if zero_stage(doc) == 3 and not as_bool(doc.get(key)) and not as_bool(doc.get(old_key)):
-        yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=True)
+            yield Match(block, message, fix, level=level_for_trainer(doc))
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
@@ -250,8 +150,8 @@ def stage_3_without_gather(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, TRAINER, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """A relative path is resolved against the working directory of the run, not the YAML's folder. Where the file is not
-    there, accelerate takes the path for base64 text, and raises."""
+    """A relative path is resolved against the working directory of the run, not the YAML's folder. Where the file is
+    not there, accelerate takes the path for base64 text, and raises."""
     key, named = deepspeed_files(doc)
     if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return
@@ -291,8 +191,8 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
     and these numbers differ."""
     json, processes = doc.deepspeed_json, as_int(doc.get("num_processes"))
-    if json is None or not processes:
-        return
+    if json is None or not processes or json.has("sequence_parallel_size") or json.has("tensor_parallel"):
+        return  # fewer batches than processes
     total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
     if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
         fix = '`"auto"` for all three in the JSON'

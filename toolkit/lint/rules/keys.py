@@ -134,8 +134,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
 
 
 def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
-    """accelerate reads `"8"` as 8 and `yes` as true, DeepSpeed only in blocks that pydantic reads, and no exponent there;
-    other rules are about words that mean something else."""
+    """accelerate reads `"8"` as 8 and `yes` as true, DeepSpeed only in blocks that pydantic reads, and no exponent
+    there; other rules are about words that mean something else."""
     readings: tuple[Any, ...] = (value, as_bool(value), as_int(value), as_float(value))
     if is_deepspeed and isinstance(value, str):
         is_read = bool(block) and value.isdigit() and kind is not STAGE
@@ -150,8 +150,8 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
 
 @rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words")
 def unknown_word(doc: Document) -> Iterator[Match]:
-    """The key takes one of a few words, and the value is none of them: the library raises, or (`compute_environment`) takes
-    the file for another kind. Case is folded as the library folds it."""
+    """The key takes one of a few words, and the value is none of them: the library raises, or (`compute_environment`)
+    takes the file for another kind. Case is folded as the library folds it."""
     for key, table in launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
         place = fsdp_key(doc, name) if block == "fsdp_config" else key

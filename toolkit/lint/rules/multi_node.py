@@ -52,7 +52,7 @@ def master(call: LauncherCall) -> str | None:
 
 
 @rule(
-    ERROR,
+    WARNING,
     *SCRIPTS,
     library="torch",
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
@@ -80,8 +80,8 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d --rdzv-endpoint HEAD:PORT")
 def no_rendezvous(doc: Document) -> Iterator[Match]:
-    """torchrun on several nodes without an endpoint meets at the node's own localhost: each node waits for the others at
-    itself. c10d reads `--rdzv-endpoint` alone; the static rendezvous reads `--master-addr` too."""
+    """torchrun on several nodes without an endpoint meets at the node's own localhost: each node waits for the others
+    at itself. c10d reads `--rdzv-endpoint` alone; the static rendezvous reads `--master-addr` too."""
     for call in calls(doc, "torchrun"):
         named = master(call) or call.options.keys() & {"rdzv-conf", "standalone"} or not call.is_complete
         if on_several_nodes(call) and not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
@@ -219,9 +219,9 @@ def fixed_port(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, SBATCH, library="slurm", fix="save_steps, and an argument that resumes in the next job")
 def killed_at_limit(doc: Document) -> Iterator[Match]:
-    """At the time limit SLURM sends SIGTERM and, 30 s later (KillWait), SIGKILL. A plain Trainer saves nothing then: what
-    it trained since its last checkpoint is lost. `#SBATCH --signal` helps only where the ranks save when it comes, as
-    they do under `-m toolkit.observe`."""
+    """At the time limit SLURM sends SIGTERM and, 30 s later (KillWait), SIGKILL. A plain Trainer saves nothing then:
+    what it trained since its last checkpoint is lost. `#SBATCH --signal` helps only where the ranks save when it comes,
+    as they do under `-m toolkit.observe`."""
     script = doc.script
     if script.launches and "signal" not in script.directives and not script.mentions(LOOKS_FOR_CHECKPOINT):
         message = "what was trained since the last checkpoint is lost at the time limit"

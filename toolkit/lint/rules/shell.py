@@ -111,8 +111,8 @@ def behind_the_script(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="--include localhost:2,3")
 def visible_devices_ignored(doc: Document) -> Iterator[Match]:
-    """`deepspeed` ignores `CUDA_VISIBLE_DEVICES`, and removes it, with `--num_gpus`, `--include` or `--exclude`: it takes
-    the first GPUs of the node."""
+    """`deepspeed` ignores `CUDA_VISIBLE_DEVICES`, and removes it, with `--num_gpus`, `--include` or `--exclude`: it
+    takes the first GPUs of the node."""
     found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*)"), None)
     for call in doc.script.launches if found is not None else ():
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
@@ -128,7 +128,8 @@ def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     """`deepspeed` puts `--local_rank=N` in front of a script's arguments. LLaMA-Factory and transformers' examples look
     for the file in the first of them, and do not read it."""
     for call in doc.script.launches:
-        is_file = bool(call.words) and call.words[0].endswith((".yaml", ".yml", ".json"))
+        first = call.words[0] if call.words else ""
+        is_file = first.endswith((".yaml", ".yml", ".json")) and not first.startswith("-")
         if call.tool == "deepspeed" and is_file and "no-local-rank" not in call.options:
             message = f"--local_rank=N stands in front of {call.words[0]}"
             yield Match(call.words[0], message, "`torchrun`, or `deepspeed --no_local_rank`", line=call.line)

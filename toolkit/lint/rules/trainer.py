@@ -10,8 +10,19 @@ from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
-from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, fsdp_key, fsdp_setting, is_template, shorten
-from toolkit.presets.method_rules import rejects_save_only_model
+from toolkit.lint.rules.settings import (
+    as_bool,
+    as_enum,
+    as_float,
+    as_int,
+    fsdp_key,
+    fsdp_setting,
+    is_grpo,
+    is_template,
+    is_trl,
+    shorten,
+    uses_fsdp,
+)
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
@@ -20,11 +31,6 @@ CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_chec
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 # Keys of TRL's DPOConfig that its SFTConfig does not have.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
-
-
-def uses_fsdp(doc: Document) -> bool:
-    """Return True for Trainer arguments that turn FSDP on."""
-    return bool(doc.get("fsdp")) and as_bool(doc.get("fsdp")) is not False
 
 
 def launched_with_fsdp(doc: Document) -> bool:
@@ -50,10 +56,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
                 yield Match(f"{name}_steps", f"{count} is refused: above 1 it is a whole number", "a whole number")
             if count == 0 and (name == "logging" or (name == "eval" and steps["logging"] == 0)):
                 yield Match(f"{name}_steps", "0 is refused where the strategy is steps", f'`{name}_strategy: "no"`')
-    is_known = doc.is_complete and not any(map(is_template, strategies.values()))
-    evaluates = (
-        strategies["eval"] != "no" or doc.has("evaluation_strategy") and str(doc.get("evaluation_strategy")) != "no"
-    )
+    is_known = doc.is_complete and not any(map(is_template, strategies.values())) and doc.program != "ms-swift"
+    evaluates = str(doc.get("evaluation_strategy", strategies["eval"])) != "no"
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
         every, saved = steps["eval"], steps["save"]
@@ -68,16 +72,6 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     schedule = str(doc.get("lr_scheduler_type"))
     if schedule in ("reduce_lr_on_plateau", "greedy") and not evaluates and is_known:
         yield Match("lr_scheduler_type", f"{schedule} needs an evaluation", "`eval_strategy: epoch`")
-    if as_bool(doc.get("fp16_full_eval")) and as_bool(doc.get("bf16_full_eval")):
-        yield Match("fp16_full_eval", "fp16_full_eval and bf16_full_eval are both true", "one of the two")
-    if (as_float(doc.get("warmup_steps")) or 0) < 0:
-        yield Match("warmup_steps", f"{shorten(doc.get('warmup_steps'))} is refused", "0 or more")
-    workers = as_int(doc.get("dataloader_num_workers", 0))
-    if as_int(doc.get("dataloader_prefetch_factor")) is not None and workers == 0 and doc.is_complete:
-        yield Match("dataloader_prefetch_factor", "refused without workers", "`dataloader_num_workers` above 0")
-    empty = doc.get("torch_empty_cache_steps")
-    if empty is not None and not is_template(empty) and (as_int(empty) or 0) < 1:
-        yield Match("torch_empty_cache_steps", f"{shorten(empty)} is refused", "a whole number above 0")
     words = doc.get("fsdp").split() if isinstance(doc.get("fsdp"), str) and as_bool(doc.get("fsdp")) is None else []
     version = as_int(fsdp_setting(doc, "version", 2))
     for word in words if doc.program in OUR_PROGRAMS else ():
@@ -93,14 +87,11 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
 def refused_by_grpo(doc: Document) -> Iterator[Match]:
     """TRL's GRPOConfig and RLOOConfig raise for these values: a batch of generations holds complete groups of
     `num_generations` completions, at least 2 for GRPO."""
-    is_rloo = "rloo" in (doc.call.script or "" if doc.call else "")
-    if not doc.data.keys() & {"num_generations", "max_completion_length"} or not _is_of_trl(doc):
+    if not is_grpo(doc):
         return
-    group = as_int(doc.get("num_generations", 2 if is_rloo else 8))
+    group = as_int(doc.get("num_generations", 8))
     per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in GENERATION_BATCH.items())
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
-    if batch is not None and every is not None:
-        yield Match("steps_per_generation", "refused together with generation_batch_size", "one of the two")
     if group is not None and group < 2:
         yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
     elif group and per_gpu and accumulation and doc.is_complete and batch is None:
@@ -109,24 +100,16 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
         processes = _processes(doc)
         if needs > 1 and (processes is None or processes % needs):
             start = f"{per_gpu} x {every or accumulation} completions on a process are not full groups of {group}"
-            message = f"{start}: {f'{processes} processes are refused' if processes else f'it needs {needs} processes, or a multiple'}"
+            count = f"{processes} processes are refused" if processes else f"it needs {needs} processes, or a multiple"
             fix = f"a multiple of {needs} processes, or a batch and accumulation of {needs} times as much"
-            yield Match("num_generations", message, fix, level=None if processes else NOTE)
+            yield Match("num_generations", f"{start}: {count}", fix, level=None if processes else NOTE)
     elif batch and group and batch % group:
         yield Match(
             "generation_batch_size", f"{batch} is not a multiple of num_generations {group}", f"a multiple of {group}"
         )
-    if as_bool(doc.get("auto_find_batch_size")):
-        yield Match("auto_find_batch_size", "refused: a smaller batch would break the groups", "false")
-    if doc.get("log_completions_hub_repo") and not is_rloo and not as_bool(doc.get("log_completions")):
-        yield Match("log_completions_hub_repo", "refused without log_completions", "`log_completions: true`")
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
         yield Match("vllm_importance_sampling_clip_min", f"{low:g} is not below clip_max {high:g}", "a smaller number")
-
-
-def _is_of_trl(doc: Document) -> bool:
-    return doc.program in ("trl", None) and (doc.call is None or "model_name_or_path" in doc.data)
 
 
 def _processes(doc: Document) -> int | None:
@@ -139,13 +122,6 @@ def _processes(doc: Document) -> int | None:
     return as_int(options.get("num-processes") or in_yaml)
 
 
-@rule(ERROR, TRAINER, library="trl", fix="one of the two", for_every_program=True)
-def four_and_eight_bits(doc: Document) -> Iterator[Match]:
-    """TRL's ModelConfig refuses `load_in_4bit` and `load_in_8bit` together, and so does bitsandbytes' configuration."""
-    if as_bool(doc.get("load_in_4bit")) and as_bool(doc.get("load_in_8bit")):
-        yield Match("load_in_8bit", "load_in_4bit and load_in_8bit are both true", "one of the two")
-
-
 @rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
 def weights_of_losses(doc: Document) -> Iterator[Match]:
     """TRL's DPOConfig refuses `loss_weights` that are not as many as the words of `loss_type`."""
@@ -155,18 +131,10 @@ def weights_of_losses(doc: Document) -> Iterator[Match]:
         yield Match("loss_weights", f"{len(weights)} weights for {count} losses", f"{count} weights")
 
 
-@rule(WARNING, TRAINER, library="transformers", fix="one of the two", for_every_program=True)
-def max_steps_and_epochs(doc: Document) -> Iterator[Match]:
-    """`max_steps` above 0 wins: the Trainer does not look at `num_train_epochs`."""
-    steps = as_int(doc.get("max_steps")) or 0
-    if steps > 0 and doc.has("num_train_epochs") and doc.program != "llama-factory":
-        yield Match("num_train_epochs", f"max_steps {steps} wins: the epochs are not looked at", "remove one")
-
-
 @rule(WARNING, TRAINER, library="pyyaml", fix="a number with a dot: 1.0e-4")
 def number_as_text(doc: Document) -> Iterator[Match]:
-    """YAML 1.1 reads `1e-4`, without a dot, as text. `HfArgumentParser.parse_yaml_file` and `parse_dict` convert nothing:
-    the optimizer raises. TRL's parser, LLaMA-Factory and axolotl convert it."""
+    """YAML 1.1 reads `1e-4`, without a dot, as text. `HfArgumentParser.parse_yaml_file` and `parse_dict` convert
+    nothing: the optimizer raises. TRL's parser, LLaMA-Factory and axolotl convert it."""
     for name, field in trainer_schema().fields.items():
         value = doc.get(name)
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
@@ -183,8 +151,8 @@ def number_as_text(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, TRAINER, library="pyyaml", fix="the keys indented under their block", for_every_program=True)
 def not_indented(doc: Document) -> Iterator[Match]:
-    """A block that is empty, and a key of it on the line below at the same indentation: the block is null, and the key an
-    argument that nothing has."""
+    """A block that is empty, and a key of it on the line below at the same indentation: the block is null, and the key
+    an argument that nothing has."""
     schema = trainer_schema()
     inner = {
         "activation_checkpointing_kwargs": CHECKPOINTING_KWARGS,
@@ -210,13 +178,6 @@ def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
                 yield Match(fsdp_key(doc, name), message, "remove it", remove=True)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="one of the two", for_every_program=True)
-def fp16_and_bf16(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` refuses fp16 and bf16 together."""
-    if as_bool(doc.get("fp16")) and as_bool(doc.get("bf16")):
-        yield Match("fp16", "fp16 and bf16 are both true", "`bf16: true` alone")
-
-
 @rule(ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
 def checkpointing_twice(doc: Document) -> Iterator[Match]:
     """FSDP's activation checkpointing and the Trainer's are refused together when the Trainer is built."""
@@ -224,14 +185,6 @@ def checkpointing_twice(doc: Document) -> Iterator[Match]:
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if as_bool(doc.get(name))]
     if uses_fsdp(doc) and in_fsdp and names:
         yield Match(names[0], f"{names[0]} and that of fsdp_config are both on", f"`{names[0]}: false`", remove=True)
-
-
-@rule(ERROR, TRAINER, library="transformers", fix="FULL_STATE_DICT, or save_only_model: false")
-def sharded_save_only_model(doc: Document) -> Iterator[Match]:
-    """The Trainer refuses `save_only_model` with FSDP's sharded state dict."""
-    state_dict_type = as_enum(fsdp_setting(doc, "state_dict_type"))
-    if uses_fsdp(doc) and as_bool(doc.get("save_only_model")) and rejects_save_only_model(state_dict_type):
-        yield Match("save_only_model", "refused with SHARDED_STATE_DICT", "`save_only_model: false`", remove=True)
 
 
 @rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
@@ -247,14 +200,6 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     ):
         fix = "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation"
         yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
-
-
-@rule(ERROR, TRAINER, library="transformers", fix="one of the two")
-def save_only_model_best(doc: Document) -> Iterator[Match]:
-    """The Trainer refuses `save_only_model` with `load_best_model_at_end` under DeepSpeed and FSDP."""
-    sharded = uses_fsdp(doc) or bool(doc.get("deepspeed"))
-    if sharded and as_bool(doc.get("save_only_model")) and as_bool(doc.get("load_best_model_at_end")):
-        yield Match("save_only_model", "refused with load_best_model_at_end", "`save_only_model: false`")
 
 
 @rule(WARNING, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
@@ -310,11 +255,6 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
 # -- TRL's trainers
 
 
-def is_trl(doc: Document) -> bool:
-    """Return True for arguments that TRL may read: LLaMA-Factory and ms-swift have some of the same names."""
-    return doc.has("model_name_or_path") and doc.program in ("trl", "transformers", None)
-
-
 @rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")
 def padding_free_ignored(doc: Document) -> Iterator[Match]:
     """TRL's DPOTrainer warns in the log, and turns `padding_free` off: rows are padded. Its SFTTrainer turns it on
@@ -336,13 +276,3 @@ def padding_free_refused(doc: Document) -> Iterator[Match]:
     if chosen and not as_bool(doc.get("packing")) and length is not None:
         message = f"refused with max_length {shorten(length)} and without packing"
         yield Match("padding_free", message, "`packing: true`, or `max_length: null` for rows that are short enough")
-
-
-@rule(NOTE, TRAINER, library="trl", fix="precompute_ref_log_probs: false")
-def precompute_with_adapters(doc: Document) -> Iterator[Match]:
-    """With adapters, TRL's DPO and KTO have no reference model: they turn the adapters off for its log-probabilities.
-    Computing these first frees no memory; from the second epoch on it saves a forward pass per step."""
-    key = "precompute_ref_log_probs"
-    if is_trl(doc) and as_bool(doc.get(key)) and as_bool(doc.get("use_peft")):
-        message = "frees no memory: with use_peft there is no reference model"
-        yield Match(key, message, f"`{key}: false`, unless rows are trained on more than once", remove=True)
