@@ -188,6 +188,15 @@ def test_a_fix_leaves_a_file_that_loads_and_makes_no_error(name: str) -> None:
         ),
         ("finetuning_type: lora\nwarmup_ratio: 0.1\noverwrite_output_dir: true\n", "c.yaml"),
         ("learning_rate: 1.0e-5\ngradient_checkpointing: true\n", "d.yaml"),
+        # of a script that calls DeepSpeed itself: nobody fills in `auto`
+        ('{"zero_optimization": {"stage": 3}, "train_batch_size": 8, "gradient_clipping": 1.0}', "e.json"),
+        # a feature that the DeepSpeed of this file has
+        ('{"zero_optimization": {}, "train_batch_size": "auto", "compression_training": {"a": {}}}', "f.json"),
+        # accelerate takes the number from here in a script without a Trainer
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n",
+            "g.yaml",
+        ),
     ],
 )
 def test_a_fix_that_is_not_certain_is_not_applied(text: str, name: str, tmp_path: Path) -> None:

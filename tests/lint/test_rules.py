@@ -202,10 +202,12 @@ CASES = [
     Case("whole-gradients-between-steps", "fsdp: true\ngradient_accumulation_steps: 4\n",
          "fsdp: true\ngradient_accumulation_steps: 4\n"
          "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: false}}\n", 2),
-    Case("not-auto", '{"zero_optimization": {"stage": 1}, "train_batch_size": 16,\n"bf16": {"enabled": true}}',
+    Case("not-auto",
+         '{"gradient_clipping": "auto", "zero_optimization": {}, "train_batch_size": 16,\n"bf16": {"enabled": true}}',
          '{"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}', 1, "ds.json",
-         fixed='{"zero_optimization": {"stage": 1}, "train_batch_size": "auto",\n"bf16": {"enabled": "auto"}}'),
-    Case("yaml-not-auto", f"{DEEPSPEED}  zero_stage: 2\n  gradient_accumulation_steps: 4\n",
+         fixed='{"gradient_clipping": "auto", "zero_optimization": {}, "train_batch_size": "auto",\n'
+         '"bf16": {"enabled": "auto"}}'),
+    Case("yaml-not-auto", f"{DEEPSPEED}  zero_stage: 2\n  gradient_accumulation_steps: 1\n",
          f"{DEEPSPEED}  zero_stage: 2\n  gradient_accumulation_steps: auto\n", 4,
          fixed=f"{DEEPSPEED}  zero_stage: 2\n"),
     Case("no-zero-block", '{"train_batch_size": "auto"}', zero(0), None, "ds.json"),

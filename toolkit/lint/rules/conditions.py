@@ -73,7 +73,7 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 key = _key(doc, case["at"])
                 message = case["message"].replace("{value}", shorten(doc.get(key)))
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
-                remove, value = case.get("remove", False), case.get("value")
+                remove, value = case.get("remove", False), None if level else case.get("value")
                 yield Match(key, message, case["fix"], remove=remove, value=value, level=level)
 
     check.__doc__ = table["says"]

@@ -61,7 +61,8 @@ def not_auto(doc: Document) -> Iterator[Match]:
         value = doc.get(key, "auto")
         if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
             message = f"{shorten(value)} must equal {field}, or the Trainer raises"
-            yield Match(key, message, '`"auto"`', value="auto", level=level_for_trainer(doc))
+            level = level_for_trainer(doc)
+            yield Match(key, message, '`"auto"`', value=None if level else "auto", level=level)
 
 
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
@@ -72,7 +73,9 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
         if doc.get(key, "auto") not in ("auto", None):
-            yield Match(key, f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}", "remove it", remove=True)
+            message = f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}"
+            is_default = name == "gradient_accumulation_steps" and as_int(doc.get(key)) == 1
+            yield Match(key, message, "remove it", remove=is_default)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')

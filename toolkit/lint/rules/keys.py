@@ -199,7 +199,8 @@ def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
     for name, instead in removed.DEEPSPEED_REMOVED.items():
         if doc.has(name):
             fix = f"`{instead}`" if instead else "remove it"
-            yield Match(name, f"DeepSpeed removed `{name}` and refuses it", fix, remove=True)
+            is_off = as_bool(doc.get(f"{name}.enabled")) is False or not doc.get(name)
+            yield Match(name, f"DeepSpeed removed `{name}` and refuses it", fix, remove=is_off)
     for name in removed.ZERO_REMOVED:
         key = f"zero_optimization.{name}"
         if doc.has(key):
