@@ -112,6 +112,7 @@ FOUND_IN_SOURCE = {
     "whole-model-on-each-rank": ("accelerate", "utils/operations.py", "deepspeed_plugin.is_zero3_init_enabled()"),
     "checkpointing-block-unread": ("deepspeed", "runtime/activation_checkpointing/checkpointing.py", "def configure("),
     "visible-devices-ignored": ("deepspeed", "launcher/runner.py", "but ignoring it because one or several of"),
+    "include-with-count": ("deepspeed", "launcher/runner.py", "Cannot specify num_nodes/gpus with include/exclude"),
     "file-behind-local-rank": ("deepspeed", "launcher/launch.py", 'cmd.append(f"--local_rank={local_rank}")'),
     "four-and-eight-bits": (
         "trl",
@@ -384,7 +385,7 @@ def test_every_raise_of_the_arguments_has_a_rule_or_a_reason(place: tuple[str, s
 
 
 def refused_arguments() -> list[tuple[str, bool]]:
-    """What TrainingArguments does with the bad and the good files of `refused-by-trainer`: the text, and if it raised."""
+    """What TrainingArguments does with the bad and the good texts of REFUSED: each, and if it raised."""
     code = "import json, sys, yaml\nfrom transformers import TrainingArguments\nfor text in json.loads(sys.argv[1]):\n"
     code += "    try:\n        TrainingArguments(**yaml.safe_load(text), use_cpu=True, report_to='none'); print(0)\n"
     code += "    except ValueError: print(1)\n"

@@ -137,7 +137,7 @@ def with_named_files(document: Document) -> Document:
         return replace(document, parts=tuple(_with_written(with_named_files(part), parts) for part in parts))
     fsdp = document.get("fsdp_config")
     if document.kind == TRAINER and isinstance(fsdp, str) and (file := find_named(fsdp, document.path)):
-        section = _read_file(file)
+        section = _read_file(file, is_section=True)
         document = replace(
             document, data=document.data | {"fsdp_config": section.block("fsdp_config")}, fsdp_json=section
         )
@@ -199,12 +199,15 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     )
 
 
-def _read_file(path: Path) -> Document:
-    return read_text(documents.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
+def _read_file(path: Path, *, is_section: bool = False) -> Document:
+    return read_text(documents.read_text(path, max_bytes=MAX_YAML_BYTES), str(path), is_section=is_section)
 
 
-def read_text(text: str, path: str, *, is_json: bool = False) -> Document:
-    """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind."""
+def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool = False) -> Document:
+    """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind.
+
+    `is_section` where `fsdp_config` names the file.
+    """
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
         script = read_script(text)
         # Without sbatch's directives it is a script of training only if it starts a launcher.
@@ -214,7 +217,8 @@ def read_text(text: str, path: str, *, is_json: bool = False) -> Document:
     data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
-    if is_section := data.keys() <= FSDP_SECTION and len(data) > 1:  # of a Trainer's arguments, in a file of its own
+    is_section = is_section or len(data.keys() & FSDP_SECTION) > max(1, len(data) / 2)
+    if is_section:  # of a Trainer's arguments, in a file of its own
         data = {"fsdp": True, "fsdp_config": data}
         found = [replace(position, key=f"fsdp_config.{position.key}") for position in found]
     kind = TRAINER if is_section else detect_kind(data)

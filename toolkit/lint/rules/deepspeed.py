@@ -202,7 +202,7 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
         yield Match("num_processes", f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON')
+@rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON', for_every_program=True)
 def differs_from_json(doc: Document) -> Iterator[Match]:
     """The Trainer compares its arguments with the JSON, and raises in every rank where they differ."""
     json = doc.deepspeed_json

@@ -197,13 +197,16 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts one rank per GPU itself. srun with a task per GPU starts it as often, so that each GPU gets as
     many ranks as the node has GPUs."""
     script = doc.script
-    if not script.launches or "ntasks-per-node" not in script.directives:
+    name = next((name for name in ("ntasks-per-node", "ntasks") if name in script.directives), None)
+    if not script.launches or name is None:
         return
-    count, line = script.directives["ntasks-per-node"]
+    count, line = script.directives[name]
+    if name == "ntasks" and count.isdigit():
+        count = str(int(count) // (script.nodes or int(count)))  # without a number of nodes SLURM chooses one
     own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)") or not script.mentions(r"\bsrun\b")
     if count.isdigit() and int(count) > 1 and not own:
         message = f"srun starts {script.launches[0].tool} {count} times on each node"
-        yield Match("--ntasks-per-node", message, "`#SBATCH --ntasks-per-node=1`", line=line)
+        yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
 
 
 @rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")

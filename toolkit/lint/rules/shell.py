@@ -123,6 +123,16 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
             yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=found[1])  # type: ignore[index]
 
 
+@rule(ERROR, *SCRIPTS, library="deepspeed", fix="--include alone")
+def include_with_count(doc: Document) -> Iterator[Match]:
+    """`deepspeed` refuses `--include` and `--exclude` together with `--num_gpus` and `--num_nodes`."""
+    for call in doc.script.launches:
+        counts, filters = call.options.keys() & {"num-gpus", "num-nodes"}, call.options.keys() & {"include", "exclude"}
+        if call.tool == "deepspeed" and counts and filters:
+            message = f"refused together with --{min(counts).replace('-', '_')}"
+            yield Match(f"--{min(filters)}", message, f"`--{min(filters)}` alone", line=call.line)
+
+
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")
 def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     """`deepspeed` puts `--local_rank=N` in front of a script's arguments. LLaMA-Factory and transformers' examples look

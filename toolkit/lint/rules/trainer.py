@@ -141,7 +141,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         if (
             is_number
             and "float" in field.type
-            and doc.program == "transformers"
+            and doc.program in ("transformers", None)
             and doc.call is None
             and not doc.is_json
         ):
