@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
 _DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
@@ -48,7 +49,7 @@ _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[
 _SUBSTITUTION = r"\$\((?:[^()]|\((?:[^()]|\([^()]{0,999}+\)){0,999}+\)){0,999}+\)"
 _PIECE = re.compile(
     r"""(?P<space>(?:[ \t]|\\\r?\n)+)|(?P<end>[\n;|)&<>`]|[0-9]>|(?<![^\s])\#)"""
-    rf"""|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`]""",
+    rf"""|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`$]+|\$""",
     re.DOTALL,
 )
 _ASSIGNMENT = re.compile(
@@ -136,7 +137,7 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
         text=text,
         first_line=first_line,
         directives=directives,
-        launches=tuple(_launches(text, commands, first_line)),
+        launches=tuple(itertools.islice(_launches(text, commands, first_line), MAX_LAUNCHES)),
         nodes=nodes,
         protected=tuple(protected),
         strings=tuple(strings),
@@ -162,7 +163,7 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
                 (each.end() - 1 for each in around if each.start() < found.start() < each.end() - 1), len(command)
             )
             inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
-            words = list(_words(inner, found.end(), variables))
+            words = list(itertools.islice(_words(inner, found.end(), variables), MAX_WORDS))
             yield _read_call(
                 tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
             )

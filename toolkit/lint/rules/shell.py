@@ -63,7 +63,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
     reported = set()
     for found in ASSIGNED.finditer(script.text):
         for name in re.findall(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
-            is_continued = script.text[: found.start()].endswith("\\\n")
+            is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
             if name not in names or name in reported or is_continued or _in_spans(found.start(), script.strings):
                 continue
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
@@ -76,7 +76,8 @@ def not_exported(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the name that accelerate reads")
 def unknown_variable(doc: Document) -> Iterator[Match]:
     """Neither accelerate nor transformers reads a variable of this name: the default applies."""
-    for found in READ_BY_LIBRARIES.finditer(doc.script.text) if doc.script.launches else ():
+    by_name = {found[1]: found for found in READ_BY_LIBRARIES.finditer(doc.script.text)}
+    for found in by_name.values() if doc.script.launches else ():
         known = launcher_tables()["variables"][found[2]]
         used = doc.script.mentions(rf"\$\{{?{found[1]}\b") or found[3].endswith(
             ("CONFIG", "CONFIG_FILE", "ARGS", "DIR")
