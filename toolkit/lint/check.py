@@ -142,7 +142,8 @@ def _place(document: Document, key: str) -> Document:
 def _level(document: Document, rule: LintRule, match: Match) -> str:
     """Return a finding's level: who reads Trainer arguments decides whether an error is one."""
     level = match.level or rule.level
-    if document.kind != TRAINER or level == NOTE or document.program in OUR_PROGRAMS:
+    is_of_program = rule.library not in ("transformers", "trl", "accelerate", "pyyaml")
+    if document.kind != TRAINER or level == NOTE or document.program in OUR_PROGRAMS or is_of_program:
         return level
     if document.program is not None:
         return level if rule.for_every_program else NOTE
