@@ -139,11 +139,16 @@ def _place(document: Document, key: str) -> Document:
     return section if section is not None and key.startswith("fsdp_config.") and key in section.positions else document
 
 
+def _is_known(document: Document, rule: LintRule) -> bool:
+    """Return True where the program that reads a file is the one that the rule was checked with."""
+    is_of_program = rule.library not in ("transformers", "trl", "accelerate", "pyyaml")  # by its own schema
+    return document.kind != TRAINER or document.program in OUR_PROGRAMS or is_of_program
+
+
 def _level(document: Document, rule: LintRule, match: Match) -> str:
     """Return a finding's level: who reads Trainer arguments decides whether an error is one."""
     level = match.level or rule.level
-    is_of_program = rule.library not in ("transformers", "trl", "accelerate", "pyyaml")
-    if document.kind != TRAINER or level == NOTE or document.program in OUR_PROGRAMS or is_of_program:
+    if level == NOTE or _is_known(document, rule):
         return level
     if document.program is not None:
         return level if rule.for_every_program else NOTE
@@ -171,7 +176,8 @@ def fixed_text(path: Path) -> str:
     """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
-        changed = apply_fixes(document, [match for _, match in _matches(document)])
+        matches = [match for rule, match in _matches(document) if _is_known(document, rule)]
+        changed = apply_fixes(document, matches)
         if changed == document.text:
             break
         try:
@@ -190,7 +196,6 @@ def apply_fixes(document: Document, matches: Sequence[Match]) -> str:
     """
     text, end = document.text, len(document.text) + 1
     fixes = [match for match in matches if match.is_mechanical and match.key in document.positions]
-    fixes = fixes if document.kind != TRAINER or document.program in OUR_PROGRAMS else []
     for start, stop, new in sorted({_replacement(document, match) for match in fixes}, reverse=True):
         if stop <= end:
             text, end = text[:start] + new + text[stop:], start
