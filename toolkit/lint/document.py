@@ -444,7 +444,8 @@ FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
     *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
-    *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands"),
+    *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands", "activation_checkpointing", "wandb"),
+    *("tensorboard", "timers", "amp", "comet", "log_level"),
 }
 # Keys that a SkyPilot task has beside `run`.
 SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
