@@ -21,6 +21,10 @@ from toolkit.lint.check import fixed_text, lint_paths
         (b"", "contains NoneType, expected keys and values"),
         (b"{a: 1}: 2", "a key that is not a string"),
         (b"rows: 1\ncolumns: 2\n", "is neither an accelerate configuration nor"),
+        # keys that many programs have, and one among many others
+        (b"name: a\nwandb: true\n", "is neither an accelerate configuration nor"),
+        (b"optimizer: {_component_: torch.optim.AdamW}\nepochs: 1\n", "is neither an accelerate configuration nor"),
+        (b'{"amp": 1, "a": 2, "b": 3}', "is neither an accelerate configuration nor"),
         (b"a: \xff\n", "is not UTF-8 text: byte 3"),
     ],
 )

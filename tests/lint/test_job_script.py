@@ -18,8 +18,35 @@ from toolkit.lint.job_script import read_script
 def test_a_call_has_the_options_of_its_continued_lines_and_the_most_nodes_of_a_range_count() -> None:
     (call,) = read_script('a=1\nsrun torchrun \\\n  --nnodes=2 --rdzv_id "$ID" \\\n  train.py --bf16\n').launches
     assert (call.tool, call.line) == ("torchrun", 2)
-    assert call.options == {"nnodes": "2", "rdzv-id": "$ID", "bf16": None}
+    assert call.options == {"nnodes": "2", "rdzv-id": "$ID"}
+    assert (call.script, call.arguments, call.is_complete) == ("train.py", {"bf16": (None, 4)}, True)
     assert [read_script(f"#SBATCH {words}\n").nodes for words in ("-N 4", "--nodes=1-3", "--time=5")] == [4, 3, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "script", "arguments", "is_complete"),
+    [
+        ("torchrun -m a.b --lr=1 --x 1 2\n", "a.b", {"lr": "1", "x": ["1", "2"]}, True),
+        ("A='--bf16 --lr 1'\ntorchrun t.py $A\n", "t.py", {"bf16": None, "lr": "1"}, True),
+        ('A=(--lr 1)\nA+=(--b "x y")\ntorchrun t.py "${A[@]}"\n', "t.py", {"lr": "1", "b": "x y"}, True),
+        ("torchrun t.py --lr 1 $EXTRA_ARGS\n", "t.py", {"lr": "1"}, False),
+        ("torchrun t.py --lr $LR | tee log\n", "t.py", {"lr": "$LR"}, True),
+        ("trl sft --config a.yaml --lr 1\n", "trl sft", {"config": "a.yaml", "lr": "1"}, True),
+        (
+            "N=$(python -c 'print(len(\"a\"))')\nLR=1\nLR=2\ntorchrun t.py --lr $LR > log 2>&1\n",
+            "t.py",
+            {"lr": "$LR"},
+            True,
+        ),
+        ("accelerate-launch --quiet t.py --a 'b; c' && echo --d\n", "t.py", {"a": "b; c"}, True),
+    ],
+)
+def test_the_words_behind_a_script_are_split_as_bash_and_the_launcher_split_them(
+    text: str, script: str, arguments: dict[str, object], is_complete: bool
+) -> None:
+    (call,) = read_script(text).launches
+    assert (call.script, call.is_complete) == (script, is_complete)
+    assert {name: value for name, (value, _) in call.arguments.items()} == arguments
 
 
 ENDS_IN_THE_MIDDLE = ("", "#", "'", '"', "<<", "<<'", "<<A", "<<A\n", "\\", "a\\\n", "$(", "#SBATCH", "#SBATCH --")

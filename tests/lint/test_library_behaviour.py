@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 from fork_server import SERVER_VARIABLE
 from launching import cpu_environment, fork_server, run_warm, torchrun
+from refused_arguments import REFUSED
 
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
+from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
 from toolkit.lint.rules.trainer import DPO_KEYS
@@ -54,7 +57,6 @@ EXPECTED: dict[str, Any] = {
     "precision-owned-by-json": "accelerate config variables will be ignored",
     "no-zero-block": "Please specify the ZeRO optimization config",
     "deepspeed-file-missing": "Expected a string path to an existing deepspeed config",
-    "deepspeed-file-relative": "Expected a string path to an existing deepspeed config",
     "duplicate-key": [2, 2],
     "unknown-deepspeed-key": ACCEPTED,
     "dotted-key": [500_000_000, 1000],  # of `zero_optimization.reduce_bucket_size: 1000`, and of the key in its block
@@ -72,7 +74,7 @@ EXPECTED: dict[str, Any] = {
 }
 # Rules that rest on the same behaviour as another rule.
 SHOWN_BY_ANOTHER = {"yaml-not-auto": "not-auto", "differs-from-json": "not-auto"}
-SHOWN_BY_ANOTHER |= {"deepspeed-without-standard": "pdsh-by-default"}
+SHOWN_BY_ANOTHER |= {"deepspeed-without-standard": "pdsh-by-default", "fsdp1-key-of-trainer": "fsdp2-obsolete-key"}
 # Behaviour that only GPUs, disks or long runs show, and where the library states it: package, module, text.
 FOUND_IN_SOURCE = {
     "jit-checkpoint": ("transformers", "trainer_jit_checkpoint.py", "self.is_checkpoint_requested = True"),
@@ -99,6 +101,27 @@ FOUND_IN_SOURCE = {
         "trainer/dpo_trainer.py",
         "if is_peft_model(self.model) or (args.precompute_ref_log_probs and not self.is_fsdp_enabled):",
     ),
+    "sharded-final-save": (
+        "transformers",
+        "trainer.py",
+        'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin',
+    ),
+    "layer-class-of-one-model": ("accelerate", "utils/dataclasses.py", "Could not find the transformer layer class"),
+    "refused-by-accelerate": ("accelerate", "utils/dataclasses.py", "FSDP2 does not support LOCAL_STATE_DICT"),
+    "uneven-processes": ("accelerate", "utils/launch.py", "args.nproc_per_node = str(num_processes // num_machines)"),
+    "whole-model-on-each-rank": ("accelerate", "utils/operations.py", "deepspeed_plugin.is_zero3_init_enabled()"),
+    "checkpointing-block-unread": ("deepspeed", "runtime/activation_checkpointing/checkpointing.py", "def configure("),
+    "visible-devices-ignored": ("deepspeed", "launcher/runner.py", "but ignoring it because one or several of"),
+    "include-with-count": ("deepspeed", "launcher/runner.py", "Cannot specify num_nodes/gpus with include/exclude"),
+    "file-behind-local-rank": ("deepspeed", "launcher/launch.py", 'cmd.append(f"--local_rank={local_rank}")'),
+    "four-and-eight-bits": (
+        "trl",
+        "trainer/model_config.py",
+        "You can't use 8 bit and 4 bit precision at the same time",
+    ),
+    "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
+    "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
+    "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
     "nvme-below-stage-3": (
         "deepspeed",
         "runtime/zero/stage_1_and_2.py",
@@ -108,7 +131,7 @@ FOUND_IN_SOURCE = {
 }
 # Properties of a cluster or a policy, and costs that are measured elsewhere.
 NOT_SHOWN = {
-    *("machine-facts", "remote-by-default", "full-state-dict", "nvme-in-memory", "sub-group-size-zero"),
+    *("machine-facts", "remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
     "max-live-parameters-zero",
     # of SLURM, and of two jobs at once
     *("only-first-node", "launcher-per-gpu", "fixed-port", "killed-at-limit", "signal-to-batch-shell"),
@@ -204,15 +227,220 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
     own_tests |= {"wrong-type", "wrong-deepspeed-type", "wrong-argument-type"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
-    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}
+    own_tests |= {
+        "fixed-rendezvous-id",
+        "elastic-without-restarts",
+        "short-shutdown",
+        "refused-by-trainer",
+        "refused-alone",
+    }
+    own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
+    own_tests |= {"lost-line", "typographic-quotes", "not-exported", "number-as-text", "not-indented"}
     shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests
     assert {rule.name for rule in RULES} == shown | NOT_SHOWN
     assert [rule.name for rule in RULES if rule.level == "error" and rule.name in NOT_SHOWN] == []
 
 
 def test_the_rules_were_checked_with_the_installed_versions() -> None:
-    for library, version in CHECKED_VERSIONS.items() - {("slurm", "22.05")}:  # no Python package
+    for library, version in CHECKED_VERSIONS.items() - {("slurm", "22.05"), ("bash", "5.2")}:  # no Python packages
         assert version_numbers(installed_version(library) or "") == version_numbers(version), library
+
+
+# -- what the libraries raise
+
+# Lines of a raise -> rule that says it, or why none does.
+HARDWARE, CODE = "depends on the GPU or the packages of the node", "a value that only code can pass"
+RAISES = {
+    ("transformers", "training_args.py"): {
+        "Failed to initialize torch.distributed": HARDWARE,
+        "evaluation strategy": "refused-by-trainer",
+        "Tried passing in a callable to": CODE,
+        "--tf32 requires Ampere": HARDWARE,
+        "`torch_empty_cache_steps` must be": "refused-alone",
+        "logging strategy": "refused-by-trainer",
+        "--logging_steps must be an integer": "refused-by-trainer",
+        "--eval_steps must be an integer": "refused-by-trainer",
+        "--save_steps must be an integer": "refused-by-trainer",
+        "--load_best_model_at_end requires": "refused-by-trainer",
+        "error_message": HARDWARE,
+        "At most one of fp16 and bf16 can be True, but": "fp16-and-bf16",
+        "At most one of fp16 and bf16 can be True for full eval": "refused-alone",
+        "reduce_lr_on_plateau requires an eval": "refused-by-trainer",
+        "reduce_lr_on_plateau requires torch": HARDWARE,
+        "greedy requires an eval": "refused-by-trainer",
+        "Got warmup_steps": "refused-alone",
+        "--dataloader_prefetch_factor": "refused-alone",
+        "Using the `Trainer` with `PyTorch`": HARDWARE,
+        "Passing `'use_configured_state':True`": CODE,
+        "Tried to use an already configured": CODE,
+        "Setting `strategy` as 'steps'": CODE,
+        "`auto_wrap_policy` must be one of": "unknown-word",
+        "is only available with FSDP1": "refused-by-trainer",
+        "Unknown `fsdp` option": "refused-by-trainer",
+        "invalid truth value": "wrong-argument-type",
+    },
+    ("trl", "trainer/grpo_config.py"): {
+        "does not support sequence-dim parallelism": CODE,
+        "log_completions_hub_repo is set": "refused-alone",
+        "auto_find_batch_size is not supported": "refused-alone",
+        "must be divisible by the global batch size": "refused-by-grpo",
+        "can not be both configured": "refused-alone",
+        "The global eval batch size": "refused-by-grpo",
+        "must be divisible by num_generations": "refused-by-grpo",
+        "requires at least 2 generations": "refused-by-grpo",
+        "must be less than": "refused-by-grpo",
+        "At least one of `vllm_importance_sampling": "only with an empty clip of the default",
+    },
+    ("trl", "trainer/rloo_config.py"): {
+        "does not support sequence-dim parallelism": CODE,
+        "auto_find_batch_size is not supported": "refused-alone",
+        "must be divisible by the global batch size": "refused-by-grpo",
+        "can not be both configured": "refused-alone",
+        "The global eval batch size": "refused-by-grpo",
+        "must be divisible by num_generations": "refused-by-grpo",
+        "requires at least 2 generations": "refused-by-grpo",
+    },
+    ("trl", "trainer/dpo_config.py"): {"`loss_weights`": "weights-of-losses"},
+    ("trl", "trainer/model_config.py"): {"You can't use 8 bit and 4 bit": "four-and-eight-bits"},
+    ("trl", "trainer/distillation_config.py"): {
+        "beta must be in": "experimental, and `beta` is also DPO's",
+        "": "experimental",
+    },
+    ("accelerate", "utils/dataclasses.py"): {
+        "Please specify the ZeRO optimization config": "no-zero-block",
+        "MS-AMP is not supported": "only MS-AMP",
+        "Invalid optimization level for MS-AMP": "only MS-AMP",
+        "not found in kwargs": CODE,
+        "Please correct the following DeepSpeed config values": "differs-from-json",
+        "arg cannot be set to": "precision-owned-by-json",
+        "When `zero3_init_flag` is set": HARDWARE,
+        "the following accelerate config variables will be ignored": "key-owned-by-json",
+        "DeepSpeed version must be": HARDWARE,
+        "Could not find a transformer layer class": "layer-class-of-one-model",
+        "must be enabled manually": CODE,
+        "'enabled' can only be set": CODE,
+        "FSDP2 requires PyTorch": HARDWARE,
+        "please set to a `bool`": "fsdp2-reshard-word",
+        "This is not supported with FSDP1": CODE,
+        "Invalid auto wrap policy": "unknown-word",
+        "`min_num_params` must be an integer": CODE,
+        "forward_prefetch is not yet implemented": CODE,
+        "requires `activation_checkpointing=True`": "refused-by-accelerate",
+        "requires `fsdp_version=2`": "refused-by-accelerate",
+        "no available devices found": HARDWARE,
+        "FSDP2 does not support LOCAL_STATE_DICT": "refused-by-accelerate",
+        "Could not find the transformer layer class": "layer-class-of-one-model",
+        "Invalid mixed precision": CODE,
+        "mixed_precision_policy must be": CODE,
+        "`cpu_offload` must be": CODE,
+        "is only available in PyTorch": HARDWARE,
+        "Invalid cp_comm_strategy": "unknown-word",
+        "`sp_seq_length` must be provided": "the launcher's default is a length that varies",
+        "not supported with sequence parallelism": "sp-attention",
+        "or a hub-hosted flash attention kernel": "sp-attention",
+        "TP requires transformers": HARDWARE,
+    },
+    ("accelerate", "commands/launch.py"): {
+        "DeepSpeed is not installed": HARDWARE,
+        "--no_python cannot be used with TPU": HARDWARE,
+        "Your training script should have": HARDWARE,
+        "Docker containers are not supported": HARDWARE,
+        "Please install sagemaker": HARDWARE,
+        "SageMaker requires a python": HARDWARE,
+        "CalledProcessError": "the script's own failure",
+        "You can only use one of": "flags of the launcher, which name each other in the message",
+        "at least 2 processes to use `--multi_gpu`": "flags of the launcher, which name each other in the message",
+        "You cannot use `--use_parallelism_config`": "flags of the launcher, which name each other in the message",
+        "Less than two GPU ids": "refused-by-accelerate",
+        "bf16 mixed precision requires": HARDWARE,
+        "manually pass in `--num_processes`": "a file without num_processes leaves it to the flag",
+    },
+}
+
+
+# Of accelerate's many classes, those that read a file's settings.
+PLUGINS = (
+    *("DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "TorchContextParallelConfig", "TorchTensorParallelConfig"),
+    "DeepSpeedSequenceParallelConfig",
+)
+
+
+def raises_in(text: str, *, only: tuple[str, ...] = ()) -> list[str]:
+    """The text of each raise, with the lines of its message; of some classes alone."""
+    tree = ast.parse(text)
+    parts = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in only] or [tree]
+    nodes = [node for part in parts for node in ast.walk(part)]
+    return [ast.unparse(node) for node in nodes if isinstance(node, ast.Raise) and node.exc is not None]
+
+
+@pytest.mark.parametrize("place", RAISES, ids="/".join)
+def test_every_raise_of_the_arguments_has_a_rule_or_a_reason(place: tuple[str, str]) -> None:
+    known, only = RAISES[place], PLUGINS if "dataclasses" in place[1] else ()
+    raised = raises_in(source_of(*place), only=only)
+    unknown = [each for each in raised if not any(part in each.replace("\\'", "'") for part in known)]
+    assert unknown == []
+    assert [part for part in known if not any(part in each.replace("\\'", "'") for each in raised)] == []
+    names = {rule.name for rule in RULES}
+    assert {what for what in known.values() if "-" in what and " " not in what} <= names
+
+
+def refused_arguments() -> list[tuple[str, bool]]:
+    """What TrainingArguments does with the bad and the good texts of REFUSED: each, and if it raised."""
+    code = "import json, sys, yaml\nfrom transformers import TrainingArguments\nfor text in json.loads(sys.argv[1]):\n"
+    code += "    try:\n        TrainingArguments(**yaml.safe_load(text), use_cpu=True, report_to='none'); print(0)\n"
+    code += "    except ValueError: print(1)\n"
+    texts = [f"output_dir: out\n{text}" for pair in REFUSED for text in pair]
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(texts)], capture_output=True, text=True, check=True)
+    return list(zip(texts, (line == "1" for line in done.stdout.split()), strict=True))
+
+
+def test_training_arguments_raise_for_each_bad_file_of_the_rule_and_for_no_good_one() -> None:
+    assert [raised for _, raised in refused_arguments()] == [True, False] * len(REFUSED)
+
+
+def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versions() -> None:
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    tables = launcher_tables()
+    options = {action.dest: action for action in launch_command_parser()._actions}
+    defaults = {name: options[name].default for name in tables["never_taken"]}
+    assert defaults == tables["never_taken"]
+    for tool, actions in {"accelerate": options.values(), "torchrun": get_args_parser()._actions}.items():
+        flags = {
+            word.lstrip("-").replace("_", "-") for each in actions if each.nargs == 0 for word in each.option_strings
+        }
+        assert flags <= set(tables["flags"][tool])
+        assert set(tables["launcher_options"][tool]) <= {each.dest for each in actions}
+    plugin = source_of("accelerate", "utils/dataclasses.py") + source_of("accelerate", "utils/launch.py")
+    missing = [
+        name for name in tables["variables"]["FSDP"] if f'"{name}"' not in plugin and f'"FSDP_{name}"' not in plugin
+    ]
+    assert missing == []
+
+
+def test_words_of_accelerate_are_those_of_its_enums() -> None:
+    from accelerate.utils import ComputeEnvironment, DistributedType, PrecisionType, constants
+
+    words = {key: table["words"] for key, table in launcher_tables()["words"]["accelerate"].items()}
+    assert words["compute_environment"] == [each.value for each in ComputeEnvironment]
+    assert set(words["distributed_type"]) == {each.value for each in DistributedType}
+    assert set(words["mixed_precision"]) == {each.value for each in PrecisionType}
+    for name in ("auto_wrap_policy", "sharding_strategy", "state_dict_type", "backward_prefetch"):
+        assert set(getattr(constants, f"FSDP_{name.upper()}")) <= set(words[f"fsdp_config.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("echo a \\\n  b\n  --c d 2>/dev/null; echo $?", b"a b 127"),  # a command of its own, which is not found
+        ("echo a \\ \n  --c d 2>/dev/null; echo $?", b"a 127"),
+        ("A=1; bash -c 'echo [$A]'", b"[]"),
+        ("export A=“x”; echo $A", "“x”".encode()),
+    ],
+)
+def test_bash_does_with_lost_lines_variables_and_quotes_what_the_rules_say(script: str, printed: bytes) -> None:
+    assert b" ".join(subprocess.run(["bash", "-c", script], capture_output=True, check=False).stdout.split()) == printed
 
 
 # -- launchers on several nodes

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from toolkit.entry_point import print_message
-from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
+from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, shown, visible
 from toolkit.flags import JsonOutput
 from toolkit.screen_text import shown_on
 from toolkit.units import counted
@@ -31,18 +31,23 @@ def lint(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="with --fix: change the files, and keep each old one as FILE.bak")
     ] = False,
+    level: Annotated[str, typer.Option("--level", help="error, warning or note: the least that fails")] = "warning",
 ) -> None:
     """Find settings in configuration files that do not do what they say.
 
     Reads accelerate YAMLs, DeepSpeed JSONs, Trainer arguments, sbatch files, SkyPilot tasks and shell scripts that
     start a launcher, and says what to write instead.
 
-    A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
+    A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: nothing of --level or above; 1: findings;
+    2: a file cannot be read.
     """
     from toolkit.convert.conversion import recognising
     from toolkit.lint.check import lint_paths
+    from toolkit.lint.findings import LEVELS
     from toolkit.lint.rules.settings import shorten
 
+    if level not in LEVELS:
+        raise ToolkitError(f"--level is {shown(level)}, expected {', '.join(LEVELS)}")
     if in_place and not fix:
         raise ToolkitError("--in-place has no effect without --fix", hint="add `--fix`")
     if fix:
@@ -66,15 +71,17 @@ def lint(
             ]
             print(shown_on(sys.stdout, "\n".join(map(visible, lines))))
     levels = Counter(finding.level for finding in result.findings)
-    counts = ", ".join(counted(count, level) for level, count in levels.items())
-    print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}")
+    counts = ", ".join(counted(levels[each], each) for each in LEVELS if levels[each])
+    print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}{'; but:' if result.not_checked else ''}")
+    for line in result.not_checked:
+        print_message(f"  {visible(line)}")
     for library, checked in sorted({tuple(finding.checked_against.split(" ", 1)) for finding in result.findings}):
         installed = installed_version(library)
         if installed is not None and version_numbers(installed)[:2] != version_numbers(checked)[:2]:
             print_message(f"note: {library} {installed} is installed; its rules were checked with {checked}")
     if result.unreadable:
         raise typer.Exit(EXIT_INVALID_INPUT)
-    if result.findings:
+    if any(levels[each] for each in LEVELS[: LEVELS.index(level) + 1]):
         raise typer.Exit(EXIT_RUN_FAILED)
 
 

@@ -19,14 +19,18 @@ from toolkit.files.paths import is_file
 from toolkit.installation import documentation_address
 from toolkit.lint.document import (
     LINTED_SUFFIXES,
+    OUR_PROGRAMS,
+    TRAINER,
+    TRAINER_EVIDENCE,
     Document,
     NotAConfiguration,
     load_document,
     read_text,
-    with_deepspeed_json,
+    with_named_files,
 )
-from toolkit.lint.findings import Finding, LintRule, Match
+from toolkit.lint.findings import NOTE, WARNING, Finding, LintRule, Match
 from toolkit.lint.rules import RULES
+from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
 
 MAX_FILES = 10_000  # in a folder: data sets and caches have more, and take minutes
@@ -40,6 +44,8 @@ class LintResult:
     files: list[str]
     unreadable: list[ToolkitError]
     """One error for each file of a folder that looks like a configuration and cannot be read."""
+    not_checked: list[str]
+    """One line for each script whose arguments no rule knows."""
 
 
 def lint_paths(paths: Sequence[Path]) -> LintResult:
@@ -47,7 +53,7 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
 
     Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration.
     """
-    documents: dict[tuple[Path, str | None], Document] = {}
+    documents: dict[tuple[Path, str | None, int], Document] = {}
     unreadable: list[ToolkitError] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
@@ -67,14 +73,27 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
                     hint="name a file that contains `distributed_type`, `zero_optimization`, training arguments or"
                     " `torchrun`",
                 )
-            for each in (document, document.deepspeed_json):
-                if document.kind is not None and each is not None:
-                    documents.setdefault((Path(each.path).resolve(), each.kind), each)
+            for each in document.linted if document.kind is not None else ():
+                first_line = each.call.line if each.call else 0
+                documents.setdefault((Path(each.path).resolve(), each.kind, first_line), each)
     if not documents and not unreadable:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
-    findings = [finding for document in documents.values() for finding in lint_document(document)]
-    files = list(dict.fromkeys(each.path for each in documents.values()))
-    return LintResult(findings=findings, files=files, unreadable=unreadable)
+    found = [finding for document in documents.values() for finding in lint_document(document)]
+    files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
+    findings = sorted(dict.fromkeys(found), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
+    not_checked = [line for document in documents.values() for line in _not_checked(document)]
+    return LintResult(findings=findings, files=files, unreadable=unreadable, not_checked=not_checked)
+
+
+def _not_checked(document: Document) -> Iterator[str]:
+    """Say which words behind a script's name no rule has looked at."""
+    checked = {part.call.line for part in document.parts if part.call and part.kind}
+    for call in document.script.launches:
+        if call.arguments and call.line not in checked:
+            count = counted(len(call.arguments), "argument")
+            yield f"{document.path}:{call.line}: {count} of {call.script} not checked"
+        elif not call.is_complete:
+            yield f"{document.path}:{call.line}: variables stand for arguments that were not checked"
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -99,10 +118,10 @@ def lint_document(document: Document) -> list[Finding]:
     """Return the findings of one document, in the order of its lines."""
     found = [
         Finding(
-            file=document.path,
+            file=document.path if (place := _place(document, match.key)) is document else place.path,
             key=match.key,
-            line=match.line if match.line is not None else document.line(match.key),
-            level=rule.level,
+            line=match.line if match.line is not None else place.line(match.key),
+            level=_level(document, rule, match),
             rule=rule.name,
             message=match.message,
             fix=match.fix,
@@ -112,6 +131,29 @@ def lint_document(document: Document) -> list[Finding]:
         for rule, match in _matches(document)
     ]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.rule))
+
+
+def _place(document: Document, key: str) -> Document:
+    """Return the document that a key stands in: that of `fsdp_config` may be a file of its own."""
+    section = document.fsdp_json
+    return section if section is not None and key.startswith("fsdp_config.") and key in section.positions else document
+
+
+def _is_known(document: Document, rule: LintRule) -> bool:
+    """Return True where the program that reads a file is the one that the rule was checked with."""
+    is_of_program = rule.library not in ("transformers", "trl", "accelerate", "pyyaml")  # by its own schema
+    return document.kind != TRAINER or document.program in OUR_PROGRAMS or is_of_program
+
+
+def _level(document: Document, rule: LintRule, match: Match) -> str:
+    """Return a finding's level: who reads Trainer arguments decides whether an error is one."""
+    level = match.level or rule.level
+    if level == NOTE or _is_known(document, rule):
+        return level
+    if document.program is not None:
+        return level if rule.for_every_program else NOTE
+    has_evidence = len(document.data.keys() & TRAINER_EVIDENCE) > 1
+    return (level if rule.for_every_program else WARNING) if has_evidence else NOTE
 
 
 def _matches(document: Document) -> Iterator[tuple[LintRule, Match]]:
@@ -134,11 +176,12 @@ def fixed_text(path: Path) -> str:
     """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
-        changed = apply_fixes(document, [match for _, match in _matches(document)])
+        matches = [match for rule, match in _matches(document) if _is_known(document, rule)]
+        changed = apply_fixes(document, matches)
         if changed == document.text:
             break
         try:
-            document = with_deepspeed_json(read_text(changed, str(path)))
+            document = with_named_files(read_text(changed, str(path)))
         except ToolkitError:  # the file's layout does not allow an edit line by line: keep the text from before it
             break
     return document.text

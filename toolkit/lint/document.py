@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Set
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ from toolkit.files.documents import (
 )
 from toolkit.files.paths import is_file
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
-from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
+from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
@@ -74,7 +76,12 @@ class Document:
     dotted_lines: dict[str, int] = field(default_factory=dict)  # of keys at the top level with a dot in their names
     is_json: bool = False
     deepspeed_json: Document | None = None  # the DeepSpeed JSON that this file names, where it was found, or has itself
+    fsdp_json: Document | None = None  # the JSON that `fsdp_config` names; its settings are in `data` too
+    launch_config: Document | None = None  # accelerate's YAML that the command line names
     script: JobScript = EMPTY_SCRIPT  # the shell script that this file is or has
+    parts: tuple[Document, ...] = ()  # the arguments of each launch in a script, and the files that it writes
+    call: LauncherCall | None = None  # the launch that these are the arguments of
+    program: str | None = None  # who reads these Trainer arguments; None where the file does not say
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
@@ -99,37 +106,108 @@ class Document:
         position = self.positions.get(key)
         return position.line if position else None
 
+    @property
+    def is_complete(self) -> bool:
+        """False for a command line on which a variable may stand for more arguments."""
+        return self.call is None or self.call.is_complete
+
+    @property
+    def linted(self) -> list[Document]:
+        """The document, the parts of it, and the files that it names."""
+        named = [each for each in (self.deepspeed_json, self.launch_config) if each is not None]
+        return [self, *(inner for each in (*named, *self.parts) for inner in each.linted)]
+
 
 # -- reading
 
 
 def load_document(path: Path) -> Document:
-    """Read a file, recognise its kind, and read the DeepSpeed JSON that it names.
+    """Read a file, recognise its kind, and read the files that it names.
 
     Raises ToolkitError for a file that is missing, too large, not text, not YAML or JSON, or not a mapping.
     """
-    return with_deepspeed_json(_read_file(path))
+    return with_named_files(_read_file(path))
 
 
-def with_deepspeed_json(document: Document) -> Document:
-    """Return the document with the DeepSpeed JSON that it names, where that file exists, or that it has itself."""
+def with_named_files(document: Document) -> Document:
+    """Return the document with the JSON that it names, where that file exists, or that it has itself, and its parts."""
+    if document.script.launches:
+        written = [_written_file(document, *file) for file in document.script.files]
+        parts = [*filter(None, written), *filter(None, map(partial(_arguments, document), document.script.launches))]
+        return replace(document, parts=tuple(_with_written(with_named_files(part), parts) for part in parts))
+    fsdp = document.get("fsdp_config")
+    if document.kind == TRAINER and isinstance(fsdp, str) and (file := find_named(fsdp, document.path)):
+        section = _read_file(file, is_section=True)
+        document = replace(
+            document, data=document.data | {"fsdp_config": section.block("fsdp_config")}, fsdp_json=section
+        )
     value, position = document.get(key := deepspeed_files(document)[0]), document.positions.get(key)
-    if position is not None and isinstance(value, str) and value.startswith("{"):  # as a block on the lines below
+    if position is not None and isinstance(value, str) and value.startswith("{") and document.call is None:
         lines = document.text.count("\n", 0, position.value_span[0]) + (document.text[position.value_span[0]] in "|>")
-        inner = read_text("\n" * lines + value, document.path, is_json=True)
+        inner = read_text("\n" * lines + value, document.path, is_json=True)  # as a block on the lines below
         return replace(document, deepspeed_json=replace(inner, kind=DEEPSPEED, is_json=False))
-    named = next((path for path in deepspeed_files(document)[1] if is_file(path)), None)
+    named = find_named(deepspeed_files(document)[1], document.path)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
     return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
 
 
-def _read_file(path: Path) -> Document:
-    return read_text(documents.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
+def _written_file(document: Document, name: str, text: str, line: int) -> Document | None:
+    """Return the configuration that a here-document of a script writes; None for one that the shell completes."""
+    try:
+        written = read_text("\n" * (line - 1) + text, name)
+    except ToolkitError:
+        return None
+    return (
+        replace(written, path=document.path, fsdp_json=None, text=f"{name}\n{written.text}") if written.kind else None
+    )
 
 
-def read_text(text: str, path: str, *, is_json: bool = False) -> Document:
-    """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind."""
+def _with_written(part: Document, parts: Sequence[Document]) -> Document:
+    """Return the arguments of a launch with the DeepSpeed JSON that the same script writes."""
+    names = {Path(each.text.partition("\n")[0]).name: each for each in parts if each.call is None}
+    written = names.get(Path(deepspeed_files(part)[1] or ".").name)
+    if part.call is None or written is None or written.kind != DEEPSPEED:
+        return part
+    return replace(part, deepspeed_json=written)
+
+
+def _arguments(document: Document, call: LauncherCall) -> Document | None:
+    """Return the words behind a script's name as Trainer arguments; None where nothing says that they are."""
+    data = {name: True if value is None else value for name, (value, _) in call.arguments.items()}
+    program = reader_of(data, script=call.script or "")
+    is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
+    config = find_named(call.options.get("config-file") or "", document.path)
+    launch_config = None
+    if config is not None and config.suffix in (".yaml", ".yml"):
+        launch_config = with_named_files(_read_file(config))
+    if not data or not (is_trainer or launch_config):
+        return None
+    places = {
+        name: KeyPosition(key=name, line=line, key_span=(0, 0), value_span=(0, 0), in_braces=False)
+        for name, (_, line) in call.arguments.items()
+    }
+    return Document(
+        path=document.path,
+        text=document.text,
+        kind=TRAINER if is_trainer else None,
+        data=data,
+        positions=places,
+        launch_config=launch_config if launch_config and launch_config.kind == ACCELERATE else None,
+        call=call,
+        program=program,
+    )
+
+
+def _read_file(path: Path, *, is_section: bool = False) -> Document:
+    return read_text(documents.read_text(path, max_bytes=MAX_YAML_BYTES), str(path), is_section=is_section)
+
+
+def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool = False) -> Document:
+    """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind.
+
+    `is_section` where `fsdp_config` names the file.
+    """
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
         script = read_script(text)
         # Without sbatch's directives it is a script of training only if it starts a launcher.
@@ -139,7 +217,12 @@ def read_text(text: str, path: str, *, is_json: bool = False) -> Document:
     data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
-    kind, positions = detect_kind(data), {position.key: position for position in found if not position.dotted}
+    is_section = is_section or len(data.keys() & FSDP_SECTION) > max(1, len(data) / 2)
+    if is_section:  # of a Trainer's arguments, in a file of its own
+        data = {"fsdp": True, "fsdp_config": data}
+        found = [replace(position, key=f"fsdp_config.{position.key}") for position in found]
+    kind = TRAINER if is_section else detect_kind(data)
+    positions = {position.key: position for position in found if not position.dotted}
     return Document(
         path=path,
         text=text,
@@ -150,6 +233,7 @@ def read_text(text: str, path: str, *, is_json: bool = False) -> Document:
         is_json=is_json,
         kind=kind,
         script=_task_script(text, data, positions) if kind == SKYPILOT else EMPTY_SCRIPT,
+        program=reader_of(data) if kind == TRAINER else None,
     )
 
 
@@ -271,33 +355,97 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
     yield from value(after_space(0), "")
 
 
-# -- the DeepSpeed JSON that a YAML names
+# -- the files that a configuration names
 
 
-def deepspeed_files(document: Document) -> tuple[str, list[Path]]:
-    """Return the key that names the DeepSpeed JSON, and where that file may be; no path where none is named.
-
-    The first is relative to the working directory, as the libraries resolve it. The others are relative to the YAML's
-    folder and its parent, where its author may have meant it.
-    """
+def deepspeed_files(document: Document) -> tuple[str, str]:
+    """Return the key that names the DeepSpeed JSON, and the path that it names; empty where it names none."""
     key = "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
     named = document.get(key)
-    if not isinstance(named, str) or named in ("", "none") or named.startswith("{"):
-        return key, []
+    if not isinstance(named, str) or named in ("", "none") or named.startswith("{") or "$" in named:
+        return key, ""
     if len(named) > MAX_PATH_LENGTH or "\0" in named or documents.settings_for_path(named, document.path):
-        return key, []
-    folder = Path(document.path).absolute().parent
-    return key, [Path(named), folder / named, folder.parent / named, folder / Path(named).name]
+        return key, ""
+    return key, named
+
+
+def find_named(named: str, path: str) -> Path | None:
+    """Return the file that a configuration names: from the working directory, as the libraries resolve it, or else from
+    the configuration's folder or one around it, where its author may start the program."""
+    if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
+        return None
+    folder = Path(path).parent
+    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
+    candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
+    return next(filter(is_file, candidates), None)
+
+
+# -- who reads Trainer arguments
+
+OUR_PROGRAMS = ("transformers", "trl")  # whose installed or pinned versions the rules know
+# Keys that only one program has, which brings fields of its own or pins another version of transformers.
+FOREIGN = {
+    "llama-factory": {"finetuning_type", "cutoff_len", "lora_target", "freeze_trainable_layers", "template"},
+    "ms-swift": {"train_type", "tuner_type", "swift_version", "split_dataset_ratio"},
+    "open-instruct": {"dataset_mixer_list", "dataset_mix_dir", "use_slow_tokenizer"},
+}
+# Keys of scripts that have an argument parser of their own in place of TrainingArguments.
+NO_TRAINER = {"with_tracking", "checkpointing_steps", "num_warmup_steps", "max_train_steps", "train_batch_size"}
+# Keys that hardly any script has unless it reads TrainingArguments.
+TRAINER_EVIDENCE = {
+    *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit", "ddp_timeout"),
+    *(
+        "per_device_eval_batch_size",
+        "load_best_model_at_end",
+        "overwrite_output_dir",
+        "do_train",
+        "do_eval",
+        "do_predict",
+    ),
+    *("bf16", "fp16", "tf32", "optim", "group_by_length", "remove_unused_columns", "save_only_model", "fsdp_config"),
+    *("per_device_train_batch_size", "dataloader_num_workers", "logging_first_step", "report_to", "output_dir"),
+}
+TRL_KEYS = {
+    *("dataset_name", "use_peft", "max_completion_length", "num_generations", "max_length", "load_in_4bit"),
+    *("padding_free", "packing", "beta", "precompute_ref_log_probs", "assistant_only_loss"),
+}
+_EXAMPLE = re.compile(r"(?:^|/)run_(?:clm|mlm|glue|squad|qa|ner|summarization|translation|speech\w*|seq2seq\w*)\.py$")
+
+
+def reader_of(data: Mapping[str, Any], *, script: str = "") -> str | None:
+    """Return the program that reads Trainer arguments, by its own keys or its script; None where they do not say.
+
+    >>> reader_of({"finetuning_type": "lora", "warmup_ratio": 0.1}), reader_of({"learning_rate": 1e-5})
+    ('llama-factory', 'transformers')
+    """
+    for name, keys in FOREIGN.items():
+        if data.keys() & keys or name.replace("-", "").lower() in script.replace("-", "").replace("_", "").lower():
+            return name
+    if script.startswith("swift "):
+        return "ms-swift"
+    if data.keys() & NO_TRAINER:
+        return "a script with a parser of its own"
+    if script.startswith("trl ") or "trl/scripts/" in script or (not script and data.keys() & TRL_KEYS):
+        return "trl"
+    known = trainer_argument_names() | TRAINING_ARGUMENTS_REMOVED.keys()
+    unknown = [name for name in data if name not in known and not script]
+    misspelt = len(unknown) < 4 and all(nearest(name[:100], known, cutoff=0.88) for name in unknown)
+    if _EXAMPLE.search(script) or (not script and misspelt):
+        return "transformers"
+    return None
 
 
 # -- the kind of a file
 
+# Keys of the section that a Trainer's `fsdp_config` names.
+FSDP_SECTION = {name for key in (*TRAINER_FSDP_KEYS, "sharding_strategy") for name in (key, f"fsdp_{key}")}
 # Keys of other programs' formats that share key names with `TrainingArguments`.
 FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
     *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
-    *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands"),
+    *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands", "activation_checkpointing", "wandb"),
+    *("tensorboard", "timers", "amp", "comet", "log_level"),
 }
 # Keys that a SkyPilot task has beside `run`.
 SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
@@ -330,7 +478,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
     if counts[best]:
-        return best
+        return best if counts[best] * 8 >= len(keys) else None
     for kind, decisive in () if (by_value := _kind_by_value(data)) else DECISIVE_KEYS.items():
         if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
             return kind
@@ -339,7 +487,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
 
 def _kind_by_value(data: dict[str, Any]) -> str | None:
     """Decide by the shape of a value whose key several libraries have."""
-    if any(isinstance(data.get(key), dict) for key in ("bf16", "fp16", "optimizer", "scheduler")):
+    blocks = [data[key] for key in ("bf16", "fp16", "optimizer", "scheduler") if isinstance(data.get(key), dict)]
+    if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
         return DEEPSPEED
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):

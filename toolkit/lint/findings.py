@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from toolkit.lint.document import Document
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
+LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
 
 # The versions that the rules were checked with; a finding names its library's.
 CHECKED_VERSIONS = {
@@ -19,6 +19,7 @@ CHECKED_VERSIONS = {
     "torch": "2.13.0",
     "trl": "1.16.0",
     "slurm": "22.05",
+    "bash": "5.2",
 }
 
 
@@ -34,6 +35,7 @@ class Match:
     value: str | bool | None = None  # the key's new value
     remove: bool = False
     line: int | None = None  # where the place is no key of the document: its line
+    level: str | None = None  # where it is not the rule's
 
     @property
     def is_mechanical(self) -> bool:
@@ -70,6 +72,7 @@ class LintRule:
     fix: str
     check: Check
     removed_in: str | None = None  # for something that a library removed or changed: the version in which it did
+    for_every_program: bool = False  # a rule of Trainer arguments that holds in every version and program
 
     @property
     def description(self) -> str:
@@ -83,14 +86,27 @@ class LintRule:
 
 
 def rule(
-    level: str, *kinds: str, library: str, fix: str, name: str | None = None, removed_in: str | None = None
+    level: str,
+    *kinds: str,
+    library: str,
+    fix: str,
+    name: str | None = None,
+    removed_in: str | None = None,
+    for_every_program: bool = False,
 ) -> Callable[[Check], LintRule]:
     """Turn a check function into a LintRule of its name; every rule that a module of `rules` defines is run."""
 
     def make(check: Check) -> LintRule:
         rule_name = name or check.__name__.replace("_", "-")
         return LintRule(
-            name=rule_name, level=level, kinds=kinds, library=library, fix=fix, check=check, removed_in=removed_in
+            name=rule_name,
+            level=level,
+            kinds=kinds,
+            library=library,
+            fix=fix,
+            check=check,
+            removed_in=removed_in,
+            for_every_program=for_every_program,
         )
 
     return make

@@ -1,45 +1,86 @@
 """A shell script that starts training, as far as the rules look at it: sbatch directives, launchers, quoting.
 
->>> script = read_script("#SBATCH --nodes=2\\nsrun torchrun --nnodes=2 \\\\\\n  train.py\\n")
->>> script.nodes, script.launches[0].tool, script.launches[0].options["nnodes"], script.launches[0].line
-(2, 'torchrun', '2', 2)
+>>> script = read_script("#SBATCH --nodes=2\\nsrun torchrun --nnodes=2 \\\\\\n  train.py --bf16\\n")
+>>> call = script.launches[0]
+>>> script.nodes, call.tool, call.options["nnodes"], call.script, call.arguments
+(2, 'torchrun', '2', 'train.py', {'bf16': (None, 3)})
 
-Nothing is executed, and no more of the shell's grammar is read than quotes, comments, continued lines and
-here-documents.
+Nothing is executed, and no more of the shell's grammar is read than quotes, comments, continued lines, here-documents
+and variables that one line sets to plain text.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
-_SHORT_DIRECTIVES = {"-N": "nodes", "-n": "ntasks", "-t": "time", "-o": "output"}
+_DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
 _LAUNCHERS = {
-    "torchrun": re.compile(r"\btorchrun\b|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
-    "accelerate": re.compile(r"\baccelerate[ \t]+launch\b|-m[ \t]+accelerate\.commands\.launch\b"),
-    "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\S+\.py))"),
+    "torchrun": re.compile(r"\btorchrun\b(?!\.)|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
+    "accelerate": re.compile(
+        r"\baccelerate[ \t]+launch\b|\baccelerate-launch\b|-m[ \t]+accelerate\.commands\.launch\b"
+    ),
+    "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\$|\S+\.py))"),
+    "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
+    "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
+    "llamafactory-cli": re.compile(r"(?<![\w./-])(?:llamafactory-cli|lmf)(?=[ \t]+train\b)"),
+    "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
 }
-_VALUE = r"\"[^\"]*\"|'[^']*'|[^\s\\'\";&|]+"
-_OPTION = re.compile(rf"(?<![\w-])--([A-Za-z][\w-]*)(?:(?:=|[ \t]+(?!-))({_VALUE}))?")
+PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift")  # launchers that train themselves
+_NOT_STARTED = re.compile(
+    r"^\s*(?:echo|printf|pip3?|conda|which|type|pkill|pgrep|killall|grep)\b|\bcommand\s+-v\s+\S*$"
+)
 # An escaped character, a string in single or double quotes, a comment, the start of a here-document, the end of a line.
 _TOKEN = re.compile(
     r"""\\.|'[^']*+'?|"(?:\\.|[^"\\])*+"?|(?<![^ \t\n;])\#[^\n]*|(?<!<)<<(-?)[ \t]*(['"]?)([A-Za-z_]\w*)\2|\n""",
     re.DOTALL,
 )
 _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[ \t]*\}", re.MULTILINE | re.DOTALL)
+_SUBSTITUTION = r"\$\((?:[^()]|\((?:[^()]|\([^()]{0,999}+\)){0,999}+\)){0,999}+\)"
+_PIECE = re.compile(
+    r"""(?P<space>(?:[ \t]|\\\r?\n)+)|(?P<end>[\n;|)&<>`]|[0-9]>|(?<![^\s])\#)"""
+    rf"""|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`$]+|\$""",
+    re.DOTALL,
+)
+_ASSIGNMENT = re.compile(
+    r"""^[ \t]*(?:(export|local|readonly|declare(?:[ \t]+-\w+)*)[ \t]+)?([A-Za-z_]\w*)(\+?)="""
+    rf"""(\((?:[^()'"]|'[^']*'|"(?:\\.|[^"\\])*")*\)|(?:'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|[^\s;'"])*)""",
+    re.MULTILINE | re.DOTALL,
+)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
+_MANY_WORDS = re.compile(
+    r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
+)
+_WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
+
+
+@functools.cache
+def launcher_tables() -> Mapping[str, Any]:
+    """Return the options of launchers and the variables that libraries read, as `tables.yaml` lists them."""
+    return dict(yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherCall:
     """One call of a launcher."""
 
-    tool: str  # `torchrun`, `accelerate` or `deepspeed`
+    tool: str  # a key of _LAUNCHERS
     line: int
     options: dict[str, str | None]  # names with dashes, without the two in front; None for a flag without a value
+    script: str | None = None  # the file or module that it starts, or the command of a program that trains itself
+    arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)  # name -> value (None: a flag) and line
+    words: tuple[str, ...] = ()  # of the arguments
+    is_complete: bool = True  # False where a variable may stand for more words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +93,9 @@ class JobScript:
     launches: tuple[LauncherCall, ...]
     nodes: int | None = None  # nodes of the job, the most of them where it is a range; None where the file does not say
     protected: tuple[tuple[int, int], ...] = ()  # spans of the text in which this shell expands nothing
+    strings: tuple[tuple[int, int], ...] = ()  # spans in double quotes
+    commands: tuple[tuple[int, int], ...] = ()  # each with its continued lines and here-documents
+    files: tuple[tuple[str, str, int], ...] = ()  # that here-documents write: name, text, line before the text
 
     def expands_at(self, offset: int) -> bool:
         """Return True if the shell that runs the script itself expands a variable at an offset of the text."""
@@ -78,43 +122,157 @@ EMPTY_SCRIPT = JobScript(text="", first_line=1, directives={}, launches=())
 
 def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> JobScript:
     """Read a script; `nodes` is the number of nodes where another part of the file says it."""
-    directives = {
-        _SHORT_DIRECTIVES.get(found[1], found[1].lstrip("-")): (
-            found[2],
-            text.count("\n", 0, found.start()) + first_line,
-        )
-        for found in _DIRECTIVE.finditer(text)
-    }
-    breaks, protected = _scan(text)
+    directives = {}
+    for found in _DIRECTIVE.finditer(text):
+        name = found[1].lstrip("-")
+        directives[_DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, found.start()) + first_line
+    breaks, protected, strings, files = _scan(text)
     if "export -f" in text:  # run by another shell, on the node
         protected += [found.span() for found in _FUNCTION.finditer(text)]
     if nodes is None and "nodes" in directives:
         counts = re.findall("[0-9]+", directives["nodes"][0])
         nodes = max((int(count[:9]) for count in counts), default=None)
+    commands = tuple(itertools.pairwise([0, *breaks, len(text)]))
     return JobScript(
         text=text,
         first_line=first_line,
         directives=directives,
-        launches=tuple(_launches(text, breaks, first_line)),
+        launches=tuple(itertools.islice(_launches(text, commands, first_line), MAX_LAUNCHES)),
         nodes=nodes,
         protected=tuple(protected),
+        strings=tuple(strings),
+        commands=commands,
+        files=tuple((name, body, line + first_line - 1) for name, body, line in files),
     )
 
 
-def _launches(text: str, breaks: list[int], first_line: int) -> Iterator[LauncherCall]:
+def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
-    for start, end in itertools.pairwise([0, *breaks, len(text)]):
+    variables: Mapping[str, str | None] | None = None
+    for start, end in commands:
         command = text[start:end]
         calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(command)]
         for found, tool in sorted(calls, key=lambda call: call[0].start()):
-            if command.lstrip().startswith("#") or _in_comment(command, found.start()):
+            before = command[command.rfind("\n", 0, found.start()) + 1 : found.start()]
+            is_comment = command.lstrip().startswith("#") or _in_comment(command, found.start())
+            if is_comment or _NOT_STARTED.search(before) or _NOT_STARTED.match(command):
                 continue
-            options = {
-                option[1].replace("_", "-"): None if option[2] is None else option[2].strip("\"'")
-                for option in _OPTION.finditer(command, found.end())
-            }
-            line = first_line + text.count("\n", 0, start + found.start())
-            yield LauncherCall(tool=tool, line=line, options=options)
+            variables = _variables(text) if variables is None else variables
+            around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
+            stop = next(
+                (each.end() - 1 for each in around if each.start() < found.start() < each.end() - 1), len(command)
+            )
+            inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
+            words = list(itertools.islice(_words(inner, found.end(), variables), MAX_WORDS))
+            yield _read_call(
+                tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
+            )
+
+
+def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, start: int) -> LauncherCall:
+    """Split the words behind a launcher as it splits them: its options, the script, the script's arguments."""
+    flags, options, index = launcher_tables()["flags"].get(tool, ()), {}, 0
+    complete = True
+    while index < len(words) and tool not in PROGRAMS:
+        word, _, is_open = words[index]
+        name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
+        if not word.startswith("-"):
+            if not (is_open and _MANY_WORDS.search(word)):
+                break
+            complete = False
+        elif equals or name in flags or index + 1 == len(words) or words[index + 1][0].startswith("--"):
+            options[name] = word.partition("=")[2] if equals else None
+        else:
+            index += 1
+            options[name] = words[index][0]
+        index += 1
+    script, index = (words[index][0], index + 1) if index < len(words) else (None, index)
+    arguments: dict[str, tuple[Any, int]] = {}
+    argument: str | None = None
+    for word, at, is_open in words[index:]:
+        if re.match(r"--\w", word):
+            argument, equals, value = word[2:].partition("=")
+            argument = argument.replace("-", "_")
+            arguments[argument] = value if equals else None, line_at(at)
+            continue
+        has_value = argument is not None and arguments[argument][0] is not None
+        if is_open and (argument is None or has_value or _MANY_WORDS.search(word)):
+            complete = False
+        elif argument is not None:
+            old, line = arguments[argument]
+            arguments[argument] = word if old is None else [*(old if isinstance(old, list) else [old]), word], line
+    return LauncherCall(
+        tool=tool,
+        line=line_at(start),
+        options=options,
+        script=f"{tool} {script}" if tool in PROGRAMS else script,
+        arguments=arguments,
+        words=tuple(word for word, _, _ in words[index:]),
+        is_complete=complete and script is not None,
+    )
+
+
+def _variables(text: str) -> dict[str, str | None]:
+    """Return the text of each variable that is set once, outside of comments; None for one that has several."""
+    variables: dict[str, str | None] = {}
+    for found in itertools.islice(_ASSIGNMENT.finditer(text), 500):
+        value = found[4][1:-1] if found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4]) else found[4]
+        plain = None if "$(" in value or "`" in value or len(value) > 5000 else value.replace("\\\n", " ")
+        if found[3]:
+            plain = None if plain is None or variables.get(found[2]) is None else f"{variables[found[2]]} {plain}"
+        elif found[2] in variables and variables[found[2]] != plain:
+            plain = None
+        variables[found[2]] = plain
+    return variables
+
+
+def _words(
+    text: str, start: int, variables: Mapping[str, str | None], depth: int = 0
+) -> Iterator[tuple[str, int, bool]]:
+    """Yield the words of a command: text, offset, and True where an unquoted variable stands for more of them."""
+    word, begin, is_open, at = None, start, False, start + len(re.match(r"[\"')]*", text[start:])[0])  # type: ignore[index]
+    while at < len(text) and (piece := _PIECE.match(text, at)):
+        at = piece.end()
+        if piece["space"] or piece["end"]:
+            if word is not None:
+                yield from _expanded(word, begin, is_open, variables, depth)
+            word, is_open = None, False
+            if piece["end"]:
+                return
+            continue
+        if word is None:
+            word, begin = "", piece.start()
+        token = piece[0]
+        is_open |= token[0] == "$" or (token[0] == '"' and bool(re.fullmatch(r'"\$\{\w+\[[@*]\]\}"', token)))
+        if token[0] in "'\"" and len(token) > 1:
+            word += token[1:-1] if token[0] == "'" else re.sub(r'\\(["\\$])', r"\1", token[1:-1])
+        else:
+            word += token[1:] if token[0] == "\\" else token
+    if word is not None:
+        yield from _expanded(word, begin, is_open, variables, depth)
+
+
+def _expanded(
+    word: str, begin: int, is_open: bool, variables: Mapping[str, str | None], depth: int
+) -> Iterator[tuple[str, int, bool]]:
+    """Put the text of known variables in place; a whole word may become several."""
+
+    def text_of(found: re.Match[str]) -> str:
+        value = variables.get(found[1] or found[2])
+        return found[0] if value is None else value
+
+    for _ in range(3):
+        if not (new := _VARIABLE.sub(text_of, word)) or len(new) > 20_000:
+            return
+        if new == word:
+            break
+        if is_open and depth < 3 and re.search(r"\s", new):
+            yield from (
+                (text, begin, is_open) for text, _, is_open in _words(new.replace("\n", " "), 0, variables, depth + 1)
+            )
+            return
+        word = new
+    yield word, begin, is_open and "$" in word
 
 
 def _in_comment(text: str, offset: int) -> bool:
@@ -122,25 +280,35 @@ def _in_comment(text: str, offset: int) -> bool:
     return text[text.rfind("\n", 0, offset) + 1 : offset + 1].lstrip().startswith("#")
 
 
-def _scan(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the offsets after each complete command, and the spans in which nothing is expanded."""
+def _scan(
+    text: str,
+) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]], list[tuple[str, str, int]]]:
+    """Return the offsets after each command, spans in which nothing is expanded, strings, and written files."""
     breaks: list[int] = []
     protected: list[tuple[int, int]] = []
+    strings: list[tuple[int, int]] = []
+    files: list[tuple[str, str, int]] = []
     waiting: list[re.Match[str]] = []
     at = 0
     while found := _TOKEN.search(text, at):
         at = found.end()
         if found[0][0] in "'#":
             protected.append(found.span())
+        elif found[0][0] == '"':
+            strings.append(found.span())
         elif found[0][0] == "<":
             waiting.append(found)
         elif found[0] == "\n":
+            line = text[text.rfind("\n", 0, at - 1) + 1 : at]
             for start in waiting:  # the bodies of here-documents; one with a quoted end is protected
                 indent = "[ \t]*" if start[1] else ""
                 end = re.compile(rf"^{indent}{re.escape(start[3])}[ \t]*$\n?", re.MULTILINE).search(text, at)
                 stop = len(text) if end is None else end.end()
                 protected += [(at, stop)] if start[2] else []
+                if written := _WRITTEN.search(line):
+                    body = text[at : stop if end is None else end.start()]
+                    files.append((written[1], body, text.count("\n", 0, at) + 1))
                 at = stop
             waiting = []
             breaks.append(at)
-    return breaks, protected
+    return breaks, protected, strings, files

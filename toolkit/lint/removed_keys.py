@@ -51,14 +51,15 @@ TRAINING_ARGUMENTS_REMOVED: dict[str, str | None] = {
     "warmup_ratio": "warmup_steps: a number below 1 is a fraction of all steps",
     "xpu_backend": "ddp_backend",
 }
-# Arguments of other training scripts that have the name of a removed field, under a key that identifies the script:
-# LLaMA-Factory 0.9.5 and ms-swift 4.6.
-SCRIPT_ARGUMENTS = {
-    "finetuning_type": {"overwrite_output_dir"},
-    "tuner_type": {"group_by_length", "logging_dir", "warmup_ratio"},
-}
 # Old names that still work and are removed in transformers 6.
 TRAINING_ARGUMENTS_DEPRECATED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+# Keys of the Trainer's `fsdp_config`, without the prefix that it strips.
+TRAINER_FSDP_KEYS = {
+    *("version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"),
+    *("state_dict_type", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap", "xla", "xla_fsdp_v2"),
+    *("xla_fsdp_grad_ckpt", "xla_fsdp_settings", "forward_prefetch", "backward_prefetch", "use_orig_params"),
+    *("sync_module_states", "limit_all_gathers"),
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -15,6 +15,7 @@ from toolkit.lint.rules.settings import (
     fsdp_setting,
     fsdp_version,
     is_deepspeed,
+    is_preset,
     listed_dimensions,
     parallel_degree,
     parallel_size_key,
@@ -22,9 +23,8 @@ from toolkit.lint.rules.settings import (
     zero_stage,
 )
 from toolkit.presets.known_keys import PARALLEL_KEY
-from toolkit.presets.preset import presets_root
 
-# Keys that fit a single cluster or model only, and the value of each that is portable.
+# Keys that fit a single cluster only, and the value of each that is portable.
 MACHINE_FACTS: dict[str, object] = {
     "num_processes": None,
     "num_machines": 1,
@@ -32,7 +32,6 @@ MACHINE_FACTS: dict[str, object] = {
     "main_process_ip": None,
     "main_process_port": None,
     "gpu_ids": "all",
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": None,
 }
 # Engines that ignore the other engines' blocks; XLA, for one, reads `fsdp_config` too.
 ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
@@ -56,11 +55,11 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, library="accelerate", fix="the launcher's flags, for example --num_processes")
 def machine_facts(doc: Document) -> Iterator[Match]:
-    """The file works on one cluster or for one model only; elsewhere it starts the wrong number of processes."""
+    """The file works on one cluster only; elsewhere it starts the wrong number of processes."""
     found = [key for key, portable in MACHINE_FACTS.items() if doc.get(key) not in (None, portable)]
     if found:
         settings = ", ".join(f"{key.rpartition('.')[2]} {shorten(doc.get(key))}" for key in found)
-        yield Match(found[0], f"specific to one cluster or model: {settings}", "pass them on the command line")
+        yield Match(found[0], f"specific to one cluster: {settings}", "pass them on the command line")
 
 
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')
@@ -81,15 +80,6 @@ def pdsh_by_default(doc: Document) -> Iterator[Match]:
         message = f"{doc.get('num_machines')} nodes are started with pdsh and the hostfile {shorten(hostfile)}"
         fix = "`deepspeed_multinode_launcher: standard`, and run the command on each node"
         yield Match("deepspeed_config.deepspeed_multinode_launcher", message, fix)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="a DeepSpeed JSON, named by deepspeed_config_file")
-def never_forwarded(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` does not pass the NVMe paths of the YAML on to the ranks: DeepSpeed gets the path `none`."""
-    for part in ("optimizer", "param"):
-        key = f"deepspeed_config.offload_{part}_nvme_path"
-        if doc.get(key) not in (None, "none") and not doc.has("deepspeed_config.deepspeed_config_file"):
-            yield Match(key, f"{shorten(doc.get(key))} never reaches the ranks", "put it into a DeepSpeed JSON")
 
 
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
@@ -115,22 +105,6 @@ def dp_replicate_alone(doc: Document) -> Iterator[Match]:
     if fsdp_version(doc) and replicas > 1 and shards < 2 and contexts < 2:
         fix = "`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU"
         yield Match(parallel_size_key("dp_replicate"), "replicates without sharding anything: accelerate refuses", fix)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="one of the two sizes 1")
-def cp_with_sp(doc: Document) -> Iterator[Match]:
-    """Context parallelism and sequence parallelism cannot be combined."""
-    if parallel_degree(doc, "cp") > 1 and parallel_degree(doc, "sp") > 1:
-        fix = "`parallelism_config_sp_size: 1`, or cp_size 1"
-        yield Match(parallel_size_key("sp"), "cp and sp cannot be combined", fix)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: FSDP with fsdp_version: 2")
-def cp_needs_fsdp2(doc: Document) -> Iterator[Match]:
-    """Context parallelism needs FSDP2: without it accelerate raises when the ranks start."""
-    if parallel_degree(doc, "cp") > 1 and fsdp_version(doc) != 2:
-        fix = "`distributed_type: FSDP` and `fsdp_version: 2`"
-        yield Match(parallel_size_key("cp"), "cp without FSDP2 is refused", fix)
 
 
 @rule(
@@ -161,35 +135,15 @@ def sp_below_stage_3(doc: Document) -> Iterator[Match]:
         yield Match(parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="sdpa or flash_attention_2")
-def sp_attention(doc: Document) -> Iterator[Match]:
-    """Sequence parallelism exchanges heads in front of SDPA and flash attention; accelerate refuses the others."""
-    key = "parallelism_config.parallelism_config_sp_attn_implementation"
-    if parallel_degree(doc, "sp") > 1 and doc.get(key) in SP_REFUSES:
-        yield Match(key, f"{doc.get(key)} is refused", "`sdpa`", value="sdpa")
-
-
 @rule(NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
 def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
     """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
     not ask the preset trains with data parallelism alone."""
-    preset = presets_root() / "accelerate_configs" / Path(doc.path).name
-    if preset.is_file() and doc.text.startswith(preset.read_text(encoding="utf-8").partition("\n")[0]):
-        return  # a preset, or what `toolkit preset export` has made of one: a comment says so
-    for block in ("fsdp_config", "deepspeed_config"):
+    for block in ("fsdp_config", "deepspeed_config") if not is_preset(doc) else ():
         if listed_dimensions(doc, block):
             message = "accelerate passes over it: other scripts divide nothing but the rows"
             fix = "`toolkit train --preset FILE`, or `load_preset(FILE)` in the script"
             yield Match(f"{block}.parallel", message, fix)
-
-
-@rule(WARNING, TRAINER, library="transformers", fix="false, and the flag where it is intended")
-def remote_by_default(doc: Document) -> Iterator[Match]:
-    """Everybody who runs the file uploads the model, or executes code from a hub repository, without choosing to."""
-    effects = {"push_to_hub": "uploads the model to the hub", "trust_remote_code": "executes code from the hub"}
-    for key, effect in effects.items():
-        if as_bool(doc.get(key)):
-            yield Match(key, f"every run {effect}", f"`{key}: false`, and `--{key}` where it is intended")
 
 
 # -- `fsdp_config`, whose two versions give the same words different meanings
@@ -197,15 +151,6 @@ def remote_by_default(doc: Document) -> Iterator[Match]:
 # FSDP1's sharding strategies as FSDP2's boolean (accelerate's own `to-fsdp2`); the others have no equivalent.
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
 FSDP1_ONLY_KEYS = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
-
-
-@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_version: 2")
-def fsdp1_by_omission(doc: Document) -> Iterator[Match]:
-    """Without `fsdp_version`, `accelerate launch` runs FSDP1, which transformers calls deprecated; the Trainer's own
-    `fsdp` means FSDP2."""
-    if fsdp_version(doc) and fsdp_setting(doc, "version") is None:
-        fix = "`fsdp_version: 2`, and its keys; or state `fsdp_version: 1`"
-        yield Match("fsdp_config.fsdp_version", "fsdp_version is missing: this runs FSDP1", fix)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
@@ -275,10 +220,37 @@ def loading_without_sync(doc: Document) -> Iterator[Match]:
         yield Match(key, message, fix, value=fsdp_version(doc) == 1)
 
 
-@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_state_dict_type: SHARDED_STATE_DICT")
-def full_state_dict(doc: Document) -> Iterator[Match]:
-    """Each save gathers the complete model and optimizer in the host memory of rank 0: 12 bytes per parameter with
-    Adam in fp32, 84 GB for 7 billion parameters."""
-    if fsdp_version(doc) and as_enum(fsdp_setting(doc, "state_dict_type")) == "FULL_STATE_DICT":
-        fix = "`SHARDED_STATE_DICT`, and merge afterwards"
-        yield Match(fsdp_key(doc, "state_dict_type"), "each save gathers model and optimizer on rank 0", fix)
+@rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")
+def uneven_processes(doc: Document) -> Iterator[Match]:
+    """accelerate starts `num_processes // num_machines` on each node: none where that is 0, and fewer in all than the
+    file says where it leaves a rest. More processes on a node than `gpu_ids` has entries share a GPU, which NCCL
+    refuses."""
+    processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
+    if not processes or processes < 1 or machines < 1:
+        return
+    ids = str(doc.get("gpu_ids") or "all")
+    per_node = processes // machines
+    if processes % machines:
+        total = f"{per_node * machines} processes, {per_node} on each of {machines} nodes"
+        yield Match("num_processes", f"{processes} starts {total}", f"a multiple of {machines}")
+    gpus = per_node if ids == "all" or as_bool(doc.get("use_cpu")) else len(ids.split(","))
+    if per_node > gpus:
+        yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")
+    elif 0 < per_node < gpus:
+        message = f"{per_node} of {gpus} GPUs of a node get a process: num_processes counts those of all nodes"
+        yield Match("num_processes", message, f"`num_processes: {gpus * machines}`", level=WARNING)
+
+
+@rule(WARNING, ACCELERATE, library="accelerate", fix="the flags of accelerate launch")
+def never_taken(doc: Document) -> Iterator[Match]:
+    """`accelerate launch` takes a value from the YAML only where its option's default is None. These have another
+    default, which applies: they have to be flags."""
+    table = {name: default for name, default in launcher_tables()["never_taken"].items() if doc.get(name) is not None}
+    many = (as_int(doc.get("num_machines")) or 1) > 1
+    differ = [name for name in ("rdzv_backend",) if many and as_enum(doc.get(name)) not in ("", "STATIC")]
+    differ += [name for name in ("enable_cpu_affinity",) if as_bool(doc.get(name))]
+    if differ:
+        settings = ", ".join(f"{name} {shorten(doc.get(name))}" for name in table)
+        flags = " ".join(f"--{name}{'' if doc.get(name) is True else f' {shorten(doc.get(name))}'}" for name in differ)
+        message = f"accelerate launch never takes these from the file: {settings}"
+        yield Match(differ[0], message, f"`accelerate launch {flags}`")

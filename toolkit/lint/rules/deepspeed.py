@@ -7,13 +7,14 @@ from pathlib import Path
 
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files
-from toolkit.lint.findings import ERROR, WARNING, Match, rule
+from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files, find_named
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
     as_int,
     is_deepspeed,
+    level_for_trainer,
     offload_device,
     shorten,
     stage3_key,
@@ -59,7 +60,9 @@ def not_auto(doc: Document) -> Iterator[Match]:
     for key, field in OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
         if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
-            yield Match(key, f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`', value="auto")
+            message = f"{shorten(value)} must equal {field}, or the Trainer raises"
+            level = level_for_trainer(doc)
+            yield Match(key, message, '`"auto"`', value=None if level else "auto", level=level)
 
 
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
@@ -70,21 +73,9 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
         if doc.get(key, "auto") not in ("auto", None):
-            yield Match(key, f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}", "remove it", remove=True)
-
-
-@rule(ERROR, DEEPSPEED, library="accelerate", fix='"zero_optimization": {"stage": 0}')
-def no_zero_block(doc: Document) -> Iterator[Match]:
-    """accelerate refuses a DeepSpeed JSON without `zero_optimization`."""
-    if not doc.has("zero_optimization"):
-        yield Match("", "no zero_optimization: accelerate refuses", '`"zero_optimization": {"stage": 0}`')
-
-
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="one of the two")
-def fp16_and_bf16_json(doc: Document) -> Iterator[Match]:
-    """DeepSpeed refuses fp16 and bf16 enabled together."""
-    if as_bool(doc.get("fp16.enabled")) and as_bool(doc.get("bf16.enabled")):
-        yield Match("fp16.enabled", "fp16 and bf16 are both enabled", '`"enabled": "auto"` in bf16 alone')
+            message = f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}"
+            is_default = name == "gradient_accumulation_steps" and as_int(doc.get(key)) == 1
+            yield Match(key, message, "remove it", remove=is_default)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -118,24 +109,6 @@ def offload_param_below_stage_3(doc: Document) -> Iterator[Match]:
         yield Match(key, f"stage {stage} does not offload parameters", "`stage` 3, or remove it", remove=True)
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="nvme_path: a folder on a local disk")
-def nvme_without_path(doc: Document) -> Iterator[Match]:
-    """DeepSpeed accepts `nvme` without a path, and raises when the ranks build the optimizer."""
-    for part in ("optimizer", "param"):
-        path = doc.get(f"zero_optimization.offload_{part}.nvme_path")
-        if offload_device(doc, part) == "nvme" and zero_stage(doc) == 3 and not path:
-            key, fix = f"zero_optimization.offload_{part}.device", '`"nvme_path": "/a/local/disk"`'
-            yield Match(key, "nvme without nvme_path", fix)
-
-
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage 3, or the device cpu")
-def nvme_below_stage_3(doc: Document) -> Iterator[Match]:
-    """Stages 1 and 2 accept `nvme` for the optimizer silently, and keep its states in host memory."""
-    key = "zero_optimization.offload_optimizer.device"
-    if offload_device(doc, "optimizer") == "nvme" and zero_stage(doc) in (1, 2):
-        yield Match(key, f"stage {zero_stage(doc)} offloads to host memory, not to NVMe", '`"cpu"`, or stage 3')
-
-
 @rule(WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
 def nvme_in_memory(doc: Document) -> Iterator[Match]:
     """The path is on a file system in host memory: what is offloaded there uses the memory that it should free."""
@@ -162,42 +135,7 @@ def nvme_prefetch(doc: Document) -> Iterator[Match]:
         yield Match(key, "parameters on NVMe fail in the second step with prefetch", fix, value="0")
 
 
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="no zero_force_ds_cpu_optimizer")
-def offload_without_cpu_adam(doc: Document) -> Iterator[Match]:
-    """An offloaded optimizer steps on the CPU with torch's own Adam instead of DeepSpeed's, which DeepSpeed calls 5 to
-    7 times faster."""
-    key = "zero_force_ds_cpu_optimizer"
-    if as_bool(doc.get(key)) is False and offload_device(doc, "optimizer") in ("cpu", "nvme"):
-        yield Match(key, "the offloaded step uses torch's Adam", "remove it", remove=True)
-
-
 # -- sizes and communication
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
-def sub_group_size_zero(doc: Document) -> Iterator[Match]:
-    """0 makes each parameter a sub-group of its own: the optimizer steps parameter by parameter."""
-    key = "zero_optimization.sub_group_size"
-    if as_int(doc.get(key)) == 0 and zero_stage(doc) == 3:
-        yield Match(key, "one sub-group per parameter", "remove it", remove=True)
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
-def max_live_parameters_zero(doc: Document) -> Iterator[Match]:
-    """0 turns prefetch off: each layer waits for its own all-gather."""
-    key = stage3_key(doc, "max_live_parameters")
-    if as_int(doc.get(key)) == 0 and zero_stage(doc) == 3:
-        yield Match(key, "nothing is prefetched", "remove it", remove=True)
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="false, its default below stage 3")
-def overlap_below_stage_3(doc: Document) -> Iterator[Match]:
-    """`overlap_comm` at stages 1 and 2 has produced NaN and wrong gradients (DeepSpeed#7188, #5294, #8061): compare
-    the gradient norm with stage 3's before trusting it."""
-    key = "zero_optimization.overlap_comm"
-    if as_bool(doc.get(key)) and zero_stage(doc) in (1, 2):
-        message = f"overlap_comm at stage {zero_stage(doc)} has produced wrong gradients"
-        yield Match(key, message, "`false`", value=False)
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
@@ -206,38 +144,24 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block):
             fix = f"remove it, and set `{field}`"
-            yield Match(block, f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}", fix)
-
-
-@rule(WARNING, DEEPSPEED, library="transformers", fix="stage3_gather_16bit_weights_on_model_save: true")
-def stage_3_without_gather(doc: Document) -> Iterator[Match]:
-    """The Trainer cannot save the weights of stage 3: it writes DeepSpeed's shards instead, to be merged with
-    zero_to_fp32.py."""
-    key = stage3_key(doc, "gather_16bit_weights_on_model_save")
-    old_key = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
-    if zero_stage(doc) == 3 and not as_bool(doc.get(key)) and not as_bool(doc.get(old_key)):
-        yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=True)
+            message = f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}"
+            yield Match(block, message, fix, level=level_for_trainer(doc))
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
 
 
-@rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of an existing file")
+@rule(NOTE, ACCELERATE, TRAINER, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """The JSON that the YAML names does not exist: accelerate takes the path for base64 text, and raises."""
-    key, paths = deepspeed_files(doc)
-    if paths and not any(map(is_file, paths)):
-        yield Match(key, f"{shorten(doc.get(key))} does not exist", "a path that exists")
-
-
-@rule(WARNING, ACCELERATE, TRAINER, library="accelerate", fix="an absolute path")
-def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
-    """A relative path is resolved against the working directory, not the YAML's folder; from here it is not found."""
-    key, paths = deepspeed_files(doc)
-    found = next(filter(is_file, paths), None)
-    if found is not None and not is_file(Path(str(doc.get(key)))):
-        fix = f"`{found.resolve()}`"
-        yield Match(key, f"{shorten(doc.get(key))} is not found from {Path.cwd()}", fix, value=str(found.resolve()))
+    """A relative path is resolved against the working directory of the run, not the YAML's folder. Where the file is
+    not there, accelerate takes the path for base64 text, and raises."""
+    key, named = deepspeed_files(doc)
+    if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
+        return
+    file = find_named(named, doc.path)
+    start = file and next((each for each in file.parents if is_file(each / named)), None)
+    message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
+    yield Match(key, message, "start the run where the path is right" if start else "a path that exists")
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
@@ -248,7 +172,8 @@ def key_owned_by_json(doc: Document) -> Iterator[Match]:
     for name in OWNED_BY_JSON:
         key = f"deepspeed_config.{name}"
         if doc.has(key):
-            yield Match(key, f"accelerate refuses {name} together with deepspeed_config_file", "remove it", remove=True)
+            message = f"accelerate refuses {name} together with deepspeed_config_file"
+            yield Match(key, message, "remove it", remove=doc.deepspeed_json is not None)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
@@ -261,7 +186,7 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
     message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
-    yield Match("mixed_precision", message, "remove it", remove=True)
+    yield Match("mixed_precision", message, "remove it", remove=in_json == precision)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
@@ -269,15 +194,15 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
     and these numbers differ."""
     json, processes = doc.deepspeed_json, as_int(doc.get("num_processes"))
-    if json is None or not processes:
-        return
+    if json is None or not processes or json.has("sequence_parallel_size") or json.has("tensor_parallel"):
+        return  # fewer batches than processes
     total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
     if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
         fix = '`"auto"` for all three in the JSON'
         yield Match("num_processes", f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON')
+@rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON', for_every_program=True)
 def differs_from_json(doc: Document) -> Iterator[Match]:
     """The Trainer compares its arguments with the JSON, and raises in every rank where they differ."""
     json = doc.deepspeed_json
@@ -290,7 +215,8 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
     for name in ("bf16", "fp16"):
-        flag, json_flag = as_bool(doc.get(name)), as_bool(json.get(f"{name}.enabled"))
+        default = False if doc.program == "transformers" and not doc.has(f"{name}_full_eval") else None
+        flag, json_flag = as_bool(doc.get(name, default)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint import removed_keys as removed
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
+from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.rules.settings import as_bool, as_float, as_int, shorten
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, Types, ValueType
+from toolkit.lint.job_script import launcher_tables
+from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_key, is_template, shorten
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
 # Read outside DeepSpeedConfig, or an old spelling that it accepts.
 MORE_DEEPSPEED_KEYS = {"bfloat16", "sequence_parallel_size", "inference", "msamp"}
-# Keys of the Trainer's `fsdp_config`, without the prefix that it strips.
-TRAINER_FSDP_KEYS = {
-    *("version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"),
-    *("state_dict_type", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap", "xla", "xla_fsdp_v2"),
-    *("xla_fsdp_grad_ckpt", "xla_fsdp_settings", "forward_prefetch", "backward_prefetch", "use_orig_params"),
-    *("sync_module_states", "limit_all_gathers"),
-}
 # Similarity above which a key counts as a misspelling. It is higher for Trainer arguments, because scripts have
 # arguments of their own in the same file.
 TRAINER_SIMILARITY = 0.88
 SIMILARITY = 0.75
+# Arguments with a closed set of words; every version has the first three.
+CLOSED_ARGUMENTS = (
+    *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
+    "train_sampling_strategy",
+)
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
@@ -68,7 +68,12 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
     for block, known in ACCELERATE_BLOCKS.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
-            if name not in known and prefixed not in known:
+            in_yaml = launcher_tables()["yaml_names"].get(name) if block == "deepspeed_config" else None
+            if in_yaml is not None:
+                key, is_free = f"{block}.{name}", not doc.has(f"{block}.{in_yaml}") and not doc.block(f"{block}.{name}")
+                message = f"`{name}` is DeepSpeed's name: accelerate ignores it silently"
+                yield Match(key, message, f"`{in_yaml}`", rename=in_yaml if is_free else None)
+            elif name not in known and prefixed not in known:
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
@@ -111,29 +116,69 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` does not check most types: it keeps the value, and what first computes with it raises."""
     for name, field in trainer_schema().fields.items():
         reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
-        if doc.get(name) is not None and reads(doc.get(name)) is None:
+        if doc.get(name) is not None and reads(doc.get(name)) is None and not is_template(doc.get(name)):
             yield Match(name, f"{shorten(doc.get(name))}, expected {expected}", expected)
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
+    closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             is_fsdp = block == "fsdp_config"
             kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
-            if kind is not None and _has_wrong_type(kind, value, fsdp=is_fsdp):
-                key = f"{block}.{name}" if block else name
+            key = f"{block}.{name}".lstrip(".")
+            if kind is None or is_template(value) or key in closed:
+                continue
+            if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected)
 
 
-def _has_wrong_type(kind: ValueType, value: Any, *, fsdp: bool) -> bool:
-    """The libraries read `"8"` as 8 and `yes` as true; other rules are about words that mean something else."""
-    readings = (value, as_bool(value), as_int(value), as_float(value))
+def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
+    """accelerate reads `"8"` as 8 and `yes` as true, DeepSpeed only in blocks that pydantic reads, and no exponent
+    there; other rules are about words that mean something else."""
+    readings: tuple[Any, ...] = (value, as_bool(value), as_int(value), as_float(value))
+    if is_deepspeed and isinstance(value, str):
+        is_read = bool(block) and value.isdigit() and kind is not STAGE
+        readings = (value, as_bool(value), *([as_int(value)] if is_read else []))
     if value is None or kind is RESHARD or any(kind.accepts(each) for each in readings if each is not None):
         return False
     if isinstance(value, list | dict) or kind.expected.startswith(READABLE_TYPES):
         return kind.expected != NOTHING.expected
     # FSDP1 numbers its strategies, and an unquoted `no` is false.
-    return kind.expected.startswith("text") and type(value) in (int, float) and not fsdp
+    return kind.expected.startswith("text") and type(value) in (int, float) and block != "fsdp_config"
+
+
+@rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words")
+def unknown_word(doc: Document) -> Iterator[Match]:
+    """The key takes one of a few words, and the value is none of them: the library raises, or (`compute_environment`)
+    takes the file for another kind. Case is folded as the library folds it."""
+    for key, table in launcher_tables()["words"][doc.kind].items():
+        block, _, name = key.rpartition(".")
+        place = fsdp_key(doc, name) if block == "fsdp_config" else key
+        value, words = doc.get(place), [str(each) for each in table["words"]]
+        fold = str.upper if table["fold"] == "upper" else str
+        is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+        if is_word and fold(str(value)) not in map(fold, words):
+            yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"))
+    if doc.kind != TRAINER:
+        return
+    fields, ours = trainer_schema().fields, doc.program in (*OUR_PROGRAMS, None)
+    for name in CLOSED_ARGUMENTS if ours else CLOSED_ARGUMENTS[:3]:
+        if isinstance(doc.get(name), str) and doc.get(name) not in fields[name].choices:
+            yield from _not_a_word(name, doc.get(name), fields[name].choices, "it raises")
+    trackers = doc.get("report_to") if ours else None
+    known = (*trainer_schema().trackers, "all", "none")
+    for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
+        if isinstance(name, str) and name not in known and not name.startswith("["):
+            yield from _not_a_word("report_to", name, known, "it raises")
+
+
+def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> Iterator[Match]:
+    if not is_template(value):
+        close = nearest(str(value)[:100].upper(), {word.upper(): word for word in words}, cutoff=0.6)
+        close = next((word for word in words if word.upper() == close), None)
+        listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+        yield Match(key, f"{shorten(value)} is not one of {listed}: {otherwise}", f"`{close or words[0]}`")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
@@ -154,7 +199,8 @@ def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
     for name, instead in removed.DEEPSPEED_REMOVED.items():
         if doc.has(name):
             fix = f"`{instead}`" if instead else "remove it"
-            yield Match(name, f"DeepSpeed removed `{name}` and refuses it", fix, remove=True)
+            is_off = as_bool(doc.get(f"{name}.enabled")) is False or not doc.get(name)
+            yield Match(name, f"DeepSpeed removed `{name}` and refuses it", fix, remove=is_off)
     for name in removed.ZERO_REMOVED:
         key = f"zero_optimization.{name}"
         if doc.has(key):
@@ -174,13 +220,15 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
-    script_arguments = {name for key, names in removed.SCRIPT_ARGUMENTS.items() if doc.has(key) for name in names}
+    if doc.program is not None and doc.program not in OUR_PROGRAMS:
+        return  # which pins another version, or has a field of that name itself
+    raises = "and raises" if doc.program else "and raises; older versions have it"
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
-        if doc.has(name) and name not in trainer_argument_names() and name not in script_arguments:
+        if doc.has(name) and name not in trainer_argument_names():
             renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
             yield Match(
                 name,
-                f"`TrainingArguments` no longer has `{name}`, and raises",
+                f"transformers 5's `TrainingArguments` no longer has `{name}`, {raises}",
                 f"`{instead}`" if instead else "remove it",
                 rename=None if renamed is None or doc.has(renamed) else renamed,
                 remove=instead is None,
@@ -190,10 +238,11 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")
 def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
-    for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items():
+    for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items() if doc.program in OUR_PROGRAMS else ():
         if doc.has(name) and instead in trainer_argument_names():
-            rename = None if doc.has(instead) else instead
-            yield Match(name, f"`{name}` is removed in transformers 6", f"`{instead}`", rename=rename)
+            yield Match(
+                name, f"`{name}` is removed in transformers 6", f"`{instead}`, which older versions do not have"
+            )
 
 
 @rule(WARNING, TRAINER, library="transformers", fix="the nearest field")
@@ -206,7 +255,9 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
         if close and not doc.has(close):
-            yield Match(name, f"`{name}` is not a field of TrainingArguments; `{close}` is", f"`{close}`", rename=close)
+            level = None if doc.program in OUR_PROGRAMS else NOTE
+            message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
+            yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, Document
-from toolkit.lint.findings import ERROR, WARNING, Match, rule
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import JobScript, LauncherCall
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
@@ -18,10 +18,15 @@ def calls(doc: Document, *tools: str) -> Iterator[LauncherCall]:
     yield from (call for call in doc.script.launches if call.tool in tools)
 
 
+def starts_others(call: LauncherCall) -> bool:
+    """Return True for a launcher that starts those of the other nodes itself: through pdsh, or mpirun."""
+    return call.tool == "deepspeed" or "mpirun-hostfile" in call.options
+
+
 def on_several_nodes(call: LauncherCall) -> bool:
     """Return True if a launcher is told of more than one node, or of a number that a variable has."""
     count = call.options.get(NODE_COUNT.get(call.tool, ""))
-    return count is not None and count not in ("1", "1:1")
+    return count is not None and count not in ("1", "1:1") and not re.search(r":-[\"']?1[\"']?\}$", count)
 
 
 def spans_nodes(script: JobScript) -> bool:
@@ -35,14 +40,19 @@ def elastic_range(call: LauncherCall) -> tuple[str, str] | None:
     return (low, high) if call.tool == "torchrun" and colon and low != high and "{" not in low else None
 
 
+def is_static(call: LauncherCall) -> bool:
+    """Return True for the static rendezvous, in which each node is told its rank."""
+    return call.options.get("rdzv-backend") in (None, "static") and "mpirun-hostfile" not in call.options
+
+
 def master(call: LauncherCall) -> str | None:
-    """Return the option with the head's address that a launcher is given."""
-    names = ("rdzv-endpoint", "master-addr", "main-process-ip")
+    """Return the option with the head's address that a launcher reads: c10d has the endpoint alone."""
+    names = ("rdzv-endpoint", "master-addr", "main-process-ip") if is_static(call) else ("rdzv-endpoint",)
     return next((name for name in names if call.options.get(name)), None)
 
 
 @rule(
-    ERROR,
+    WARNING,
     *SCRIPTS,
     library="torch",
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
@@ -50,7 +60,7 @@ def master(call: LauncherCall) -> str | None:
 def head_is_localhost(doc: Document) -> Iterator[Match]:
     """Where the head's name is not found, every node takes itself for the head: it waits for the others until it times
     out, or trains alone."""
-    pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-({LOCAL})\}}"
+    pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
     for found, line in doc.script.find(pattern) if spans_nodes(doc.script) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
         yield Match(found[0].strip(), "without a head, each node becomes its own", fix, line=line)
@@ -62,19 +72,24 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
     many trainings as nodes, which write into the same folder."""
     nodes = doc.script.nodes or 1
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
-        named = call.options.keys() & {NODE_COUNT[call.tool], "config-file"}
-        if not named and not doc.script.mentions(r"\bPET_NNODES="):
+        named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"}
+        if call.is_complete and not named and not doc.script.mentions(r"\bPET_NNODES=|srun\b.*(?:--nodes[= ]|-N ?)1\b"):
             option = NODE_COUNT[call.tool].replace("num-machines", "num_machines")
             yield Match(call.tool, f"{nodes} nodes start a training each", f"`--{option} {nodes}`", line=call.line)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d --rdzv-endpoint HEAD:PORT")
 def no_rendezvous(doc: Document) -> Iterator[Match]:
-    """torchrun on several nodes without an endpoint meets at 127.0.0.1: each node waits for the others at itself."""
+    """torchrun on several nodes without an endpoint meets at the node's own localhost: each node waits for the others
+    at itself. c10d reads `--rdzv-endpoint` alone; the static rendezvous reads `--master-addr` too."""
     for call in calls(doc, "torchrun"):
-        if on_several_nodes(call) and master(call) is None and "rdzv-conf" not in call.options:
+        named = master(call) or call.options.keys() & {"rdzv-conf", "standalone"} or not call.is_complete
+        if on_several_nodes(call) and not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
+            unread = [f"--{name}" for name in ("master-addr", "master-port") if name in call.options]
+            message = "each node waits for the others at its own localhost"
+            message += f": {call.options.get('rdzv-backend')} does not read {' and '.join(unread)}" if unread else ""
             fix = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT`"
-            yield Match("--rdzv-endpoint", "each node waits for the others at its own 127.0.0.1", fix, line=call.line)
+            yield Match("--rdzv-endpoint", message, fix, line=call.line)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d, which gives each node its rank")
@@ -82,8 +97,9 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
     """With the static rendezvous every node has rank 0 unless it is told another one."""
     names = {"torchrun": "node-rank", "accelerate": "machine-rank"}
     for call in calls(doc, *names):
-        static = call.options.get("rdzv-backend") in (None, "static") and "config-file" not in call.options
-        if on_several_nodes(call) and static and master(call) and names[call.tool] not in call.options:
+        static = is_static(call) and call.is_complete and not call.options.keys() & {"config-file", "rdzv-conf"}
+        told = names[call.tool] in call.options or doc.script.mentions(r"\bPET_NODE_RANK=")
+        if on_several_nodes(call) and static and master(call) and not told:
             message = "every node has rank 0"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
@@ -110,7 +126,9 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
         if on_several_nodes(call) and "rdzv-backend" in call.options and "$" not in (named or ""):
             value = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" if doc.kind == SBATCH else "$SKYPILOT_TASK_ID"
             fix = f'`--rdzv-id "{value}"`'
-            yield Match("--rdzv-id", f"the id is {named or 'none'} in every attempt and every job", fix, line=call.line)
+            message = f"the id is {named or 'none'} in every attempt and every job"
+            level = None if _requeues(doc.script) or doc.kind == SKYPILOT else NOTE
+            yield Match("--rdzv-id", message, fix, line=call.line, level=level)
 
 
 @rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
@@ -137,6 +155,7 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 # -- sbatch files: what runs on which node, what a signal reaches, what a requeue needs
 
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
+LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
@@ -147,7 +166,9 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
     """The batch script runs once, on the first node: it expands `$SLURM_PROCID` to 0 before srun copies the command, so
     every node becomes rank 0 (accelerate#2816)."""
     script = doc.script
-    for found in TASK_VARIABLE.finditer(script.text):
+    on_many = spans_nodes(script) or script.directives.get("ntasks", ("1", 0))[0] != "1"
+    agreed = script.launches and not any(map(is_static, script.launches))
+    for found in TASK_VARIABLE.finditer(script.text) if on_many and not agreed else ():
         start = script.text.rfind("\n", 0, found.start()) + 1
         reports = re.match(r"\s*(echo|printf)\b", script.text[start : found.start()])
         if script.expands_at(found.start()) and not reports:
@@ -160,7 +181,12 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
 def only_first_node(doc: Document) -> Iterator[Match]:
     """SLURM runs the batch script on the first node only; the launchers of the others are never started."""
     script = doc.script
-    if script.launches and (script.nodes or 1) > 1 and not script.mentions(STARTERS):
+    if (
+        script.launches
+        and (script.nodes or 1) > 1
+        and not script.mentions(STARTERS)
+        and not all(map(starts_others, script.launches))
+    ):
         call = script.launches[0]
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
@@ -171,48 +197,54 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts one rank per GPU itself. srun with a task per GPU starts it as often, so that each GPU gets as
     many ranks as the node has GPUs."""
     script = doc.script
-    if not script.launches or "ntasks-per-node" not in script.directives:
+    name = next((name for name in ("ntasks-per-node", "ntasks") if name in script.directives), None)
+    if not script.launches or name is None:
         return
-    count, line = script.directives["ntasks-per-node"]
-    if count.isdigit() and int(count) > 1 and not script.mentions(r"srun\b.*--ntasks(-per-node)?[= ]"):
+    count, line = script.directives[name]
+    if name == "ntasks" and count.isdigit():
+        count = str(int(count) // (script.nodes or int(count)))  # without a number of nodes SLURM chooses one
+    own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)") or not script.mentions(r"\bsrun\b")
+    if count.isdigit() and int(count) > 1 and not own:
         message = f"srun starts {script.launches[0].tool} {count} times on each node"
-        yield Match("--ntasks-per-node", message, "`#SBATCH --ntasks-per-node=1`", line=line)
+        yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
 
 
-@rule(WARNING, SBATCH, library="torch", fix="a port from the job's id")
+@rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")
 def fixed_port(doc: Document) -> Iterator[Match]:
     """Two jobs that share a node with the same port: the second one fails, or joins the first."""
     for call in calls(doc, "torchrun", "accelerate"):
-        for name in PORT_OPTIONS:
+        for name in PORT_OPTIONS if is_static(call) else PORT_OPTIONS[:1]:
             value = call.options.get(name) or ""
             if on_several_nodes(call) and FIXED_PORT.fullmatch(value) and value.rpartition(":")[2] != "0":
                 fix = "`PORT=$((20000 + SLURM_JOB_ID % 10000))`"
                 yield Match(f"--{name}", f"every job uses port {value.rpartition(':')[2]}", fix, line=call.line)
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --signal=TERM@SECONDS, above the time of a save")
+@rule(NOTE, SBATCH, library="slurm", fix="save_steps, and an argument that resumes in the next job")
 def killed_at_limit(doc: Document) -> Iterator[Match]:
-    """At the time limit SLURM sends SIGTERM and, 30 s later (KillWait), SIGKILL: what was trained since the last
-    checkpoint is lost unless a save fits into that time."""
+    """At the time limit SLURM sends SIGTERM and, 30 s later (KillWait), SIGKILL. A plain Trainer saves nothing then:
+    what it trained since its last checkpoint is lost. `#SBATCH --signal` helps only where the ranks save when it comes,
+    as they do under `-m toolkit.observe`."""
     script = doc.script
-    if script.launches and "signal" not in script.directives:
-        message = "nothing is saved before the time limit"
-        fix = "`#SBATCH --signal=TERM@300`, or more than a save takes"
+    if script.launches and "signal" not in script.directives and not script.mentions(LOOKS_FOR_CHECKPOINT):
+        message = "what was trained since the last checkpoint is lost at the time limit"
+        fix = "`--save_steps`, and resume in the next job"
         yield Match("--signal", message, fix, line=script.directives.get("time", ("", script.launches[0].line))[1])
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="--signal=TERM@SECONDS without B:")
+@rule(WARNING, SBATCH, library="slurm", fix="a trap that passes SIGTERM on to srun, or no B:")
 def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
-    """`--signal=B:...` goes to the batch shell alone, which ends without telling the ranks unless a trap does."""
+    """`--signal=B:...` goes to the batch shell alone, which ends without telling the ranks unless a trap does. A signal
+    other than TERM ends ranks that have no handler for it."""
     value, line = doc.script.directives.get("signal", ("", 0))
     if doc.script.launches and value.startswith("B:") and not doc.script.mentions(r"^\s*trap\b"):
-        fix = f"`#SBATCH --signal={value.removeprefix('B:')}`, or a `trap` that passes it on"
+        fix = '`trap \'kill -TERM "$PID"; wait "$PID"\' USR1`, with `srun ... & PID=$!; wait`; or `--signal=TERM@300`'
         yield Match("--signal", f"{value} never reaches the ranks", fix, line=line)
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --requeue, and scontrol requeue after a signal")
+@rule(NOTE, SBATCH, library="slurm", fix="#SBATCH --requeue, and scontrol requeue after a signal")
 def never_requeued(doc: Document) -> Iterator[Match]:
-    """The run saves when the signal comes, and nothing starts it again."""
+    """The job ends after its signal, and nothing starts it again."""
     script = doc.script
     if (
         script.launches
@@ -228,18 +260,18 @@ def _requeues(script: JobScript) -> bool:
     return "requeue" in script.directives or script.mentions(r"\bscontrol\s+requeue\b")
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="--resume_from_checkpoint latest")
+@rule(NOTE, SBATCH, library="slurm", fix="--resume_from_checkpoint latest, unless the script looks for it")
 def requeued_from_start(doc: Document) -> Iterator[Match]:
     """A job that is requeued runs its script again from the first line: without an argument that resumes, training
-    starts again at step 0."""
+    starts again at step 0, unless the training script looks for its last checkpoint itself."""
     script = doc.script
-    if script.launches and _requeues(script) and not script.mentions(r"resume|\bcheckpoint-|--ckpt|--load\b"):
-        message = "a requeued job trains again from step 0"
+    if script.launches and _requeues(script) and not script.mentions(LOOKS_FOR_CHECKPOINT):
+        message = "a requeued job trains again from step 0, unless its script looks for the last checkpoint"
         fix = "`--resume_from_checkpoint latest`"
         yield Match("--resume_from_checkpoint", message, fix, line=script.launches[0].line)
 
 
-@rule(WARNING, SBATCH, library="torch", fix="--shutdown-timeout above the time of a save")
+@rule(NOTE, SBATCH, library="torch", fix="--shutdown-timeout above the time of a save")
 def short_shutdown(doc: Document) -> Iterator[Match]:
     """torchrun kills its ranks 30 s after its own SIGTERM, in the middle of a longer save."""
     for call in calls(doc, "torchrun") if "signal" in doc.script.directives else ():

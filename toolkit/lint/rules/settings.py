@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
-from toolkit.lint.document import Document
+from toolkit.lint.document import DEEPSPEED, Document
+from toolkit.lint.findings import NOTE
+from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
 FALSE_WORDS = {"false", "no", "n", "f", "off", "0"}
@@ -41,6 +45,11 @@ def as_float(value: Any) -> float | None:
 def as_enum(value: Any) -> str:
     """Return a value in capitals, as the libraries compare enums; empty for a block or nothing."""
     return str(value).upper() if isinstance(value, (str, int, bool)) else ""
+
+
+def is_template(value: Any) -> bool:
+    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`."""
+    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<"))
 
 
 def shorten(value: Any) -> str:
@@ -78,6 +87,12 @@ def fsdp_version(doc: Document) -> int:
     return (as_int(fsdp_setting(doc, "version", 1)) or 1) if as_enum(doc.get("distributed_type")) == "FSDP" else 0
 
 
+def is_preset(doc: Document) -> bool:
+    """Return True for a preset of ours, or what `toolkit preset export` has made of one: its first line says so."""
+    preset = presets_root() / "accelerate_configs" / Path(doc.path).name
+    return preset.is_file() and doc.text.startswith(preset.read_text(encoding="utf-8").partition("\n")[0])
+
+
 def parallel_size_key(name: str) -> str:
     """Return the dotted key of one of accelerate's parallel sizes (`dp_shard`, `cp`, ...)."""
     return f"parallelism_config.parallelism_config_{name}_size"
@@ -94,7 +109,44 @@ def listed_dimensions(doc: Document, block: str) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
+# -- Trainer arguments
+
+
+def uses_fsdp(doc: Document) -> bool:
+    """Return True for Trainer arguments that turn FSDP on."""
+    return bool(doc.get("fsdp")) and as_bool(doc.get("fsdp")) is not False
+
+
+def is_trl(doc: Document) -> bool:
+    """Return True for arguments that TRL may read: LLaMA-Factory and ms-swift have some of the same names."""
+    return doc.has("model_name_or_path") and doc.program in ("trl", "transformers", None)
+
+
+def is_grpo(doc: Document) -> bool:
+    """Return True for arguments of TRL's GRPOTrainer."""
+    is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
+    has_key = doc.data.keys() & {"num_generations", "max_completion_length"}
+    return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
+
+
 # -- DeepSpeed's configuration
+
+
+def level_for_trainer(doc: Document) -> str | None:
+    """Return the level of what concerns the Trainer alone: a JSON without one `auto` may be for a script of its own."""
+    in_json = doc.kind == DEEPSPEED and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
+    return NOTE if in_json else None
+
+
+def stage_of(doc: Document) -> int:
+    """Return the ZeRO stage of a DeepSpeed JSON, or of the accelerate YAML that names one or has a stage itself."""
+    json = doc if doc.kind == DEEPSPEED else doc.deepspeed_json
+    return zero_stage(json) if json else as_int(doc.get("deepspeed_config.zero_stage")) or 0
+
+
+def nvme_path(doc: Document, part: str) -> str:
+    """Return the NVMe path of an accelerate YAML for `optimizer` or `param`."""
+    return str(doc.get(f"deepspeed_config.offload_{part}_nvme_path", "none"))
 
 
 def zero_stage(doc: Document) -> int:

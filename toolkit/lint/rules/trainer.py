@@ -2,28 +2,180 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 
-from toolkit.lint.document import SCRIPTS, TRAINER, Document
+from toolkit.job.trainer_schema import trainer_schema
+from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.removed_keys import SCRIPT_ARGUMENTS
-from toolkit.lint.rules.settings import as_bool, as_enum, as_int, fsdp_setting, shorten
-from toolkit.presets.method_rules import rejects_save_only_model
+from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
+from toolkit.lint.rules.settings import (
+    as_bool,
+    as_enum,
+    as_float,
+    as_int,
+    fsdp_key,
+    fsdp_setting,
+    is_grpo,
+    is_template,
+    is_trl,
+    shorten,
+    uses_fsdp,
+)
 
+STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
+FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
+CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
+GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 # Keys of TRL's DPOConfig that its SFTConfig does not have.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
 
-def uses_fsdp(doc: Document) -> bool:
-    """Return True for Trainer arguments that turn FSDP on."""
-    return bool(doc.get("fsdp")) and as_bool(doc.get("fsdp")) is not False
+def launched_with_fsdp(doc: Document) -> bool:
+    """Return True if the launcher's options, or the YAML that they name, say FSDP."""
+    options = doc.call.options if doc.call else {}
+    named = doc.launch_config.get("distributed_type") if doc.launch_config else None
+    guessed = "FSDP" if named is None and "fsdp" in (options.get("config-file") or "").lower() else named
+    return "use-fsdp" in options or guessed == "FSDP"
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="one of the two")
-def fp16_and_bf16(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` refuses fp16 and bf16 together."""
-    if as_bool(doc.get("fp16")) and as_bool(doc.get("bf16")):
-        yield Match("fp16", "fp16 and bf16 are both true", "`bf16: true` alone")
+@rule(ERROR, TRAINER, library="transformers", fix="what the message names", for_every_program=True)
+def refused_by_trainer(doc: Document) -> Iterator[Match]:
+    """`TrainingArguments` raises for these values, or for these arguments together, when it is made."""
+    strategies = {name: str(doc.get(f"{name}_strategy", default)) for name, default in STRATEGIES.items()}
+    steps = {
+        name: as_float(doc.get(f"{name}_steps", 500 if name != "eval" else doc.get("logging_steps", 500)))
+        for name in STRATEGIES
+    }
+    for name, strategy in strategies.items():
+        count = steps[name]
+        if strategy == "steps" and count is not None and doc.has(f"{name}_steps"):
+            if count > 1 and count != int(count):
+                yield Match(f"{name}_steps", f"{count} is refused: above 1 it is a whole number", "a whole number")
+            if count == 0 and (name == "logging" or (name == "eval" and steps["logging"] == 0)):
+                yield Match(f"{name}_steps", "0 is refused where the strategy is steps", f'`{name}_strategy: "no"`')
+    is_known = doc.is_complete and not any(map(is_template, strategies.values())) and doc.program != "ms-swift"
+    evaluates = str(doc.get("evaluation_strategy", strategies["eval"])) != "no"
+    if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
+        evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
+        every, saved = steps["eval"], steps["save"]
+        if evaluation in ("False", "no", "steps", "epoch") and evaluation != strategies["save"]:
+            fix = f"`eval_strategy: {strategies['save']}`, or `load_best_model_at_end: false`"
+            yield Match("load_best_model_at_end", f"evaluation is {evaluation}, saving {strategies['save']}", fix)
+        elif evaluation == "steps" and every and saved and (every < 1) != (saved < 1):
+            yield Match("save_steps", f"{saved:g} and eval_steps {every:g} mix a share with a number", "two numbers")
+        elif evaluation == "steps" and every and saved and round(saved * 1e6) % max(1, round(every * 1e6)):
+            message = f"{saved:g} is not a multiple of eval_steps {every:g}, as load_best_model_at_end needs"
+            yield Match("save_steps" if doc.has("save_steps") else "eval_steps", message, f"a multiple of {every:g}")
+    schedule = str(doc.get("lr_scheduler_type"))
+    if schedule in ("reduce_lr_on_plateau", "greedy") and not evaluates and is_known:
+        yield Match("lr_scheduler_type", f"{schedule} needs an evaluation", "`eval_strategy: epoch`")
+    words = doc.get("fsdp").split() if isinstance(doc.get("fsdp"), str) and as_bool(doc.get("fsdp")) is None else []
+    version = as_int(fsdp_setting(doc, "version", 2))
+    for word in words if doc.program in OUR_PROGRAMS else ():
+        if word not in FSDP_WORDS and not is_template(word):
+            yield Match("fsdp", f"{shorten(word)} is no option of fsdp", "`fsdp: true`")
+        elif word in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
+            yield Match(
+                "fsdp", f"{word} is refused under FSDP2, the default", "`fsdp_config: {version: 1}`, or `full_shard`"
+            )
+
+
+@rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
+def refused_by_grpo(doc: Document) -> Iterator[Match]:
+    """TRL's GRPOConfig and RLOOConfig raise for these values: a batch of generations holds complete groups of
+    `num_generations` completions, at least 2 for GRPO."""
+    if not is_grpo(doc):
+        return
+    group = as_int(doc.get("num_generations", 8))
+    per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in GENERATION_BATCH.items())
+    batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
+    if group is not None and group < 2:
+        yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
+    elif group and per_gpu and accumulation and doc.is_complete and batch is None:
+        each = per_gpu * (every or accumulation)
+        needs = group // math.gcd(each, group)
+        processes = _processes(doc)
+        if needs > 1 and (processes is None or processes % needs):
+            start = f"{per_gpu} x {every or accumulation} completions on a process are not full groups of {group}"
+            count = f"{processes} processes are refused" if processes else f"it needs {needs} processes, or a multiple"
+            fix = f"a multiple of {needs} processes, or a batch and accumulation of {needs} times as much"
+            yield Match("num_generations", f"{start}: {count}", fix, level=None if processes else NOTE)
+    elif batch and group and batch % group:
+        yield Match(
+            "generation_batch_size", f"{batch} is not a multiple of num_generations {group}", f"a multiple of {group}"
+        )
+    low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
+    if low is not None and high is not None and low >= high:
+        yield Match("vllm_importance_sampling_clip_min", f"{low:g} is not below clip_max {high:g}", "a smaller number")
+
+
+def _processes(doc: Document) -> int | None:
+    """Return the number of processes that a launcher starts, where its options or its YAML say it."""
+    options = doc.call.options if doc.call else {}
+    if doc.call is not None and doc.call.tool == "torchrun":
+        counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
+        return math.prod(map(int, filter(None, counts))) if all(counts) else None
+    in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
+    return as_int(options.get("num-processes") or in_yaml)
+
+
+@rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
+def weights_of_losses(doc: Document) -> Iterator[Match]:
+    """TRL's DPOConfig refuses `loss_weights` that are not as many as the words of `loss_type`."""
+    losses, weights = doc.get("loss_type", "sigmoid"), doc.get("loss_weights")
+    count = len(losses) if isinstance(losses, list) else 1
+    if isinstance(weights, list) and len(weights) != count and doc.program == "trl":
+        yield Match("loss_weights", f"{len(weights)} weights for {count} losses", f"{count} weights")
+
+
+@rule(WARNING, TRAINER, library="pyyaml", fix="a number with a dot: 1.0e-4")
+def number_as_text(doc: Document) -> Iterator[Match]:
+    """YAML 1.1 reads `1e-4`, without a dot, as text. `HfArgumentParser.parse_yaml_file` and `parse_dict` convert
+    nothing: the optimizer raises. TRL's parser, LLaMA-Factory and axolotl convert it."""
+    for name, field in trainer_schema().fields.items():
+        value = doc.get(name)
+        is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
+        if (
+            is_number
+            and "float" in field.type
+            and doc.program in ("transformers", None)
+            and doc.call is None
+            and not doc.is_json
+        ):
+            number = re.sub("[eE]", ".0e", str(value))
+            yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", f"`{number}`", value=number)
+
+
+@rule(ERROR, TRAINER, library="pyyaml", fix="the keys indented under their block", for_every_program=True)
+def not_indented(doc: Document) -> Iterator[Match]:
+    """A block that is empty, and a key of it on the line below at the same indentation: the block is null, and the key
+    an argument that nothing has."""
+    schema = trainer_schema()
+    inner = {
+        "activation_checkpointing_kwargs": CHECKPOINTING_KWARGS,
+        "gradient_checkpointing_kwargs": CHECKPOINTING_KWARGS,
+        "lr_scheduler_kwargs": {key for keys in schema.schedules.values() for key in keys or ()},
+        "accelerator_config": set(schema.accelerator_config),
+        "fsdp_config": {name for key in TRAINER_FSDP_KEYS for name in (key, f"fsdp_{key}")},
+    }
+    for name, keys in inner.items():
+        line = doc.line(name) if doc.has(name) and doc.get(name) is None else None
+        for key in keys & doc.data.keys() if line is not None else ():
+            if key not in schema.fields and (doc.line(key) or 0) > (line or 0):
+                yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
+
+
+@rule(WARNING, TRAINER, library="transformers", fix="nothing")
+def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
+    """The Trainer's `fsdp_config` means FSDP2 unless its `version` is 1, and reads these keys of FSDP1 then only."""
+    if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
+        for name in (*FSDP1_KEYS, "limit_all_gathers"):
+            if fsdp_setting(doc, name) is not None:
+                message = f"{name} belongs to FSDP1, and has no effect in version 2"
+                yield Match(fsdp_key(doc, name), message, "remove it", remove=True)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
@@ -35,30 +187,19 @@ def checkpointing_twice(doc: Document) -> Iterator[Match]:
         yield Match(names[0], f"{names[0]} and that of fsdp_config are both on", f"`{names[0]}: false`", remove=True)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="FULL_STATE_DICT, or save_only_model: false")
-def sharded_save_only_model(doc: Document) -> Iterator[Match]:
-    """The Trainer refuses `save_only_model` with FSDP's sharded state dict."""
-    state_dict_type = as_enum(fsdp_setting(doc, "state_dict_type"))
-    if uses_fsdp(doc) and as_bool(doc.get("save_only_model")) and rejects_save_only_model(state_dict_type):
-        yield Match("save_only_model", "refused with SHARDED_STATE_DICT", "`save_only_model: false`", remove=True)
-
-
 @rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
 def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     """bitsandbytes stores 4-bit weights as uint8 unless told otherwise, and accelerate leaves those out of FSDP2's
     sharding: every GPU holds the whole 4-bit model."""
     storage = as_enum(doc.get("bnb_4bit_quant_storage"))
-    if uses_fsdp(doc) and as_bool(doc.get("load_in_4bit")) and "FLOAT" not in storage:
+    if (
+        (uses_fsdp(doc) or launched_with_fsdp(doc))
+        and doc.is_complete
+        and as_bool(doc.get("load_in_4bit"))
+        and "FLOAT" not in storage
+    ):
         fix = "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation"
         yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
-
-
-@rule(ERROR, TRAINER, library="transformers", fix="one of the two")
-def save_only_model_best(doc: Document) -> Iterator[Match]:
-    """The Trainer refuses `save_only_model` with `load_best_model_at_end` under DeepSpeed and FSDP."""
-    sharded = uses_fsdp(doc) or bool(doc.get("deepspeed"))
-    if sharded and as_bool(doc.get("save_only_model")) and as_bool(doc.get("load_best_model_at_end")):
-        yield Match("save_only_model", "refused with load_best_model_at_end", "`save_only_model: false`")
 
 
 @rule(WARNING, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
@@ -102,20 +243,16 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
     """`enable_jit_checkpoint` saves when SIGTERM arrives, and each rank decides by its own signal: ranks that get it in
     different steps wait for each other forever. Nothing reads the mark of an incomplete checkpoint when a run
     resumes."""
-    key, message = "enable_jit_checkpoint", "each rank saves after the step in which its own signal came"
+    key = "enable_jit_checkpoint"
     if as_bool(doc.get(key)):
-        yield Match(key, message, f"remove {key}")
-    for call in doc.script.launches:
-        if key.replace("_", "-") in call.options and as_bool(call.options[key.replace("_", "-")]) is not False:
+        yield Match(key, "each rank saves after the step in which its own signal came", f"remove {key}")
+    for call in doc.script.launches if not doc.parts else ():
+        if key in call.arguments and as_bool(call.arguments[key][0]) is not False:
+            message = "each rank saves after the step in which its own signal came"
             yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
 
 
 # -- TRL's trainers
-
-
-def is_trl(doc: Document) -> bool:
-    """Return True for arguments that TRL may read: LLaMA-Factory and ms-swift have some of the same names."""
-    return doc.has("model_name_or_path") and not any(doc.has(key) for key in ("stage", *SCRIPT_ARGUMENTS))
 
 
 @rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")
@@ -139,13 +276,3 @@ def padding_free_refused(doc: Document) -> Iterator[Match]:
     if chosen and not as_bool(doc.get("packing")) and length is not None:
         message = f"refused with max_length {shorten(length)} and without packing"
         yield Match("padding_free", message, "`packing: true`, or `max_length: null` for rows that are short enough")
-
-
-@rule(NOTE, TRAINER, library="trl", fix="precompute_ref_log_probs: false")
-def precompute_with_adapters(doc: Document) -> Iterator[Match]:
-    """With adapters, TRL's DPO and KTO have no reference model: they turn the adapters off for its log-probabilities.
-    Computing these first frees no memory; from the second epoch on it saves a forward pass per step."""
-    key = "precompute_ref_log_probs"
-    if is_trl(doc) and as_bool(doc.get(key)) and as_bool(doc.get("use_peft")):
-        message = "frees no memory: with use_peft there is no reference model"
-        yield Match(key, message, f"`{key}: false`, unless rows are trained on more than once", remove=True)

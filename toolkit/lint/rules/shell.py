@@ -1,0 +1,146 @@
+"""Rules about the shell around a launcher: lost lines, quotes, variables, and words that reach another program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from toolkit.errors import nearest
+from toolkit.lint.document import SCRIPTS, Document
+from toolkit.lint.findings import ERROR, WARNING, Match, rule
+from toolkit.lint.job_script import PROGRAMS, launcher_tables
+
+ARRAY = re.compile(r"\w\+?=\((?:[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
+LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*\s*(?:\|[^)\n]*)?\))")
+TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
+ASSIGNED = re.compile(
+    r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)[ \t]*;?[ \t]*)+)(?:#.*)?$", re.M
+)
+READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
+NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
+
+
+def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
+    return any(start <= offset < end for start, end in spans)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="a backslash at the very end of the line before")
+def lost_line(doc: Document) -> Iterator[Match]:
+    """A line that begins with an option and continues no other is a command of its own: bash does not find it, and the
+    launcher has started without it and what follows. A backslash is missing, a space or a comment follows it, or a line
+    between is blank."""
+    script = doc.script
+    arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
+    for start, end in script.commands if script.launches else ():
+        found = LOST.match(script.text, start, end)
+        if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
+            line = script.line_at(found.start(1))
+            message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
+            yield Match(found[1], message, "end the line before with a backslash, and nothing behind it", line=line)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
+def typographic_quotes(doc: Document) -> Iterator[Match]:
+    """Quotes and dashes of a word processor are letters to bash: they become a part of the value, or of a file name."""
+    script = doc.script
+    for start, end in script.commands if script.launches else ():
+        found = TYPOGRAPHIC.search(script.text, start, end)
+        is_said = re.match(r"\s*(?:echo|printf)\b", script.text[start:end]) or "<<" in script.text[start:end]
+        if found and not is_said and not _in_spans(found.start(), (*script.strings, *script.protected)):
+            yield Match(
+                found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=script.line_at(found.start())
+            )
+
+
+@rule(WARNING, *SCRIPTS, library="bash", fix="export NAME=VALUE")
+def not_exported(doc: Document) -> Iterator[Match]:
+    """A variable that is assigned on a line of its own and not exported stays in this shell: the launcher and its ranks
+    do not have it, unless it was in the environment before."""
+    script, table = doc.script, launcher_tables()["exported"]
+    if not script.launches or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
+        return
+    names = {name for tool in ("all", *(call.tool for call in script.launches)) for name in table.get(tool, ())}
+    reported = set()
+    for found in ASSIGNED.finditer(script.text):
+        for name in re.findall(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
+            is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
+            if name not in names or name in reported or is_continued or _in_spans(found.start(), script.strings):
+                continue
+            if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
+                continue
+            reported.add(name)
+            fix = f"`export {name}=...`, or in front of the launcher on its line"
+            yield Match(name, f"{name} is assigned, and not exported", fix, line=script.line_at(found.start(1)))
+
+
+@rule(WARNING, *SCRIPTS, library="accelerate", fix="the name that accelerate reads")
+def unknown_variable(doc: Document) -> Iterator[Match]:
+    """Neither accelerate nor transformers reads a variable of this name: the default applies."""
+    by_name = {found[1]: found for found in READ_BY_LIBRARIES.finditer(doc.script.text)}
+    for found in by_name.values() if doc.script.launches else ():
+        known = launcher_tables()["variables"][found[2]]
+        used = doc.script.mentions(rf"\$\{{?{found[1]}\b") or found[3].endswith(
+            ("CONFIG", "CONFIG_FILE", "ARGS", "DIR")
+        )
+        if found[3] not in known and not used:
+            close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
+            fix = f"`{found[2]}_{close}`" if close else "remove it"
+            yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
+
+
+@rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")
+def flag_with_value(doc: Document) -> Iterator[Match]:
+    """The launcher's option takes no value: it takes the word behind it for the script, and starts that."""
+    for call in doc.script.launches:
+        if call.tool not in PROGRAMS and call.script and (call.script.lower() in NOT_A_SCRIPT or call.script.isdigit()):
+            message = f"{call.tool} takes {call.script} for the script"
+            yield Match(call.tool, message, "the option without a value", line=call.line)
+
+
+@rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
+def behind_the_script(doc: Document) -> Iterator[Match]:
+    """A launcher reads its options in front of the script's name only: the others are arguments of the script, and the
+    launcher's own defaults apply."""
+    for call in doc.script.launches if doc.script.text else ():
+        options = launcher_tables()["launcher_options"].get(call.tool, ())
+        names = [name for name in call.arguments if name in options and name.replace("_", "-") not in call.options]
+        shared = launcher_tables()["shared_options"].get(call.tool, ())
+        for name in [*names, *(name for name in call.arguments if names and name in shared)]:
+            message = f"{call.script} gets --{name}, {call.tool} does not"
+            yield Match(f"--{name}", message, f"write it in front of {call.script}", line=call.arguments[name][1])
+
+
+@rule(WARNING, *SCRIPTS, library="deepspeed", fix="--include localhost:2,3")
+def visible_devices_ignored(doc: Document) -> Iterator[Match]:
+    """`deepspeed` ignores `CUDA_VISIBLE_DEVICES`, and removes it, with `--num_gpus`, `--include` or `--exclude`: it
+    takes the first GPUs of the node."""
+    found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*)"), None)
+    for call in doc.script.launches if found is not None else ():
+        options = call.options.keys() & {"num-gpus", "include", "exclude"}
+        in_force = found[0][1] == ",".join(map(str, range(found[0][1].count(",") + 1)))  # type: ignore[index]
+        if call.tool == "deepspeed" and options and not in_force and "hostfile" not in call.options:
+            message = f"--{options.pop().replace('-', '_')} makes deepspeed ignore it"
+            fix = f"`--include localhost:{found[0][1]}`, without --num_gpus"  # type: ignore[index]
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=found[1])  # type: ignore[index]
+
+
+@rule(ERROR, *SCRIPTS, library="deepspeed", fix="--include alone")
+def include_with_count(doc: Document) -> Iterator[Match]:
+    """`deepspeed` refuses `--include` and `--exclude` together with `--num_gpus` and `--num_nodes`."""
+    for call in doc.script.launches:
+        counts, filters = call.options.keys() & {"num-gpus", "num-nodes"}, call.options.keys() & {"include", "exclude"}
+        if call.tool == "deepspeed" and counts and filters:
+            message = f"refused together with --{min(counts).replace('-', '_')}"
+            yield Match(f"--{min(filters)}", message, f"`--{min(filters)}` alone", line=call.line)
+
+
+@rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")
+def file_behind_local_rank(doc: Document) -> Iterator[Match]:
+    """`deepspeed` puts `--local_rank=N` in front of a script's arguments. LLaMA-Factory and transformers' examples look
+    for the file in the first of them, and do not read it."""
+    for call in doc.script.launches:
+        first = call.words[0] if call.words else ""
+        is_file = first.endswith((".yaml", ".yml", ".json")) and not first.startswith("-")
+        if call.tool == "deepspeed" and is_file and "no-local-rank" not in call.options:
+            message = f"--local_rank=N stands in front of {call.words[0]}"
+            yield Match(call.words[0], message, "`torchrun`, or `deepspeed --no_local_rank`", line=call.line)
