@@ -51,12 +51,6 @@ TRAINING_ARGUMENTS_REMOVED: dict[str, str | None] = {
     "warmup_ratio": "warmup_steps: a number below 1 is a fraction of all steps",
     "xpu_backend": "ddp_backend",
 }
-# Arguments of other training scripts that have the name of a removed field, under a key that identifies the script:
-# LLaMA-Factory 0.9.5 and ms-swift 4.6.
-SCRIPT_ARGUMENTS = {
-    "finetuning_type": {"overwrite_output_dir"},
-    "tuner_type": {"group_by_length", "logging_dir", "warmup_ratio"},
-}
 # Old names that still work and are removed in transformers 6.
 TRAINING_ARGUMENTS_DEPRECATED = {
     "gradient_checkpointing": "activation_checkpointing",

@@ -1,11 +1,11 @@
 """The lint rules, one small function each, in one module per topic; they run in the order of their definition."""
 
 from toolkit.lint.findings import LintRule
-from toolkit.lint.rules import accelerate, deepspeed, keys, multi_node, trainer
+from toolkit.lint.rules import accelerate, deepspeed, keys, multi_node, programs, trainer
 
 RULES: tuple[LintRule, ...] = tuple(
     value
-    for module in (keys, accelerate, deepspeed, trainer, multi_node)
+    for module in (keys, programs, accelerate, deepspeed, trainer, multi_node)
     for value in vars(module).values()
     if isinstance(value, LintRule)
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from toolkit.convert.programs import program_of
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.rules.programs import schema_of
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, shorten
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, Types, ValueType
 
@@ -174,9 +176,10 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
-    script_arguments = {name for key, names in removed.SCRIPT_ARGUMENTS.items() if doc.has(key) for name in names}
+    if program_of(doc.data) not in (None, "trl"):  # which pin other versions; rules/programs.py
+        return
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
-        if doc.has(name) and name not in trainer_argument_names() and name not in script_arguments:
+        if doc.has(name) and name not in trainer_argument_names():
             renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
             yield Match(
                 name,
@@ -190,8 +193,10 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")
 def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
+    schema = schema_of(doc)
+    names = trainer_argument_names() if schema is None else schema.fields
     for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items():
-        if doc.has(name) and instead in trainer_argument_names():
+        if doc.has(name) and instead in names:
             rename = None if doc.has(instead) else instead
             yield Match(name, f"`{name}` is removed in transformers 6", f"`{instead}`", rename=rename)
 
@@ -201,7 +206,7 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has no such field but a very similar one: the parser raises, unless the script has an
     argument of that name itself."""
     fields = trainer_argument_names()
-    for name in doc.data:
+    for name in () if schema_of(doc) is not None else doc.data:
         if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)

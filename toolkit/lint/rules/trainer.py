@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.convert.programs import program_of
 from toolkit.lint.document import SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.removed_keys import SCRIPT_ARGUMENTS
 from toolkit.lint.rules.settings import as_bool, as_enum, as_int, fsdp_setting, shorten
 from toolkit.presets.method_rules import rejects_save_only_model
 
@@ -115,7 +115,7 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
 
 def is_trl(doc: Document) -> bool:
     """Return True for arguments that TRL may read: LLaMA-Factory and ms-swift have some of the same names."""
-    return doc.has("model_name_or_path") and not any(doc.has(key) for key in ("stage", *SCRIPT_ARGUMENTS))
+    return doc.has("model_name_or_path") and program_of(doc.data) in (None, "trl")
 
 
 @rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")

@@ -1,0 +1,113 @@
+"""Programs whose files people have: which one a file is for, and the settings that it reads.
+
+>>> program_of({"base_model": "a/b", "micro_batch_size": 1}), program_of({"output_dir": "out"})
+('axolotl', None)
+>>> program_schema("trl").replacement("max_seq_length"), program_schema("trl").replacement("num_train_epoch")
+('max_length', 'num_train_epochs')
+
+What each program reads was taken from its source once (`tests/scripts/write_program_schemas.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import nearest
+from toolkit.files.documents import RECORDS, read_configuration, read_json_object
+
+TORCHTUNE = "torchtune"
+SIMILARITY = 0.85  # above which a setting is a misspelling: `num_train_epoch`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramSchema:
+    """The settings of one version of a program; tables/programs.yaml says what each field is."""
+
+    tool: str
+    distribution: str
+    version: str
+    refusal: str
+    markers: Collection[str]
+    fields: frozenset[str]
+    commands: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Settings that only some commands have, by command."""
+    blocks: Mapping[str, Collection[str]] = field(default_factory=dict)
+    renamed: Mapping[str, str | None] = field(default_factory=dict)
+    former: Collection[str] = ()
+    """Settings of older versions."""
+    scripts: Collection[str] = ()
+    others: Collection[str] = ()
+    transformers: Collection[str] = ()
+    """Versions whose training arguments it has: the oldest and the newest that it allows."""
+
+    @property
+    def named(self) -> str:
+        """Name and version, for people."""
+        return f"{self.tool} {self.version}"
+
+    def unknown(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the settings that the program does not have; none where a file is in another format of it."""
+        if not values.keys().isdisjoint(self.others):
+            return []
+        unknown = [key for key in values if key not in self.fields and not key.startswith(("_", "."))]
+        for block, known in self.blocks.items():
+            keys = values[block] if isinstance(values.get(block), dict) else {}
+            # Settings of FSDP1, which have no effect, are in many files; a prefix is stripped.
+            unknown += [
+                f"{block}.{key}"
+                for key in map(str, keys)
+                if key.removeprefix("fsdp_") not in known and self.replacement(f"{block}.{key}")
+            ]
+        return unknown
+
+    def replacement(self, key: str) -> str | None:
+        """Return the present name of a setting that the program does not have, or what to write instead."""
+        block, _, name = key.rpartition(".")
+        if key in self.renamed or len(name) > 100:
+            return self.renamed.get(key)
+        return nearest(name, self.blocks.get(block, self.fields), cutoff=SIMILARITY)
+
+    def commands_of(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the commands that have every setting of a file that some have and some have not."""
+        parted = set(values) & {name for names in self.commands.values() for name in names}
+        return [command for command, names in self.commands.items() if parted <= set(names)]
+
+
+@functools.cache
+def program_schemas() -> Mapping[str, ProgramSchema]:
+    """Return the schemas of all programs, by the word of `--from`."""
+    folder = Path(__file__).parent
+    tables = read_configuration(folder / "tables" / "programs.yaml")
+    found = read_json_object(folder / "program_schemas.json", limits=RECORDS)
+    schemas = {}
+    for name, table in tables.items():
+        schema = found[name]
+        fields = frozenset(schema.pop("fields")).union(*schema.get("commands", {}).values())
+        schemas[name] = ProgramSchema(**table, **schema, fields=fields)
+    return schemas
+
+
+def program_schema(program: str) -> ProgramSchema:
+    """Return the settings that a program reads."""
+    return program_schemas()[program]
+
+
+def program_of(values: Mapping[str, Any]) -> str | None:
+    """Return the program that a file is for: `trl`, `axolotl`, `llama-factory`, `ms-swift`, `torchtune`, or None.
+
+    Of those that have a marker in the file, the one that has most of its settings.
+    """
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        return TORCHTUNE
+    keys = set(values)
+    counts = {
+        name: (len(keys & schema.fields), len(keys.intersection(schema.markers)))
+        for name, schema in program_schemas().items()
+        if not keys.isdisjoint(schema.markers)
+    }
+    best = [name for name, count in counts.items() if count == max(counts.values())]
+    return best[0] if len(best) == 1 else None
