@@ -120,7 +120,7 @@ def test_a_file_is_planned_like_the_same_flags(tmp_path: Path, capsys: pytest.Ca
     ("name", "text", "message"),
     [
         ("ours.yaml", "max_seq_length: 512\n", "names no model"),
-        ("rl.yaml", AXOLOTL + "rl: dpo\n", "not supervised fine-tuning"),
+        ("rl.yaml", AXOLOTL + "rl: ebft\n", "trains with 'ebft', which is not planned"),
         ("preset.yaml", "distributed_type: FSDP\n", "is not recognised"),
         ("ours.yaml", OURS + "max_seq_lenght: 5\n", "max_seq_lenght"),
     ],

@@ -18,6 +18,7 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.files.documents import RECORDS, read_configuration, read_json_object
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 
 TORCHTUNE = "torchtune"
 SIMILARITY = 0.85  # above which a setting is a misspelling: `num_train_epoch`
@@ -39,6 +40,7 @@ class ProgramSchema:
     renamed: Mapping[str, str | None] = field(default_factory=dict)
     former: Collection[str] = ()
     """Settings of older versions."""
+    launcher: Collection[str] = ()
     scripts: Collection[str] = ()
     others: Collection[str] = ()
     transformers: Collection[str] = ()
@@ -86,7 +88,8 @@ def program_schemas() -> Mapping[str, ProgramSchema]:
     schemas = {}
     for name, table in tables.items():
         schema = found[name]
-        fields = frozenset(schema.pop("fields")).union(*schema.get("commands", {}).values())
+        passed_on = (*table.get("launcher", ()), *ACCELERATE_BLOCKS[""]) if "launcher" in table else ()
+        fields = frozenset(schema.pop("fields")).union(passed_on, *schema.get("commands", {}).values())
         schemas[name] = ProgramSchema(**table, **schema, fields=fields)
     return schemas
 

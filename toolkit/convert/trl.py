@@ -19,6 +19,7 @@ SCRIPTS = ("sft.py", "trl.scripts.sft")
 OTHER_COMMANDS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo")
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
 ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
+OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
 ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 
 
@@ -55,7 +56,8 @@ def _training_flags(
         return None
     launcher = next((number for number, name in enumerate(names) if name in ("launch", "torchrun", "run")), script)
     method = _method_flag(names[script].removesuffix(".py").rpartition(".")[2])
-    return [*method, *(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
+    pinned = [f"--pinned_trl={OPEN_R1}"] if "open_r1" in words[script] else []
+    return [*method, *pinned, *(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
 
 
 def _method_flag(method: str) -> list[str]:
@@ -112,7 +114,7 @@ def _take_lora(draft: Draft) -> None:
     defaults, fields = draft.dialect.lora_defaults, draft.dialect.lora_config
     if not draft.is_on("use_peft"):
         reason = "no adapter is trained: `use_peft` is not set"
-        draft.leave_out("lora_r", *defaults, *fields, "lora_task_type", reason=reason)
+        draft.leave_out("lora_r", *defaults, *fields, "lora_task_type", reason=reason, has_effect=False)
         return
     draft.assign("lora_r", draft.get("lora_r", 16), "use_peft", "lora_r")
     for name in defaults:
@@ -170,7 +172,7 @@ def _take_launch(draft: Draft, file: Path) -> str:
             chosen = sources.Choice(known, sources.FSDP1_NOTE if known == "fsdp2" and "1" in name else None, [key])
         else:
             message = f"{file}: no such accelerate configuration: {name[:200]}"
-            raise ToolkitError(message, hint="run this where the file is")
+            raise ToolkitError(message, hint="run this where the file is, or name a preset: `--preset`")
     for key in draft.among("num_processes", "nproc_per_node"):
         draft.num_processes = int(draft.number(key, 1))
         draft.use(key, by=NUM_PROCESSES)

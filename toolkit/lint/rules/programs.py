@@ -9,10 +9,6 @@ from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, Match, rule
 from toolkit.lint.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.lint.rules.settings import shorten
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS
-
-# Settings of a file that `trl` passes to `accelerate launch`, and those that its parser takes out.
-LAUNCHED = {"accelerate_config", "config", "config_file", "env", *ACCELERATE_BLOCKS[""]}
 
 
 def schema_of(doc: Document) -> ProgramSchema | None:
@@ -58,7 +54,7 @@ def setting_of_a_script(doc: Document) -> Iterator[Match]:
     schema = program_schema("trl")
     if program_of(doc.data) == "trl":
         for key in schema.unknown(doc.data):
-            if key not in (*TRAINING_ARGUMENTS_REMOVED, *LAUNCHED) and _is_of_a_script(schema, key):
+            if key not in TRAINING_ARGUMENTS_REMOVED and _is_of_a_script(schema, key):
                 message = f"{schema.named}'s own commands have no `{shorten(key)}`, and refuse it"
                 yield Match(key, message, "remove it, unless your script reads it")
 
