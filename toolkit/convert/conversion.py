@@ -78,7 +78,7 @@ def read_settings(path: Path, tool: str | None = None, *, methods: Collection[st
         raise ToolkitError(f"{path} is a file of {name}, which is not read", hint=flags_instead(tool, values, path))
     hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
     if "distributed_type" in values or "compute_environment" in values:
-        hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
+        hint = f"an accelerate YAML is a preset: `toolkit plan MODEL --preset {path}`, `toolkit lint {path}`"
     raise ToolkitError(f"{path} is not recognised", hint=hint)
 
 

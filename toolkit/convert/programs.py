@@ -74,9 +74,9 @@ class ProgramSchema:
         return nearest(name, self.blocks.get(block, self.fields), cutoff=SIMILARITY)
 
     def commands_of(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the commands that have every setting of a file that some have and some have not."""
-        parted = set(values) & {name for names in self.commands.values() for name in names}
-        return [command for command, names in self.commands.items() if parted <= set(names)]
+        """Return the commands that have the most of a file's settings."""
+        counts = {command: len(set(values).intersection(names)) for command, names in self.commands.items()}
+        return [command for command, count in counts.items() if count == max(counts.values())]
 
 
 @functools.cache

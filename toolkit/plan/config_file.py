@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.convert.conversion import convert_settings, read_settings
-from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of
+from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
@@ -44,7 +44,18 @@ MORE_THAN_ADAPTERS = (
     *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
     "trainable_token_indices",
 )
-ADAPTERS = ("lora", "qlora", "full", "None")
+# What to type after an option, where it is no number.
+EXAMPLES = {
+    **{"attn_implementation": " sdpa", "load_in_4bit": "", "lora_target_modules": " NAME", "method": " sft"},
+    **{"optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+}
+# Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
+ADAPTERS = {
+    "axolotl": ("adapter", "lora_r"),
+    "llama-factory": ("finetuning_type", "lora_rank"),
+    "v1": ("peft_config", "r"),
+}
+PLANNED_ADAPTERS = ("lora", "qlora", "full", "None")
 
 
 class ConfiguredPlan(NamedTuple):
@@ -97,7 +108,10 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
         found |= {"preset": (conversion.preset,) if has_preset else (), "gradient_as_bucket_view": False}
         found["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
-        why = f" ({conversion.notes[PRESET]})" if PRESET in conversion.notes else ""
+        named = conversion.notes.get(PRESET)
+        if named is None and PRESET not in conversion.converted.values():
+            named = "the file names no DeepSpeed or FSDP"
+        why = "" if named is None else f" ({named})"
         preset = f"preset {conversion.preset}{why}" if has_preset else "no preset: `--preset`"
         described = f"{file}: {conversion.tool}, {preset}, {f'{loss} loss' if method == SFT else method}{note}"
     if job.global_batch_size is not None and "gradient_accumulation_steps" not in given:
@@ -117,16 +131,27 @@ def _read(file: Path, options: PlanOptions, given: Collection[str]) -> _Source:
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
     program, values = read_settings(file, methods=[method for method in METHODS if method != SFT])
     method = options.method if "method" in given else _method(program, values, file)
-    left = {key: value for key, value in values.items() if method == SFT or key not in METHOD_KEYS[program]}
+    is_said = method == SFT and "method" not in given
+    left = {key: value for key, value in values.items() if is_said or key not in METHOD_KEYS[program]}
     # What the command line says is not read: a method or a file that is not planned may be named there.
     for name in set(given) - {"lora_r", "max_seq_length", "per_device_train_batch_size"}:
         left = {key: value for key, value in left.items() if _option(key) != name}
-    adapter = {"axolotl": "adapter", "llama-factory": "finetuning_type"}.get(program, "")
-    if "lora_r" not in given and str(left.get(adapter)) not in ADAPTERS:
-        message = f"{file}: {adapter} {shown(left[adapter])} is not planned"
-        raise ToolkitError(message, hint="`--lora-r 16` plans LoRA adapters of that rank")
+    left = {key: value for key, value in left.items() if not key.startswith("torch_compile")}  # which may be refused
+    for what in (what for key, what in load_dialect(program).refused.items() if left.get(key)):
+        if "method" not in given:
+            raise ToolkitError(f"{file} trains {what}", hint="`--method sft` plans its text alone")
+    left = {key: value for key, value in left.items() if key not in load_dialect(program).refused}
+    adapter, rank = ADAPTERS.get("v1" if "peft_config" in left else program, ("", ""))
+    named = left["peft_config"].get("name") if isinstance(left.get("peft_config"), dict) else left.get(adapter)
     if "lora_r" in given and adapter:
-        left |= {adapter: "lora", "lora_r" if program == "axolotl" else "lora_rank": options.lora_r}
+        left |= (
+            {"peft_config": {"name": "lora", "r": options.lora_r}}
+            if rank == "r"
+            else {adapter: "lora", rank: options.lora_r}
+        )
+    elif adapter and str(named) not in PLANNED_ADAPTERS:
+        hint = "`--lora-r 16` plans LoRA adapters of that rank"
+        raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
     return _Source(program, values, convert_settings(program, left, file), method)
 
 
@@ -147,8 +172,8 @@ def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
         return (named or methods)[0]
     method = METHOD_WORDS.get(word or SFT, word or SFT)
     if method not in METHODS:
-        options = ", ".join(f"`--method {each}`" for each in METHODS)
-        raise ToolkitError(f"{file} trains with {shown(word)}, which is not planned", hint=f"{options} are")
+        hint = f"`--method NAME` plans {', '.join(METHODS)}"
+        raise ToolkitError(f"{file} trains with {shown(word)}, which is not planned", hint=hint)
     return method
 
 
@@ -174,11 +199,7 @@ def _checked(file: Path, source: _Source, job: Job, presets: Collection[str], gi
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:
-            flag = f"--{option.replace('_', '-')}"
-            example = {"lora_r": " 16", "max_seq_length": " N", "load_in_4bit": "", "method": " sft"}.get(
-                option, " NAME"
-            )
-            hint = f"`{flag}{example}` plans that instead"
+            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
             raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
 
 
@@ -191,9 +212,12 @@ def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
         instead, used = schema.replacement(key), key in conversion.converted
         if not used and instead is not None and (option := _option(instead)):
             yield key, option, f"{schema.named} has no such setting, but {instead}"
+    if is_true(values.get("torch_compile") or False):
+        yield "torch_compile", None, ""
     for each in (each for each in conversion.not_converted if each.key not in METHOD_SETTINGS):
         option = _option(each.key) if each.has_effect and each.key not in schema.unknown(values) else None
-        is_off = each.value in (False, "false", 1, "1", "") and option not in ("optim",)
+        on_by_default = each.key in load_dialect(program).on_by_default
+        is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
         if option is not None and not is_off:
             yield f"{each.key} {shown(each.value)}", option, each.reason
         elif _is_among(each.key, _tables()[1]) and not is_off and each.has_effect and "CutCross" not in str(each.value):
@@ -234,7 +258,8 @@ def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str
         return ("bf16 false", "the presets compute in bf16", True) if is_wide else None
     is_on = {key: values.get(key) == "auto" or is_true(values.get(key) or False) for key in PRECISIONS}
     # LLaMA-Factory computes in the checkpoint's dtype without a setting, but trained weights are raised to fp32.
-    is_default = values.get("bf16") is None and (program != "llama-factory" or job.lora_r is not None)
+    raised = program == "llama-factory" and "model" not in values and job.lora_r is None
+    is_default = values.get("bf16") is None and not raised
     computes_half = any(is_on.values()) or is_default
     if not computes_half:
         return "bf16 (off)", "the presets compute in bf16, and this in fp32", True
@@ -245,9 +270,9 @@ def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str
         why = f"dtype {held}: the base weights then have 4 bytes per parameter, and are planned with 2"
         return (why, "", False) if is_wide else None
     if in_half and method == SFT and {"ddp", "single"} & set(presets):
-        named = {"trl": f"dtype {held}", "axolotl": "bf16 weights"}.get(str(program), "pure_bf16")
+        named = {"trl": f"dtype {held}", "axolotl": "bf16"}.get(str(program), "pure_bf16")
         is_known = program != "trl" or PRESET in conversion.converted.values()
-        why = "they are trained without fp32 masters, and planned with: 8 more bytes per parameter"
+        why = "its weights have no fp32 masters, 8 bytes per parameter less than planned"
         return (named, why, True) if is_known else (f"{named} (without fp32 masters under ddp)", "", False)
     return None
 
@@ -271,10 +296,8 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
         and source.method == SFT
         and (values.get("pinned_trl") or set(values) & set(program_schema(program).former))
     ):
-        return (
-            planned.loss if planned.loss == "fused" else "full",
-            " (the default of TRL below 1.7, which the file is for)",
-        )
+        old = ("full", " (the default of TRL below 1.7, which the file is for)")
+        return ("fused", "") if planned.loss == "fused" else old
     if program == "axolotl" and is_true(values.get("chunked_cross_entropy") or False):
         return "chunked", ""
     return ("full" if planned.loss == "chunked" and conversion.tool in FULL_LOSS_TOOLS else planned.loss), ""
