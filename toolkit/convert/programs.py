@@ -33,6 +33,8 @@ class ProgramSchema:
     version: str
     refusal: str
     markers: Collection[str]
+    model: str | None = None
+    """The setting that names the model, without which a file is another script's."""
     fields: frozenset[str]
     commands: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Settings that only some commands have, by command."""
@@ -45,6 +47,11 @@ class ProgramSchema:
     others: Collection[str] = ()
     transformers: Collection[str] = ()
     """Versions whose training arguments it has: the oldest and the newest that it allows."""
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Settings of this version and of others, of scripts that use it, and of its other formats."""
+        return self.fields.union(self.renamed, self.former, self.scripts, self.others, self.markers)
 
     @property
     def named(self) -> str:
@@ -102,15 +109,17 @@ def program_schema(program: str) -> ProgramSchema:
 def program_of(values: Mapping[str, Any]) -> str | None:
     """Return the program that a file is for: `trl`, `axolotl`, `llama-factory`, `ms-swift`, `torchtune`, or None.
 
-    Of those that have a marker in the file, the one that has most of its settings.
+    Of those that have a marker in the file and half of its settings, the one that has most of them.
     """
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
     keys = set(values)
     counts = {
-        name: (len(keys & schema.fields), len(keys.intersection(schema.markers)))
+        name: (len(keys & schema.known), len(keys.intersection(schema.markers)))
         for name, schema in program_schemas().items()
-        if not keys.isdisjoint(schema.markers)
+        if schema.model in (None, *keys)
+        and not keys.isdisjoint(schema.markers)
+        and 2 * len(keys & schema.known) >= len(keys)
     }
     best = [name for name, count in counts.items() if count == max(counts.values())]
     return best[0] if len(best) == 1 else None

@@ -162,7 +162,8 @@ def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
         word = str(values["pref_loss"])
     if word is None and program == "trl":
         schema = program_schema(program)
-        methods = [command for command in schema.commands_of(values) if command in METHODS]
+        commands = ("simpo" if command == "cpo" else command for command in schema.commands_of(values))
+        methods = [command for command in commands if command in METHODS]
         if SFT in methods or not methods:
             return SFT
         named = [method for method in methods if method in f"{file.parent.name}/{file.stem}".lower()]
@@ -237,8 +238,10 @@ def _refused(source: _Source) -> str:
 def _not_planned(source: _Source, job: Job, presets: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
     """Arguments that were converted and that no plan has, and the precision."""
     more = [name for name in job.lora_config or {} if name in MORE_THAN_ADAPTERS]
+    converted = {} if source.conversion is None else source.conversion.converted
     if more:
-        yield f"lora_config ({', '.join(more)})", "lora_r", "more is trained than adapters"
+        keys = [key for key, argument in converted.items() if argument == "lora_config"] or ["lora_config"]
+        yield ", ".join(keys), "lora_r", f"{', '.join(more)}: more is trained than adapters"
     for name in ("train_only", "freeze"):
         if job.value(name):
             yield name, "method", "all weights are planned as trained"
