@@ -126,7 +126,7 @@ def main(folder: Path) -> None:
         "FinetuningArguments",
         "EvaluationArguments",
     )
-    swift_files = r"^swift/(arguments|trainers|rlhf_trainers|ray|dataset)/|training_args\w*\.py$"
+    swift_files = r"^swift/(arguments|trainers|rlhf_trainers|ray|ray_utils|dataset)/|training_args\w*\.py$"
     swift = Source(_wheel(folder, "ms_swift"), *_transformers(folder, "ms-swift"), only=swift_files)
     schemas: dict[str, dict[str, Any]] = {
         "trl": {

@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.draft import PRESET, Conversion
-from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
+from toolkit.convert.programs import OPEN_INSTRUCT, TORCHTUNE, program_of, program_schema
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
 from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
@@ -33,6 +33,12 @@ PLAN_FLAGS = {
         "model.lora_rank": "--lora-r",
         "enable_activation_checkpointing": "--activation-checkpointing",
         "dataset.packed": "--packing",
+    },
+    OPEN_INSTRUCT: {
+        "per_device_train_batch_size": "--per-device-train-batch-size",
+        "gradient_accumulation_steps": "--gradient-accumulation-steps",
+        "max_seq_length": "--max-seq-length",
+        "gradient_checkpointing": "--activation-checkpointing",
     },
     "ms-swift": {
         "per_device_train_batch_size": "--per-device-train-batch-size",
@@ -74,8 +80,7 @@ def read_settings(path: Path, tool: str | None = None, *, methods: Collection[st
     if tool in TOOLS:
         return tool, values
     if tool is not None:
-        name = program_schema(tool).tool if tool != TORCHTUNE else tool
-        raise ToolkitError(f"{path} is a file of {name}, which is not read", hint=flags_instead(tool, values, path))
+        raise ToolkitError(f"{path} is a file of {tool}, which is not read", hint=flags_instead(tool, values, path))
     hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
     if "distributed_type" in values or "compute_environment" in values:
         hint = f"an accelerate YAML is a preset: `toolkit plan MODEL --preset {path}`, `toolkit lint {path}`"
@@ -93,7 +98,7 @@ def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is True:
             words.append(flag)
-        elif isinstance(value, int | str) and value is not False:
+        elif isinstance(value, int | str) and value not in (False, "gkd", "ppo"):
             words.append(f"{flag} {shlex.quote(str(value))}")
     runs = f"; `toolkit train --module {MODULES['ms-swift']} {path}` runs it" if program == "ms-swift" else ""
     return f"`{' '.join(words)}`{runs}"
@@ -108,7 +113,7 @@ def recognising(*files: str) -> Iterator[None]:
         for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
             with contextlib.suppress(ToolkitError):
                 program = program_of(values := read_configuration(Path(file)))
-                if program in (TORCHTUNE, "ms-swift"):
+                if program in PLAN_FLAGS:
                     error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
                 elif program is not None:
                     tool = program_schema(program).tool

@@ -20,7 +20,13 @@ from toolkit.errors import nearest
 from toolkit.files.documents import RECORDS, read_configuration, read_json_object
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 
-TORCHTUNE = "torchtune"
+TORCHTUNE, OPEN_INSTRUCT = "torchtune", "open-instruct"
+# Settings of open-instruct alone; its scripts have dataclasses of their own, with many names of TRL's.
+OPEN_INSTRUCT_KEYS = (
+    *("cache_dataset_only", "checkpointing_steps", "dataset_mixer_list", "dataset_mixer_list_splits", "reduce_loss"),
+    *("use_slow_tokenizer", "with_tracking"),
+)
+PART = 0.7  # of a file's settings that its program has: a script's own file has names of TRL's too
 SIMILARITY = 0.85  # above which a setting is a misspelling: `num_train_epoch`
 
 
@@ -85,6 +91,12 @@ class ProgramSchema:
         counts = {command: len(set(values).intersection(names)) for command, names in self.commands.items()}
         return [command for command, count in counts.items() if count == max(counts.values())]
 
+    def may_read(self, keys: frozenset[str]) -> bool:
+        """Return True for a file with a marker of the program and most of its settings, or in another format of it."""
+        if self.model not in (None, *keys) or keys.isdisjoint(self.markers):
+            return False
+        return len(keys & self.known) >= PART * len(keys) or not keys.isdisjoint(self.others)
+
 
 @functools.cache
 def program_schemas() -> Mapping[str, ProgramSchema]:
@@ -95,7 +107,7 @@ def program_schemas() -> Mapping[str, ProgramSchema]:
     schemas = {}
     for name, table in tables.items():
         schema = found[name]
-        passed_on = (*table.get("launcher", ()), *ACCELERATE_BLOCKS[""]) if "launcher" in table else ()
+        passed_on = (*table["launcher"], *ACCELERATE_BLOCKS[""]) if "launcher" in table else ()
         fields = frozenset(schema.pop("fields")).union(passed_on, *schema.get("commands", {}).values())
         schemas[name] = ProgramSchema(**table, **schema, fields=fields)
     return schemas
@@ -107,19 +119,19 @@ def program_schema(program: str) -> ProgramSchema:
 
 
 def program_of(values: Mapping[str, Any]) -> str | None:
-    """Return the program that a file is for: `trl`, `axolotl`, `llama-factory`, `ms-swift`, `torchtune`, or None.
+    """Return the program that a file is for, by the word of `--from`, torchtune or open-instruct; None for another.
 
-    Of those that have a marker in the file and half of its settings, the one that has most of them.
+    Of those that may read it, the one that has the most of its settings.
     """
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
-    keys = set(values)
+    keys = frozenset(values)
+    if not keys.isdisjoint(OPEN_INSTRUCT_KEYS):
+        return OPEN_INSTRUCT
     counts = {
         name: (len(keys & schema.known), len(keys.intersection(schema.markers)))
         for name, schema in program_schemas().items()
-        if schema.model in (None, *keys)
-        and not keys.isdisjoint(schema.markers)
-        and 2 * len(keys & schema.known) >= len(keys)
+        if schema.may_read(keys)
     }
     best = [name for name, count in counts.items() if count == max(counts.values())]
     return best[0] if len(best) == 1 else None

@@ -211,8 +211,8 @@ def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
     schema = program_schema(program)
     for key in schema.unknown(values):
         instead, used = schema.replacement(key), key in conversion.converted
-        if not used and instead is not None and (option := _option(instead)):
-            yield key, option, f"{schema.named} has no such setting, but {instead}"
+        if not used and (option := _option(instead or key)):
+            yield key, option, f"{schema.named} has no such setting" + (f", but {instead}" if instead else "")
     if is_true(values.get("torch_compile") or False):
         yield "torch_compile", None, ""
     for each in (each for each in conversion.not_converted if each.key not in METHOD_SETTINGS):

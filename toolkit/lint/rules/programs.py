@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.convert.programs import ProgramSchema, program_of, program_schema
+from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, Match, rule
 from toolkit.lint.removed_keys import TRAINING_ARGUMENTS_REMOVED
@@ -14,7 +14,7 @@ from toolkit.lint.rules.settings import shorten
 def schema_of(doc: Document) -> ProgramSchema | None:
     """Return the settings of the program that a file is for; None for Trainer arguments of any script."""
     program = program_of(doc.data)
-    return None if program is None or program == "torchtune" else program_schema(program)
+    return program_schemas().get(str(program))
 
 
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
