@@ -128,7 +128,9 @@ def convert_settings(tool: str, values: Mapping[str, Any], path: Path) -> Conver
         return TOOLS[tool](values, path)
     except ToolkitError as error:  # a setting is checked where the file's name is not known
         named = error.message if str(path) in error.message else f"{path}: {error.message}"
-        raise ToolkitError(named, hint=error.hint) from None
+        is_variable = error.hint is None and "'$" in error.message
+        hint = "a variable of the shell: write its value, or give the option" if is_variable else error.hint
+        raise ToolkitError(named, hint=hint) from None
 
 
 def yaml_text(conversion: Conversion, *, source: str, file: str) -> str:

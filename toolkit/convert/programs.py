@@ -26,7 +26,8 @@ OPEN_INSTRUCT_KEYS = (
     *("cache_dataset_only", "checkpointing_steps", "dataset_mixer_list", "dataset_mixer_list_splits", "reduce_loss"),
     *("use_slow_tokenizer", "with_tracking"),
 )
-PART = 0.7  # of a file's settings that its program has: a script's own file has names of TRL's too
+# Settings of a file that its program may not have, and their part: a script's own file has names of TRL's too.
+MAX_UNKNOWN, UNKNOWN_PART = 3, 0.3
 SIMILARITY = 0.85  # above which a setting is a misspelling: `num_train_epoch`
 
 
@@ -95,7 +96,8 @@ class ProgramSchema:
         """Return True for a file with a marker of the program and most of its settings, or in another format of it."""
         if self.model not in (None, *keys) or keys.isdisjoint(self.markers):
             return False
-        return len(keys & self.known) >= PART * len(keys) or not keys.isdisjoint(self.others)
+        unknown = len(keys - self.known)
+        return unknown <= max(MAX_UNKNOWN, UNKNOWN_PART * len(keys)) or not keys.isdisjoint(self.others)
 
 
 @functools.cache

@@ -82,7 +82,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     file that cannot be read, that trains something else than text, that names no model where the command line names
     none, and for a setting that decides the plan and is not planned.
     """
-    source = _read(file, options, given)
+    source = _read(file, model, options, given)
     program, values, conversion, method = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
     job = job.with_values(optim=options.optim) if "optim" in given else job
@@ -124,7 +124,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     return ConfiguredPlan(model or str(job.model_name_or_path), replace(options, **found), described)
 
 
-def _read(file: Path, options: PlanOptions, given: Collection[str]) -> _Source:
+def _read(file: Path, model: str | None, options: PlanOptions, given: Collection[str]) -> _Source:
     if file.suffix in CONFIG_SUFFIXES:
         values = read_configuration(file)
         if program_of(values) is None and not values.keys() & {"distributed_type", "compute_environment"}:
@@ -134,8 +134,10 @@ def _read(file: Path, options: PlanOptions, given: Collection[str]) -> _Source:
     is_said = method == SFT and "method" not in given
     left = {key: value for key, value in values.items() if is_said or key not in METHOD_KEYS[program]}
     # What the command line says is not read: a method or a file that is not planned may be named there.
-    for name in set(given) - {"lora_r", "max_seq_length", "per_device_train_batch_size"}:
+    for name in set(given) - {"lora_r"}:
         left = {key: value for key, value in left.items() if _option(key) != name}
+    if model is not None and not left.keys() & {"model", "base_model", "model_name_or_path"}:
+        left["base_model" if program == "axolotl" else "model_name_or_path"] = model
     left = {key: value for key, value in left.items() if not key.startswith("torch_compile")}  # which may be refused
     for what in (what for key, what in load_dialect(program).refused.items() if left.get(key)):
         if "method" not in given:
