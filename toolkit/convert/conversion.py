@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -12,8 +13,8 @@ from typing import Any
 import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
-from toolkit.convert.draft import PRESET, Conversion
-from toolkit.convert.programs import OPEN_INSTRUCT, TORCHTUNE, program_of, program_schema
+from toolkit.convert.draft import PRESET, TABLES, Conversion
+from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
 from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
@@ -23,33 +24,6 @@ from toolkit.units import KIB
 MODULES = {
     **{"TRL": "trl.scripts.sft -- --config", "axolotl": "axolotl.cli.train --"},
     **{"LLaMA-Factory": "llamafactory.launcher --", "ms-swift": "swift.cli.sft -- --config"},
-}
-# Settings of programs whose files are not read, and the flags of `toolkit plan` that say the same.
-PLAN_FLAGS = {
-    TORCHTUNE: {
-        "batch_size": "--per-device-train-batch-size",
-        "gradient_accumulation_steps": "--gradient-accumulation-steps",
-        "tokenizer.max_seq_len": "--max-seq-length",
-        "model.lora_rank": "--lora-r",
-        "enable_activation_checkpointing": "--activation-checkpointing",
-        "dataset.packed": "--packing",
-    },
-    OPEN_INSTRUCT: {
-        "per_device_train_batch_size": "--per-device-train-batch-size",
-        "gradient_accumulation_steps": "--gradient-accumulation-steps",
-        "max_seq_length": "--max-seq-length",
-        "gradient_checkpointing": "--activation-checkpointing",
-    },
-    "ms-swift": {
-        "per_device_train_batch_size": "--per-device-train-batch-size",
-        "gradient_accumulation_steps": "--gradient-accumulation-steps",
-        "max_length": "--max-seq-length",
-        "lora_rank": "--lora-r",
-        "gradient_checkpointing": "--activation-checkpointing",
-        "packing": "--packing",
-        "deepspeed": "--preset",
-        "rlhf_type": "--method",
-    },
 }
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
@@ -87,12 +61,19 @@ def read_settings(path: Path, tool: str | None = None, *, methods: Collection[st
     raise ToolkitError(f"{path} is not recognised", hint=hint)
 
 
+@functools.cache
+def _flags_of_unread() -> dict[str, dict[str, str]]:
+    """Settings of programs whose files are not read, and the flags of `toolkit plan` that say the same."""
+    flags: dict[str, dict[str, str]] = read_configuration(TABLES / "plan.yaml")["unread"]
+    return flags
+
+
 def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
     """Return the command that plans the job of a file of ms-swift or torchtune, with what is in the file."""
-    flags, words = PLAN_FLAGS[program], ["toolkit plan MODEL"]
+    words = ["toolkit plan MODEL"]
     if program == TORCHTUNE:
         words.append("--loss chunked_output")
-    for key, flag in flags.items():
+    for key, flag in _flags_of_unread()[program].items():
         value: Any = values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -113,7 +94,7 @@ def recognising(*files: str) -> Iterator[None]:
         for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
             with contextlib.suppress(ToolkitError):
                 program = program_of(values := read_configuration(Path(file)))
-                if program in PLAN_FLAGS:
+                if program in _flags_of_unread():
                     error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
                 elif program is not None:
                     tool = program_schema(program).tool

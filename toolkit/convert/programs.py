@@ -40,20 +40,16 @@ class ProgramSchema:
     version: str
     refusal: str
     markers: Collection[str]
-    model: str | None = None
-    """The setting that names the model, without which a file is another script's."""
+    model: str | None = None  # the setting that names the model, without which a file is another script's
     fields: frozenset[str]
-    commands: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Settings that only some commands have, by command."""
+    commands: Mapping[str, Collection[str]] = field(default_factory=dict)  # to settings that only some of them have
     blocks: Mapping[str, Collection[str]] = field(default_factory=dict)
     renamed: Mapping[str, str | None] = field(default_factory=dict)
-    former: Collection[str] = ()
-    """Settings of older versions."""
+    former: Collection[str] = ()  # settings of older versions
     launcher: Collection[str] = ()
     scripts: Collection[str] = ()
     others: Collection[str] = ()
-    transformers: Collection[str] = ()
-    """Versions whose training arguments it has: the oldest and the newest that it allows."""
+    transformers: Collection[str] = ()  # versions whose training arguments it has: the oldest and the newest
 
     @property
     def known(self) -> frozenset[str]:
