@@ -248,6 +248,19 @@ def test_a_flash_attention_of_the_file_is_planned_without_transformers(
 def test_a_number_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="beta is 'much', expected a number"):
         planned(tmp_path, "trl.sh", "trl dpo --model_name_or_path MODEL --beta much")
+    with pytest.raises(ToolkitError, match="max_prompt_length is 'long', expected a whole number"):
+        planned(tmp_path, "t.yaml", f"{GRPO}max_prompt_length: long\n")
+
+
+def test_a_command_ends_at_a_pipe_and_has_the_variables_that_its_script_assigns(tmp_path: Path) -> None:
+    text = f"BATCH=2\nexport LENGTH=512\n{TRL.replace(' 2', ' ${BATCH}').replace(' 512', ' $LENGTH')} 2>&1 | tee log\n"
+    options = planned(tmp_path, "trl.sh", text.replace("--num_processes 4", "--num_processes $GPUS"))
+    assert (options.max_seq_length, options.per_device_train_batch_size, options.num_processes) == (512, 2, ())
+
+
+def test_the_model_of_the_command_line_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "sft.sh").write_text("torchrun sft.py --dataset_name a/b --max_length 64\n")
+    assert configured_plan(tmp_path / "sft.sh", "MODEL", PlanOptions(), given=[]).model == "MODEL"
 
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
         found |= _method_options(source, method)
         if "max_completion_length" in found and "max_seq_length" not in given:
             prompt = values.get("max_prompt_length") or (values.get("sequence_len") if program == "axolotl" else None)
+            check_type("max_prompt_length", prompt, "int | None")
             found["max_seq_length"] = int(prompt or PROMPT_TOKENS) + int(found["max_completion_length"])
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
