@@ -15,6 +15,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+# The attention functions of transformers 5.23, for an installation without it.
+ATTENTION_NAMES = (
+    *("flash_attention_4", "flash_attention_3", "flash_attention_2", "flex_attention", "sdpa", "paged|eager"),
+)
+
 
 @functools.cache
 def installed_version(library: str) -> str | None:
@@ -60,7 +65,7 @@ def lora_config_types() -> dict[str, str]:
 def attention_names() -> tuple[str, ...]:
     """Return the attention functions that transformers registers; `eager` is each model's own."""
     table = _text("transformers", "modeling_utils.py").partition("_global_mapping = {")[2].partition("}")[0]
-    return ("eager", *re.findall(r'"([^"]+)":', table))
+    return ("eager", *(re.findall(r'"([^"]+)":', table) or ATTENTION_NAMES))
 
 
 @functools.cache

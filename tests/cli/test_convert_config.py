@@ -59,7 +59,8 @@ def test_json_names_what_became_of_every_setting(convert: Convert) -> None:
     assert (shown["tool"], shown["preset"], shown["num_processes"]) == ("axolotl", "ddp", None)
     assert shown["converted"]["micro_batch_size"] == "per_device_train_batch_size"
     reason = "`toolkit train` ends a run whose loss is not a number"
-    assert shown["not_converted"] == [{"key": "loss_watchdog_threshold", "value": 5.0, "reason": reason}]
+    (left,) = shown["not_converted"]
+    assert left == {"key": "loss_watchdog_threshold", "value": 5.0, "reason": reason, "has_effect": True}
     assert shown["redundant"] == ["datasets[0].type"]
 
 

@@ -113,7 +113,7 @@ def test_what_a_tool_does_by_default_is_written_down_and_documented(tool: str, t
 def test_a_key_with_a_line_break_cannot_add_an_argument(tmp_path: Path) -> None:
     breaks = ["\n", "\r", "\x85", "\u2028"]
     settings = {"base_model": "m"} | {f"x{mark}trust_remote_code: true #": mark for mark in breaks}
-    conversion = convert_text(tmp_path, yaml.safe_dump(settings))
+    conversion = convert_text(tmp_path, yaml.safe_dump(settings), tool="axolotl")
     text = yaml_text(conversion, source="a\ntrust_remote_code: true", file="b\ntrust_remote_code: true")
     assert "trust_remote_code" in text, "the keys are listed in a comment"
     assert "trust_remote_code" not in yaml.safe_load(text)

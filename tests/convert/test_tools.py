@@ -165,7 +165,7 @@ def test_the_v1_format_of_llama_factory_is_read_as_well(tmp_path: Path, monkeypa
     assert conversion.arguments == {
         "model_name_or_path": "a/b", "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"],
         "dataset": "data/faq.json", "max_seq_length": 1024, "output_dir": "trainer_output",
-        "per_device_train_batch_size": 2, "use_liger_kernel": True,
+        "per_device_train_batch_size": 2, "use_liger_kernel": True, "activation_checkpointing": True,
     }  # fmt: skip
     assert unaccounted(yaml.safe_load(text), conversion) == []
 

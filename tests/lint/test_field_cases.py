@@ -136,7 +136,6 @@ def test_a_file_that_nobody_can_read_is_refused_in_one_line(name: str, why: str)
         found(name)
 
 
-@pytest.mark.xfail(strict=True, reason="the schemas of TRL and axolotl are not here yet")
 @pytest.mark.parametrize(("name", "keys"), OF_SCHEMAS.items())
 def test_a_setting_that_the_program_no_longer_has_is_an_error(name: str, keys: set[str]) -> None:
     assert {each.key for each in found(name) if each.level == "error"} == keys

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import SCRIPT_CASES
+from program_files import PROGRAM_CASES
 from refused_arguments import ALONE, REFUSED, REFUSED_BY_GRPO
 
 from toolkit.hardware.disks import Mount
@@ -283,6 +284,7 @@ CASES = [
          deepspeed_json='{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'),
 ]  # fmt: skip
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
+CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]
 IDS = [f"{case.rule}-{index}" for index, case in enumerate(CASES)]
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from command_line import json_of, run_command
-from launching import LLAMA_8B_CONFIG
+from launching import LLAMA_8B_CONFIG, ROOT
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.config_file import configured_plan
 from toolkit.plan.options import PlanOptions
+from toolkit.versions import attention_names
+
+FIXTURES = ROOT / "tests" / "fixtures"
 
 AXOLOTL = """base_model: MODEL
 datasets: [{path: rows.jsonl, type: chat_template}]
@@ -97,9 +100,167 @@ def test_a_trl_yaml_is_of_the_method_that_the_command_line_names(tmp_path: Path)
     assert (options.method, options.beta) == ("rloo", 0.0)
 
 
+FULL = AXOLOTL.replace("adapter: lora\nlora_r: 8\n", "")
+GRPO = "model_name_or_path: MODEL\ndataset_name: a/b\nnum_generations: 4\nmax_completion_length: 100\n"
+STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "setting", "option"),
+    [
+        ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", "load_in_8bit True", "load_in_4bit"),
+        ("a.yaml", f"{AXOLOTL}optimizer: came_pytorch\n", "optimizer 'came_pytorch'", "optim"),
+        ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "--optim galore_adamw", "optim"),
+        ("a.yaml", f"{AXOLOTL}xformers_attention: true\n", "xformers_attention True", "attn_implementation"),
+        ("a.yaml", f"{AXOLOTL}lora_modules_to_save: [embed_tokens]\n", "modules_to_save", "lora_r"),
+        ("a.yaml", f"{AXOLOTL}context_parallel_size: 2\n", "context_parallel_size 2", "cp"),
+        ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
+         "max_seq_length"),
+        ("a.yaml", FULL.partition("deepspeed")[0], "bf16 is not planned: its weights have no fp32", "preset"),
+        ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
+        ("a.yaml", f"{FULL}fp8: true\n", "fp8 True", "preset"),
+        ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft"), "finetuning_type 'oft'", "lora_r"),
+        ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
+        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", "quantization_bit 8", "load_in_4bit"),
+        ("l.yaml", f"{LLAMA_FACTORY}max_seq_length: 4096\n", "no such setting, but cutoff_len", "max_seq_length"),
+        ("l.yaml", STAGE.replace("STAGE", "ppo"), "trains with 'ppo'", "method"),
+        ("t.sh", f"{TRL} --optim lomo", "--optim lomo", "optim"),
+        ("t.sh", f"{TRL} --use_peft --load_in_8bit", "load_in_8bit True", "load_in_4bit"),
+        ("ours.yaml", f"{OURS}bf16: false\n", "bf16 false", "preset"),
+        ("ours.yaml", "model_name_or_path: MODEL\ntrain_only: [lm_head.*]\n", "train_only", "method"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_its_option_is_given(
+    name: str, text: str, setting: str, option: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        planned(tmp_path, name, text)
+    assert setting in refused.value.message
+    assert f"--{option.replace('_', '-')}" in f"{refused.value.message} {refused.value.hint}"
+    values = {"max_seq_length": 64, "lora_r": 4, "preset": ("zero3",), "cp": 2, "load_in_4bit": True, "method": "sft"}
+    values |= {"optim": "adafactor", "attn_implementation": "sdpa"}
+    assert getattr(planned(tmp_path, name, text, option, **{option: values[option]}), option) == values[option]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", f"{AXOLOTL}rl: dpo\nrl_beta: 0.3\n", {"method": "dpo", "beta": 0.3, "ref_dtype": "bfloat16"}),
+        ("a.yaml", f"{AXOLOTL}rl: grpo\ntrl: {{num_generations: 4, max_completion_length: 100, use_vllm: true}}\n"
+         "vllm: {gpu_memory_utilization: 0.5}\n",
+         {"method": "grpo", "num_generations": 4, "max_seq_length": 612, "vllm_gpu_memory_utilization": 0.5}),
+        ("a.yaml", f"{AXOLOTL}reward_model: true\n", {"method": "reward"}),
+        ("l.yaml", STAGE.replace("STAGE", "dpo") + "pref_beta: 0.2\n", {"method": "dpo", "beta": 0.2, "lora_r": 8}),
+        ("l.yaml", STAGE.replace("STAGE", "dpo") + "pref_loss: orpo\n", {"method": "orpo", "ref_dtype": None}),
+        ("l.yaml", STAGE.replace("STAGE", "rm"), {"method": "reward"}),
+        ("l.yaml", STAGE.replace("STAGE", "kto"), {"method": "kto"}),
+        ("l.yaml", STAGE.replace("STAGE", "pt"), {"method": "sft", "packing": True}),
+        ("t.yaml", GRPO, {"method": "grpo", "max_seq_length": 612, "preset": ()}),
+        ("t.yaml", f"{GRPO}max_prompt_length: 200\n", {"method": "grpo", "max_seq_length": 300}),
+        ("rloo.yaml", GRPO, {"method": "rloo"}),
+        ("dpo/t.yaml", "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n",
+         {"method": "dpo", "beta": 0.2, "max_seq_length": 64}),
+        ("a.yaml", f"{AXOLOTL}plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n",
+         {"loss": "fused"}),
+        ("a.yaml", f"{AXOLOTL}plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true\n", {"loss": "full"}),
+        ("a.yaml", f"{AXOLOTL}plugins: [axolotl.integrations.liger.LigerPlugin]\n"
+         "liger_fused_linear_cross_entropy: true\n", {"loss": "fused"}),
+        ("a.yaml", f"{AXOLOTL}chunked_cross_entropy: true\n", {"loss": "chunked"}),
+        ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: ao_adamw_8bit\n", {"optim": "adamw_torch_8bit"}),
+        ("t.sh", TRL.replace("max_length", "max_seq_length"), {"max_seq_length": 512, "loss": "full"}),
+        ("t.sh", TRL.replace("sft.py", "src/open_r1/sft.py"), {"max_seq_length": 512, "loss": "full"}),
+    ],
+)  # fmt: skip
+def test_what_a_file_trains_and_with_which_loss_is_planned(
+    name: str, text: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "dpo").mkdir()
+    options = planned(tmp_path, name, text)
+    assert {key: getattr(options, key) for key in expected} == expected
+
+
+def test_a_trl_yaml_that_several_methods_have_names_the_option(tmp_path: Path) -> None:
+    text = "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n"
+    with pytest.raises(ToolkitError, match="settings of several of TRL's methods") as refused:
+        planned(tmp_path, "t.yaml", text)
+    assert "`--method dpo`" in str(refused.value.hint)
+
+
+def test_what_is_not_used_and_what_the_program_does_not_have_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"{AXOLOTL}torch_compile: true\nlora_mlp_kernel: true\nadam_eps: 1.0e-8\n")
+    (tmp_path / "t.yaml").write_text(f"{GRPO}max_prompt_length: 8\n")
+    lines = [
+        configured_plan(tmp_path / name, None, PlanOptions(), given=[]).described.splitlines()[1:]
+        for name in ("a.yaml", "t.yaml")
+    ]
+    assert lines[0][0].startswith("not used: torch_compile, lora_mlp_kernel")
+    assert [line[-1] for line in lines] == [
+        "axolotl 0.19.0 does not have: adam_eps (now adam_epsilon)",
+        "TRL 1.16.0 does not have: max_prompt_length",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model:\n  _component_: torchtune.models.llama3.lora_llama3_8b\n  lora_rank: 8\nbatch_size: 2\n"
+         "tokenizer: {_component_: x, max_seq_len: 4096}\nenable_activation_checkpointing: true\n",
+         "--loss chunked_output --per-device-train-batch-size 2 --max-seq-length 4096 --lora-r 8"
+         " --activation-checkpointing"),
+        ("model: a/b\ntuner_type: lora\nlora_rank: 8\nmax_length: 2048\ndeepspeed: zero2\nrlhf_type: dpo\n",
+         "--max-seq-length 2048 --lora-r 8 --preset zero2 --method dpo"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_read_is_answered_with_the_command_to_type(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    with pytest.raises(ToolkitError, match=r"is a file of (torchtune|ms-swift), which is not read") as refused:
+        configured_plan(tmp_path / "theirs.yaml", None, PlanOptions(), given=[])
+    assert f"`toolkit plan MODEL {words}`" in str(refused.value.hint)
+
+
+def test_the_length_of_an_older_trls_command_decides_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 rows of 16,384 tokens ran out of 8 times 96 GB (open-r1, issue 506)."""
+    file, where = tmp_path / "r1.sh", ["--gpu", "h100", "--gpu-memory-gib", "96"]
+    words = "--packing --max_seq_length 16384 --per_device_train_batch_size 16 --gradient_checkpointing --bf16"
+    command = "accelerate launch --config_file=zero3.yaml --num_processes 8 src/open_r1/sft.py"
+    file.write_text(f"{command} --model_name_or_path {FIXTURES / 'qwen3-1.7b'} --dataset_name a/b {words}\n")
+    code, out, err = run_command(["plan", "--config", str(file), *where, "--json"], capsys)
+    assert (code, err.splitlines()[1]) == (0, "TRL 1.16.0 does not have: max_seq_length (now max_length)")
+    (plan,) = json.loads(out)["plans"]
+    assert (plan["preset"], plan["verdict"]) == ("zero3", "does_not_fit")
+
+
+def test_a_flash_attention_of_the_file_is_planned_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = attention_names()
+    monkeypatch.setattr("toolkit.versions._text", lambda *_: "")
+    attention_names.cache_clear()
+    without = attention_names()
+    attention_names.cache_clear()
+    assert without == installed
+    assert planned(tmp_path, "a.yaml", f"{AXOLOTL}flash_attention: true\n").attn_implementation == "flash_attention_2"
+
+
 def test_a_number_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="beta is 'much', expected a number"):
         planned(tmp_path, "trl.sh", "trl dpo --model_name_or_path MODEL --beta much")
+    with pytest.raises(ToolkitError, match="max_prompt_length is 'long', expected a whole number"):
+        planned(tmp_path, "t.yaml", f"{GRPO}max_prompt_length: long\n")
+
+
+def test_a_command_ends_at_a_pipe_and_has_the_variables_that_its_script_assigns(tmp_path: Path) -> None:
+    text = f"BATCH=2\nexport LENGTH=512\n{TRL.replace(' 2', ' ${BATCH}').replace(' 512', ' $LENGTH')} 2>&1 | tee log\n"
+    options = planned(tmp_path, "trl.sh", text.replace("--num_processes 4", "--num_processes $GPUS"))
+    assert (options.max_seq_length, options.per_device_train_batch_size, options.num_processes) == (512, 2, ())
+
+
+def test_the_model_of_the_command_line_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "sft.sh").write_text("torchrun sft.py --dataset_name a/b --max_length 64\n")
+    assert configured_plan(tmp_path / "sft.sh", "MODEL", PlanOptions(), given=[]).model == "MODEL"
 
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
@@ -120,7 +281,7 @@ def test_a_file_is_planned_like_the_same_flags(tmp_path: Path, capsys: pytest.Ca
     ("name", "text", "message"),
     [
         ("ours.yaml", "max_seq_length: 512\n", "names no model"),
-        ("rl.yaml", AXOLOTL + "rl: dpo\n", "not supervised fine-tuning"),
+        ("rl.yaml", AXOLOTL + "rl: ebft\n", "trains with 'ebft', which is not planned"),
         ("preset.yaml", "distributed_type: FSDP\n", "is not recognised"),
         ("ours.yaml", OURS + "max_seq_lenght: 5\n", "max_seq_lenght"),
     ],

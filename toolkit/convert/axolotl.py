@@ -47,7 +47,7 @@ def _take_method(draft: Draft, file: Path) -> None:
     adapter, unfrozen, targets = (draft.get(key) for key in ("adapter", "unfrozen_parameters", "lora_target_modules"))
     if adapter is None:
         lora = [key for key in draft.left if key.startswith(("lora_", "peft_")) and not key.endswith("_kernel")]
-        draft.leave_out(*lora, reason="no adapter is trained: `adapter` is not set")
+        draft.leave_out(*lora, reason="no adapter is trained: `adapter` is not set", has_effect=False)
         if draft.is_on("load_in_4bit"):
             draft.leave_out("load_in_4bit", reason="4-bit weights are not trained: it needs `adapter: qlora`")
         patterns = [_shell_pattern(str(each)) for each in unfrozen] if isinstance(unfrozen, list) else []
@@ -61,10 +61,11 @@ def _take_method(draft: Draft, file: Path) -> None:
     draft.assign("lora_r", draft.get("lora_r"), "lora_r", "adapter")
     if draft.is_on("lora_target_linear"):
         draft.assign("lora_target_modules", ["all-linear"], "lora_target_linear")
-        draft.leave_out("lora_target_modules", reason="lora_target_linear names all linear layers already")
+        reason = "lora_target_linear names all linear layers already"
+        draft.leave_out("lora_target_modules", reason=reason, has_effect=False)
     elif isinstance(targets, list):
         draft.move("lora_target_modules")
-    draft.leave_out("unfrozen_parameters", reason="only the adapters are trained")
+    draft.leave_out("unfrozen_parameters", reason="only the adapters are trained", has_effect=False)
     draft.take_lora_config()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +13,8 @@ from typing import Any
 import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
-from toolkit.convert.draft import PRESET, Conversion, load_dialect
+from toolkit.convert.draft import PRESET, TABLES, Conversion
+from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
 from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
@@ -23,7 +25,6 @@ MODULES = {
     **{"TRL": "trl.scripts.sft -- --config", "axolotl": "axolotl.cli.train --"},
     **{"LLaMA-Factory": "llamafactory.launcher --", "ms-swift": "swift.cli.sft -- --config"},
 }
-SWIFT_KEYS = {"train_type", "tuner_type", "swift_version", "split_dataset_ratio"}  # of ms-swift alone
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
 REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
@@ -49,17 +50,39 @@ def read_settings(path: Path, tool: str | None = None, *, methods: Collection[st
     if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
         return "trl", trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path, methods=methods)
     values = read_configuration(path)
-    if tool is None:
-        # The tool that most of the settings belong to.
-        counts = {each: len(set(load_dialect(each).markers) & set(values)) for each in TOOLS}
-        tool, *equal = (each for each, count in counts.items() if count == max(counts.values()))
-        tool = None if equal else tool
-    if tool is None:
-        hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
-        if "distributed_type" in values or "compute_environment" in values:
-            hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
-        raise ToolkitError(f"{path} is not recognised", hint=hint)
-    return tool, values
+    tool = tool or program_of(values)
+    if tool in TOOLS:
+        return tool, values
+    if tool is not None:
+        raise ToolkitError(f"{path} is a file of {tool}, which is not read", hint=flags_instead(tool, values, path))
+    hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
+    if "distributed_type" in values or "compute_environment" in values:
+        hint = f"an accelerate YAML is a preset: `toolkit plan MODEL --preset {path}`, `toolkit lint {path}`"
+    raise ToolkitError(f"{path} is not recognised", hint=hint)
+
+
+@functools.cache
+def _flags_of_unread() -> dict[str, dict[str, str]]:
+    """Settings of programs whose files are not read, and the flags of `toolkit plan` that say the same."""
+    flags: dict[str, dict[str, str]] = read_configuration(TABLES / "plan.yaml")["unread"]
+    return flags
+
+
+def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
+    """Return the command that plans the job of a file of ms-swift or torchtune, with what is in the file."""
+    words = ["toolkit plan MODEL"]
+    if program == TORCHTUNE:
+        words.append("--loss chunked_output")
+    for key, flag in _flags_of_unread()[program].items():
+        value: Any = values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, int | str) and value not in (False, "gkd", "ppo"):
+            words.append(f"{flag} {shlex.quote(str(value))}")
+    runs = f"; `toolkit train --module {MODULES['ms-swift']} {path}` runs it" if program == "ms-swift" else ""
+    return f"`{' '.join(words)}`{runs}"
 
 
 @contextlib.contextmanager
@@ -70,10 +93,13 @@ def recognising(*files: str) -> Iterator[None]:
     except ToolkitError as error:
         for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
             with contextlib.suppress(ToolkitError):
-                is_swift = SWIFT_KEYS & read_configuration(Path(file)).keys()
-                tool = "ms-swift" if is_swift else load_dialect(read_settings(Path(file))[0]).tool
-                reads = "" if is_swift else f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"
-                error.hint = f"a file of {tool}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
+                program = program_of(values := read_configuration(Path(file)))
+                if program in _flags_of_unread():
+                    error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
+                elif program is not None:
+                    tool = program_schema(program).tool
+                    reads = f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"
+                    error.hint = f"a file of {tool}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
         raise
 
 
@@ -83,7 +109,9 @@ def convert_settings(tool: str, values: Mapping[str, Any], path: Path) -> Conver
         return TOOLS[tool](values, path)
     except ToolkitError as error:  # a setting is checked where the file's name is not known
         named = error.message if str(path) in error.message else f"{path}: {error.message}"
-        raise ToolkitError(named, hint=error.hint) from None
+        is_variable = error.hint is None and "'$" in error.message
+        hint = "a variable of the shell: write its value, or give the option" if is_variable else error.hint
+        raise ToolkitError(named, hint=hint) from None
 
 
 def yaml_text(conversion: Conversion, *, source: str, file: str) -> str:

@@ -29,6 +29,7 @@ from toolkit.presets.support import check_supported, reasons
 
 PRESET = "--preset"
 NUM_PROCESSES = "--num-processes"
+TABLES = Path(__file__).parent / "tables"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,8 @@ class NotConverted:
     key: str
     value: Any
     reason: str
+    has_effect: bool = True
+    """False for a setting that the other tool does not use either: of adapters, where none are trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,6 @@ class Dialect:
     """The table of one tool; tables/common.yaml says what each section is."""
 
     tool: str
-    markers: Sequence[str]
     refused: Mapping[str, str] = field(default_factory=dict)
     blocks: Sequence[str]
     lists: Sequence[str] = ()
@@ -98,8 +100,7 @@ class Dialect:
 @functools.cache
 def load_dialect(name: str) -> Dialect:
     """Return the table of a tool, with what all tools share."""
-    folder = Path(__file__).parent / "tables"
-    table, common = (read_configuration(folder / f"{each}.yaml") for each in (name, "common"))
+    table, common = (read_configuration(TABLES / f"{each}.yaml") for each in (name, "common"))
     if table.pop("has_training_arguments", False):
         table["known"] += trainer_argument_names() - set(common["other_meaning"])
     fsdp, shared, own = (
@@ -173,19 +174,19 @@ class Draft:
             del self.left[key]
             self._redundant.append(key)
 
-    def leave_out(self, *keys: str, reason: str) -> None:
+    def leave_out(self, *keys: str, reason: str, has_effect: bool = True) -> None:
         """List settings as not converted."""
         for key in self.among(*keys):
-            self.report(key, self.left.pop(key), reason)
+            self.report(key, self.left.pop(key), reason, has_effect=has_effect)
 
-    def report(self, key: str, value: Any, reason: str) -> None:
+    def report(self, key: str, value: Any, reason: str, *, has_effect: bool = True) -> None:
         """List a value as not converted."""
-        self._not_converted.append(NotConverted(key=key, value=value, reason=reason))
+        self._not_converted.append(NotConverted(key=key, value=value, reason=reason, has_effect=has_effect))
 
     def assign(self, argument: str, value: Any, *keys: str, note: str | None = None) -> None:
         """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
         if argument in self.arguments:
-            self.leave_out(*keys, reason=f"{argument} is set already")
+            self.leave_out(*keys, reason=f"{argument} is set already", has_effect=False)
             return
         self.arguments[argument] = typed(argument, value)
         self.use(*keys, by=argument)

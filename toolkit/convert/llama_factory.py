@@ -40,6 +40,8 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         raise ToolkitError(message, hint="`lora` and `full` have one")
     if method == "lora":
         _take_lora(draft)
+    reason = "no adapter is trained: finetuning_type is full"
+    draft.leave_out("lora_rank", "lora_target", "additional_target", reason=reason, has_effect=False)
     bits, kind = draft.get("quantization_bit"), str(draft.get("quantization_method", "bnb")).lower()
     if bits == 4 and kind in ("bnb", "bitsandbytes") and draft.get("quantization_type", "nf4") == "nf4":
         draft.assign("load_in_4bit", True, "quantization_bit")
@@ -60,8 +62,8 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     draft.take_warmup()
     draft.translate()
     draft.set_defaults(dialect.defaults)
-    if not is_v1:
-        draft.default("activation_checkpointing", True)  # hparams/model_args.py: disable_gradient_checkpointing
+    if values.get("enable_activation_checkpointing", True):  # v1's; disable_gradient_checkpointing is assigned
+        draft.default("activation_checkpointing", True)  # hparams/model_args.py, v1/config/training_args.py
     return draft.finish(preset=sources.take_strategy(draft, file, chosen=chosen))
 
 
@@ -75,7 +77,9 @@ def _take_v1(draft: Draft, file: Path) -> sources.Choice:
     name, config = draft.get("dist_config.name"), draft.get("dist_config.config_file")
     if name == "deepspeed" and config:
         return sources.preset_of_deepspeed(config, file)._replace(keys=["dist_config.name", "dist_config.config_file"])
-    return sources.Choice("fsdp2" if name == "fsdp2" else "ddp", keys=["dist_config.name"])
+    note = None if name in (None, "ddp", "fsdp2") else f"for {shown(name)}"
+    preset = "fsdp2" if str(name).startswith("fsdp") else "ddp"
+    return sources.Choice(preset, note, keys=["dist_config.name"])
 
 
 def _take_lora(draft: Draft) -> None:

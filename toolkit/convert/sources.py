@@ -23,6 +23,8 @@ from toolkit.presets.preset import load_preset
 from toolkit.presets.support import reasons, unsupported
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id
+# Sizes in a DeepSpeed JSON that the presets leave to the Trainer ("auto"), or to DeepSpeed.
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size")
 FSDP1_NOTE = "FSDP1 became FSDP2"
 # The nearest preset where a configuration's own does not work with 4-bit weights.
 _FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
@@ -160,7 +162,9 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
             return Choice("zeropp")
         blocks = (zero.get(f"offload_{part}") for part in ("optimizer", "param"))
         devices = (block.get("device") if isinstance(block, Mapping) else None for block in blocks)
-        return _preset_of_stage(zero.get("stage", 0), *devices)
+        sizes = [name for name in BUCKETS if type(zero.get(name)) in (int, float)]
+        chosen = _preset_of_stage(zero.get("stage", 0), *devices)
+        return chosen._replace(note=chosen.note or f"not with its own {', '.join(sizes)}") if sizes else chosen
     name = str(value)
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(name).name.lower())
     if found is None:

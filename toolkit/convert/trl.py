@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +14,20 @@ from toolkit.convert import sources
 from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
-from toolkit.files.paths import find_file, is_file, user_path
+from toolkit.files.paths import find_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
+# The end of a command's words: a pipe, a redirection, the next command.
+_END = re.compile(r"(?:\d?>.*|\|.*|;|&&?|<)$")
+_ASSIGNED = re.compile(
+    r"^[ \t]*(?:export[ \t]+)?(\w+)=(\"[^\"$`\n]*\"|'[^'\n]*'|[^\s\"'$`;&|()]+)[ \t]*(?:#.*)?$", re.MULTILINE
+)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 SCRIPTS = ("sft.py", "trl.scripts.sft")
 OTHER_COMMANDS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo")
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
 ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
+OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
 ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 
 
@@ -28,13 +37,22 @@ def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dic
     A command for one of `methods` has that as its `method`. Raises ToolkitError if there is no such command.
     """
     scripts = (*SCRIPTS, *(script for method in methods for script in (f"{method}.py", f"trl.scripts.{method}")))
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in _with_variables(text.replace("\\\n", " ")).splitlines():
         with contextlib.suppress(ValueError):  # an open quote: text that is not this command
             words = shlex.split(line, comments=True) if any(name in line for name in ("trl", *scripts)) else []
+            words = list(itertools.takewhile(lambda word: not _END.match(word), words))
             if (flags := _training_flags(words, path, scripts, methods)) is not None:
                 return _settings(flags, path)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
     raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
+
+
+def _with_variables(text: str) -> str:
+    """Put in what the script itself assigns to a variable, once and without an expansion."""
+    found = _ASSIGNED.findall(text)
+    names = [name for name, _ in found]
+    values = {name: value.strip("\"'") for name, value in found if names.count(name) == 1}
+    return _VARIABLE.sub(lambda each: values.get(each[1] or each[2], each[0]), text)
 
 
 def _training_flags(
@@ -55,7 +73,8 @@ def _training_flags(
         return None
     launcher = next((number for number, name in enumerate(names) if name in ("launch", "torchrun", "run")), script)
     method = _method_flag(names[script].removesuffix(".py").rpartition(".")[2])
-    return [*method, *(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
+    pinned = [f"--pinned_trl={OPEN_R1}"] if "open_r1" in words[script] else []
+    return [*method, *pinned, *(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
 
 
 def _method_flag(method: str) -> list[str]:
@@ -75,13 +94,16 @@ def _settings(flags: Sequence[str], path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {
         name: True if not values else values[0] if len(values) == 1 else values for name, values in given.items()
     }
+    for name in ("nproc_per_node", "num_processes"):  # a variable that the script does not assign: it is not known
+        if str(settings.get(name)).startswith("$"):
+            del settings[name]
     named = settings.pop("config", None)
     if named is None:
         return settings
-    tried = [user_path(str(named)), path.parent / user_path(str(named))]
-    found = next(filter(is_file, tried), None)
+    found = find_file(str(named), path)
     if found is None:
-        raise ToolkitError(f"{path} names --config {str(named)[:200]}, which does not exist", hint=f"tried {tried[-1]}")
+        hint = f"tried {path.parent / user_path(str(named))}, and the folders above"
+        raise ToolkitError(f"{path} names --config {str(named)[:200]}, which does not exist", hint=hint)
     return read_configuration(found) | settings
 
 
@@ -112,7 +134,7 @@ def _take_lora(draft: Draft) -> None:
     defaults, fields = draft.dialect.lora_defaults, draft.dialect.lora_config
     if not draft.is_on("use_peft"):
         reason = "no adapter is trained: `use_peft` is not set"
-        draft.leave_out("lora_r", *defaults, *fields, "lora_task_type", reason=reason)
+        draft.leave_out("lora_r", *defaults, *fields, "lora_task_type", reason=reason, has_effect=False)
         return
     draft.assign("lora_r", draft.get("lora_r", 16), "use_peft", "lora_r")
     for name in defaults:
@@ -170,7 +192,7 @@ def _take_launch(draft: Draft, file: Path) -> str:
             chosen = sources.Choice(known, sources.FSDP1_NOTE if known == "fsdp2" and "1" in name else None, [key])
         else:
             message = f"{file}: no such accelerate configuration: {name[:200]}"
-            raise ToolkitError(message, hint="run this where the file is")
+            raise ToolkitError(message, hint="run this where the file is, or name a preset: `--preset`")
     for key in draft.among("num_processes", "nproc_per_node"):
         draft.num_processes = int(draft.number(key, 1))
         draft.use(key, by=NUM_PROCESSES)

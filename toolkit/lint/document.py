@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from toolkit.convert.programs import program_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
 from toolkit.files.documents import (
@@ -37,7 +38,7 @@ from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, La
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 
-ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
+ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", "axolotl"
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
@@ -69,7 +70,7 @@ class Document:
 
     path: str
     text: str
-    kind: str | None  # `accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, or None for something else
+    kind: str | None  # `accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, `axolotl`, or None
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, KeyPosition] = field(default_factory=dict)
     repeated: tuple[KeyPosition, ...] = ()  # keys that repeat one in the same block
@@ -441,6 +442,7 @@ def reader_of(data: Mapping[str, Any], *, script: str = "") -> str | None:
 FSDP_SECTION = {name for key in (*TRAINER_FSDP_KEYS, "sharding_strategy") for name in (key, f"fsdp_{key}")}
 # Keys of other programs' formats that share key names with `TrainingArguments`.
 FOREIGN_KEYS = {"base_model", "snr_results"}
+PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", "llama-factory", "ms-swift"), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
     *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
@@ -465,11 +467,12 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     keys = set(data)
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT
-    if keys & FOREIGN_KEYS:
-        return None
     for kind, decisive in DECISIVE_KEYS.items():
         if keys & decisive:
             return kind
+    program = program_of(data)
+    if program is not None or keys & FOREIGN_KEYS:
+        return PROGRAM_KINDS.get(str(program))
     known_keys: dict[str, Set[str]] = {
         ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
         DEEPSPEED: DEEPSPEED_BLOCKS[""].keys() | set(DEEPSPEED_REMOVED),

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 
+from toolkit.convert.programs import program_schemas
 from toolkit.lint.document import Document
 
 LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -17,7 +18,7 @@ CHECKED_VERSIONS = {
     "transformers": "5.23.0",
     "pyyaml": "6.0.3",
     "torch": "2.13.0",
-    "trl": "1.16.0",
+    **{schema.distribution: schema.version for schema in program_schemas().values()},
     "slurm": "22.05",
     "bash": "5.2",
 }

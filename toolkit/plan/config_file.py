@@ -1,15 +1,21 @@
-"""`toolkit plan --config FILE`: the model and the options of a file of axolotl, TRL or LLaMA-Factory, or of ours."""
+"""`toolkit plan --config FILE`: the model and the options of a file of axolotl, TRL or LLaMA-Factory, or of ours.
+
+A setting that decides memory or speed is used, or listed as not used; one that could change the verdict is an error
+that names the option to give (convert/tables/plan.yaml).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.convert.conversion import TOOLS, convert_settings, read_settings
-from toolkit.convert.draft import PRESET, Conversion, load_dialect
-from toolkit.errors import ToolkitError
+from toolkit.convert.conversion import convert_settings, read_settings
+from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect
+from toolkit.convert.programs import program_of, program_schema
+from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
@@ -19,7 +25,7 @@ from toolkit.plan.methods import METHODS, SFT
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PLANNED_ARGUMENTS, PlannedJob
 
-# Of TRL's methods other than SFT, by the names of the options; a command has them as text.
+# Settings of methods other than SFT, by the names of the options; a command has them as text.
 METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("beta", "vllm_gpu_memory_utilization"), ("float", float)),
     **dict.fromkeys(("num_generations", "max_completion_length"), ("int", int)),
@@ -28,71 +34,299 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
 CHOSEN = ("accumulate", "activation_checkpointing", "loss")  # by `PlannedJob.of`, from several arguments
 # transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
+CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+# Where a file says the method, and the words that are another one here; TRL's is the command's.
+METHOD_KEYS = {"axolotl": ("rl", "reward_model"), "llama-factory": ("stage",), "trl": ("method",)}
+METHOD_WORDS = {"ipo": "dpo", "rm": "reward", "True": "reward", "pt": SFT}
+COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
+# Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
+MORE_THAN_ADAPTERS = (
+    *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
+    "trainable_token_indices",
+)
+# What to type after an option, where it is no number.
+EXAMPLES = {
+    **{"attn_implementation": " sdpa", "load_in_4bit": "", "lora_target_modules": " NAME", "method": " sft"},
+    **{"optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+}
+# Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
+ADAPTERS = {
+    "axolotl": ("adapter", "lora_r"),
+    "llama-factory": ("finetuning_type", "lora_rank"),
+    "v1": ("peft_config", "r"),
+}
+PLANNED_ADAPTERS = ("lora", "qlora", "full", "None")
 
 
 class ConfiguredPlan(NamedTuple):
-    """What to plan, and one line about where it comes from."""
+    """What to plan, and lines about where it comes from and what is not used."""
 
     model: str
     options: PlanOptions
     described: str
 
 
+class _Source(NamedTuple):
+    """The settings of a file, and in our words; `program` and `conversion` are None for a file of ours."""
+
+    program: str | None
+    values: Mapping[str, Any]
+    conversion: Conversion | None
+    method: str
+
+
 def configured_plan(file: Path, model: str | None, options: PlanOptions, *, given: Collection[str]) -> ConfiguredPlan:
     """Return the options of a file, below those that are `given` on the command line, by the names of the fields.
 
-    A TRL command has its method; of a TRL YAML, whose method is the command's, `--method` is to be given. Raises
-    ToolkitError for a file that cannot be read, that trains something else than text, or that names no model where the
-    command line names none.
+    A TRL command has its method; for a TRL YAML that several have, `--method` is to be given. Raises ToolkitError for a
+    file that cannot be read, that trains something else than text, that names no model where the command line names
+    none, and for a setting that decides the plan and is not planned.
     """
-    values, conversion = _read(file)
+    source = _read(file, model, options, given)
+    program, values, conversion, method = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
+    job = job.with_values(optim=options.optim) if "optim" in given else job
+    presets = options.preset if "preset" in given else () if conversion is None else (conversion.preset,)
+    not_used = list(_checked(file, source, job, presets, given))
     planned = PlannedJob.of(job)
-    if conversion is not None and conversion.tool in FULL_LOSS_TOOLS and planned.loss == "chunked":
-        planned = replace(planned, loss="full")
+    loss, note = _loss(source, job, planned)
     names = {each.name for each in fields(options)}
-    found = {name: getattr(planned, name) for name in (*PLANNED_ARGUMENTS, *CHOSEN) if name in names}
+    found = {name: getattr(planned, name) for name in (*PLANNED_ARGUMENTS, *CHOSEN) if name in names} | {"loss": loss}
     found |= {"num_train_epochs": job.value("num_train_epochs") or 3.0, "max_steps": job.value("max_steps")}
-    method = options.method if "method" in given else str(values.get("method", SFT))
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if method != SFT:
-        found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": "chunked"} | _method_options(
-            values
-        )
+        found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": "chunked", "packing": False}
+        found |= _method_options(source, method)
+        if "max_completion_length" in found and "max_seq_length" not in given:
+            prompt = values.get("max_prompt_length") or (values.get("sequence_len") if program == "axolotl" else None)
+            check_type("max_prompt_length", prompt, "int | None")
+            found["max_seq_length"] = int(prompt or PROMPT_TOKENS) + int(found["max_completion_length"])
+            note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found["dataset"] = data[0]
     described = f"{file}: our training arguments"
     if conversion is not None:
-        found |= {"preset": (conversion.preset,), "gradient_as_bucket_view": False}
+        has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
+        found |= {"preset": (conversion.preset,) if has_preset else (), "gradient_as_bucket_view": False}
         found["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
-        note = f" ({conversion.notes[PRESET]})" if PRESET in conversion.notes else ""
-        loss = f"{found['loss']} loss" if method == SFT else method
-        described = f"{file}: {conversion.tool}, preset {conversion.preset}{note}, {loss}"
+        named = conversion.notes.get(PRESET)
+        if named is None and PRESET not in conversion.converted.values():
+            named = "the file names no DeepSpeed or FSDP"
+        why = "" if named is None else f" ({named})"
+        preset = f"preset {conversion.preset}{why}" if has_preset else "no preset: `--preset`"
+        described = f"{file}: {conversion.tool}, {preset}, {f'{loss} loss' if method == SFT else method}{note}"
     if job.global_batch_size is not None and "gradient_accumulation_steps" not in given:
         described += "; its global_batch_size is not read: `--gradient-accumulation-steps`"
+    described += f"\nnot used: {', '.join(dict.fromkeys(not_used))}" if not_used else ""
+    described += _refused(source)
     found = {name: value for name, value in found.items() if name not in given}
     if model is None and job.model_name_or_path is None:
         raise ToolkitError(f"{file} names no model", hint="`toolkit plan MODEL --config FILE`")
     return ConfiguredPlan(model or str(job.model_name_or_path), replace(options, **found), described)
 
 
-def _read(file: Path) -> tuple[Mapping[str, Any], Conversion | None]:
-    """The settings of a file, and those of another tool in our words; None where no setting is another tool's."""
+def _read(file: Path, model: str | None, options: PlanOptions, given: Collection[str]) -> _Source:
     if file.suffix in CONFIG_SUFFIXES:
         values = read_configuration(file)
-        others = any(values.keys() & set(load_dialect(tool).markers) for tool in TOOLS)
-        if not others and not values.keys() & {"distributed_type", "compute_environment"}:
-            return values, None
-    tool, values = read_settings(file, methods=[method for method in METHODS if method != SFT])
-    return values, convert_settings(tool, values, file)
+        if program_of(values) is None and not values.keys() & {"distributed_type", "compute_environment"}:
+            return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
+    program, values = read_settings(file, methods=[method for method in METHODS if method != SFT])
+    method = options.method if "method" in given else _method(program, values, file)
+    is_said = method == SFT and "method" not in given
+    left = {key: value for key, value in values.items() if is_said or key not in METHOD_KEYS[program]}
+    # What the command line says is not read: a method or a file that is not planned may be named there.
+    for name in set(given) - {"lora_r"}:
+        left = {key: value for key, value in left.items() if _option(key) != name}
+    if model is not None and not left.keys() & {"model", "base_model", "model_name_or_path"}:
+        left["base_model" if program == "axolotl" else "model_name_or_path"] = model
+    left = {key: value for key, value in left.items() if not key.startswith("torch_compile")}  # which may be refused
+    for what in (what for key, what in load_dialect(program).refused.items() if left.get(key)):
+        if "method" not in given:
+            raise ToolkitError(f"{file} trains {what}", hint="`--method sft` plans its text alone")
+    left = {key: value for key, value in left.items() if key not in load_dialect(program).refused}
+    adapter, rank = ADAPTERS.get("v1" if "peft_config" in left else program, ("", ""))
+    named = left["peft_config"].get("name") if isinstance(left.get("peft_config"), dict) else left.get(adapter)
+    if "lora_r" in given and adapter:
+        left |= (
+            {"peft_config": {"name": "lora", "r": options.lora_r}}
+            if rank == "r"
+            else {adapter: "lora", rank: options.lora_r}
+        )
+    elif adapter and str(named) not in PLANNED_ADAPTERS:
+        hint = "`--lora-r 16` plans LoRA adapters of that rank"
+        raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
+    return _Source(program, values, convert_settings(program, left, file), method)
 
 
-def _method_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of TRL's DPOConfig, GRPOConfig and others that decide memory."""
-    uses_vllm = is_true(values.get("use_vllm", False))
-    found: dict[str, Any] = {"vllm": str(values.get("vllm_mode", "colocate"))} if uses_vllm else {}  # TRL's default
+def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
+    """The training method of a file. Raises ToolkitError for one that is not planned, or that the file does not say."""
+    word = next((str(values[key]) for key in METHOD_KEYS[program] if values.get(key)), None)
+    if word == "dpo" and values.get("pref_loss") in ("orpo", "simpo"):
+        word = str(values["pref_loss"])
+    if word is None and program == "trl":
+        schema = program_schema(program)
+        commands = ("simpo" if command == "cpo" else command for command in schema.commands_of(values))
+        methods = [command for command in commands if command in METHODS]
+        if SFT in methods or not methods:
+            return SFT
+        named = [method for method in methods if method in f"{file.parent.name}/{file.stem}".lower()]
+        if len(methods) > 1 and len(named) != 1 and not METHODS[methods[0]].num_generations:
+            hint = f"add {' or '.join(f'`--method {method}`' for method in methods)}"
+            raise ToolkitError(f"{file} has settings of several of TRL's methods", hint=hint)
+        return (named or methods)[0]
+    method = METHOD_WORDS.get(word or SFT, word or SFT)
+    if method not in METHODS:
+        hint = f"`--method NAME` plans {', '.join(METHODS)}"
+        raise ToolkitError(f"{file} trains with {shown(word)}, which is not planned", hint=hint)
+    return method
+
+
+@functools.cache
+def _tables() -> tuple[dict[str, list[str]], list[str]]:
+    table = read_configuration(TABLES / "plan.yaml")
+    return table["decides"], table["listed"]
+
+
+def _is_among(key: str, names: Collection[str]) -> bool:
+    last = key.partition("[")[0].rpartition(".")[2]
+    return any(key.startswith(name[:-1]) if name[-1] == "*" else name in (key, last) for name in names)
+
+
+def _option(key: str) -> str | None:
+    """The option of `toolkit plan` that a setting decides."""
+    return next((option for option, names in _tables()[0].items() if _is_among(key, names)), None)
+
+
+def _checked(file: Path, source: _Source, job: Job, presets: Collection[str], given: Collection[str]) -> Iterator[str]:
+    """Yield what is not used. Raises ToolkitError for a setting that decides the plan, unless its option is given."""
+    for key, option, why in (*_not_converted(source), *_not_planned(source, job, presets)):
+        if option is None or option in given:
+            yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
+        else:
+            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
+            raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
+
+
+def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
+    program, values, conversion, _ = source
+    if conversion is None or program is None:
+        return
+    schema = program_schema(program)
+    for key in schema.unknown(values):
+        instead, used = schema.replacement(key), key in conversion.converted
+        if not used and (option := _option(instead or key)):
+            yield key, option, f"{schema.named} has no such setting" + (f", but {instead}" if instead else "")
+    if is_true(values.get("torch_compile") or False):
+        yield "torch_compile", None, ""
+    for each in (each for each in conversion.not_converted if each.key not in METHOD_SETTINGS):
+        option = _option(each.key) if each.has_effect and each.key not in schema.unknown(values) else None
+        on_by_default = each.key in load_dialect(program).on_by_default
+        is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
+        if option is not None and not is_off:
+            yield f"{each.key} {shown(each.value)}", option, each.reason
+        elif _is_among(each.key, _tables()[1]) and not is_off and each.has_effect and "CutCross" not in str(each.value):
+            yield each.key, None, ""
+
+
+def _refused(source: _Source) -> str:
+    """A line about the settings that the program at hand does not have; empty without one."""
+    if source.program is None:
+        return ""
+    schema = program_schema(source.program)
+    names = {key: schema.replacement(key) for key in schema.unknown(source.values) if key not in schema.scripts}
+    listed = ", ".join(f"{key} (now {name})" if name else key for key, name in names.items())
+    return f"\n{schema.named} does not have: {listed}" if listed else ""
+
+
+def _not_planned(source: _Source, job: Job, presets: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
+    """Arguments that were converted and that no plan has, and the precision."""
+    more = [name for name in job.lora_config or {} if name in MORE_THAN_ADAPTERS]
+    converted = {} if source.conversion is None else source.conversion.converted
+    if more:
+        keys = [key for key, argument in converted.items() if argument == "lora_config"] or ["lora_config"]
+        yield ", ".join(keys), "lora_r", f"{', '.join(more)}: more is trained than adapters"
+    for name in ("train_only", "freeze"):
+        if job.value(name):
+            yield name, "method", "all weights are planned as trained"
+    for name, value in job.given_values.items():
+        if value not in (None, False) and name not in ("optim", "padding_free") and _is_among(name, _tables()[1]):
+            yield name, None, ""
+    precision = _precision(source, job, presets)
+    if precision is not None:
+        yield precision[0], "preset" if precision[2] else None, precision[1]
+
+
+def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str, str, bool] | None:
+    """What computes or is held in another precision than a plan's, why, and whether it may change the verdict."""
+    program, values, conversion, method = source
+    if conversion is None:
+        is_wide = job.given_values.get("bf16") is False and not job.value("fp16")
+        return ("bf16 false", "the presets compute in bf16", True) if is_wide else None
+    is_on = {key: values.get(key) == "auto" or is_true(values.get(key) or False) for key in PRECISIONS}
+    # LLaMA-Factory computes in the checkpoint's dtype without a setting, but trained weights are raised to fp32.
+    raised = program == "llama-factory" and "model" not in values and job.lora_r is None
+    is_default = values.get("bf16") is None and not raised
+    computes_half = any(is_on.values()) or is_default
+    if not computes_half:
+        return "bf16 (off)", "the presets compute in bf16, and this in fp32", True
+    held = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
+    in_half = held != "float32" and (program != "llama-factory" or is_on["pure_bf16"])
+    if job.lora_r is not None:
+        is_wide = program == "trl" and not in_half and not job.load_in_4bit
+        why = f"dtype {held}: the base weights then have 4 bytes per parameter, and are planned with 2"
+        return (why, "", False) if is_wide else None
+    if in_half and method == SFT and {"ddp", "single"} & set(presets):
+        named = {"trl": f"dtype {held}", "axolotl": "bf16"}.get(str(program), "pure_bf16")
+        is_known = program != "trl" or PRESET in conversion.converted.values()
+        why = "its weights have no fp32 masters, 8 bytes per parameter less than planned"
+        return (named, why, True) if is_known else (f"{named} (without fp32 masters under ddp)", "", False)
+    return None
+
+
+PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
+
+
+def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
+    """The loss function, and words about it."""
+    program, values, conversion, _ = source
+    if conversion is None:
+        return planned.loss, ""
+    plugins = values.get("plugins") or []
+    if CUT_CROSS_ENTROPY in plugins and is_true(values.get("cut_cross_entropy", True)):
+        return "fused", " (cut cross entropy, planned as Liger's)"
+    config = job.liger_kernel_config
+    if planned.loss == "fused" and config and not config.get("fused_linear_cross_entropy"):
+        return "full", ""
+    if (
+        program == "trl"
+        and source.method == SFT
+        and (values.get("pinned_trl") or set(values) & set(program_schema(program).former))
+    ):
+        old = ("full", " (the default of TRL below 1.7, which the file is for)")
+        return ("fused", "") if planned.loss == "fused" else old
+    if program == "axolotl" and is_true(values.get("chunked_cross_entropy") or False):
+        return "chunked", ""
+    return ("full" if planned.loss == "chunked" and conversion.tool in FULL_LOSS_TOOLS else planned.loss), ""
+
+
+def _method_options(source: _Source, method: str) -> dict[str, Any]:
+    """The settings of a method that decide memory, as TRL's DPOConfig, GRPOConfig and others have them."""
+    program, values, _, _ = source
+    if program == "axolotl":
+        trl, vllm = (block_of(values, name, "the file") for name in ("trl", "vllm"))
+        values = {**values, **trl, "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization")}
+    beta = values.get("rl_beta") if program == "axolotl" else values.get("pref_beta")
+    values = {**values, "beta": beta} if beta is not None else values
+    uses_vllm = is_true(values.get("use_vllm") or False)
+    found: dict[str, Any] = {"vllm": str(values.get("vllm_mode") or "colocate")} if uses_vllm else {}  # TRL's default
     for name, (annotation, read) in METHOD_SETTINGS.items():
         if values.get(name) is not None and (uses_vllm or not name.startswith("vllm")):
             check_type(name, values[name], annotation)
             found[name] = read(values[name])
-    return found
+    if METHODS[method].num_generations:
+        found.setdefault("max_completion_length", COMPLETION_TOKENS)
+    # The reference has the dtype of the policy's weights, which two of the programs load in bf16.
+    dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
+    if dtype in ("bfloat16", "auto") and program is not None and METHODS[method].beta is not None:
+        found["ref_dtype"] = "bfloat16"
+    return {name: value for name, value in found.items() if name in METHODS[method].options}

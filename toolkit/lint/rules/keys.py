@@ -12,6 +12,7 @@ from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, 
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
+from toolkit.lint.rules.programs import schema_of
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_key, is_template, shorten
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
 
@@ -250,7 +251,7 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has no such field but a very similar one: the parser raises, unless the script has an
     argument of that name itself."""
     fields = trainer_argument_names()
-    for name in doc.data:
+    for name in () if schema_of(doc) is not None else doc.data:
         if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)

@@ -1,0 +1,36 @@
+"""Small files of TRL, axolotl, LLaMA-Factory and ms-swift, for the rules about their settings."""
+
+from __future__ import annotations
+
+TRL_SFT = "model_name_or_path: a/b\ndataset_name: a/rows\noutput_dir: out\n"
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\n"
+SWIFT = "model: a/b\ndataset: a/rows\ntuner_type: lora\nmax_length: 512\n"
+FSDP = "fsdp_version: 2\nfsdp_config:\n  fsdp_offload_params: true\n"
+
+# rule, bad file, good file, line of the finding, the bad file after `--fix`
+PROGRAM_CASES = [
+    ("unknown-trl-setting", f"{TRL_SFT}max_seq_length: 8\n", f"{TRL_SFT}max_length: 8\n", 4,
+     f"{TRL_SFT}max_length: 8\n"),
+    ("unknown-trl-setting", f"{TRL_SFT}torch_dtype: auto\n", f"{TRL_SFT}dtype: auto\n", 4, f"{TRL_SFT}dtype: auto\n"),
+    ("unknown-trl-setting", f"{TRL_SFT}num_train_epoch: 1\n", f"{TRL_SFT}num_train_epochs: 1\n", 4, None),
+    ("unknown-trl-setting", f"{TRL_SFT}max_completion_length: 8\nvllm_device: auto\n",
+     f"{TRL_SFT}max_completion_length: 8\nvllm_mode: colocate\n", 5, None),
+    ("unknown-trl-setting", f"{TRL_SFT}gradient_checkpointing_kwargs:\nuse_reentrant: false\n",
+     f"{TRL_SFT}gradient_checkpointing_kwargs:\n  use_reentrant: false\n", 5, None),
+    ("setting-of-a-script", f"{TRL_SFT}dataset_mixture: {{datasets: []}}\n",
+     f"{TRL_SFT}datasets: []\nenv: {{A: b}}\naccelerate_config: zero3\nnum_processes: 2\n", 4, None),
+    ("unknown-axolotl-setting", f"{AXOLOTL}gradient_clipping: 1.0\n", f"{AXOLOTL}max_grad_norm: 1.0\n{FSDP}", 4,
+     f"{AXOLOTL}max_grad_norm: 1.0\n"),
+    ("unknown-axolotl-setting", f"{AXOLOTL}fsdp_config:\n  ofload_params: true\n",
+     f"{AXOLOTL}plugins: [mine.Plugin]\nof_my_plugin: 1\n", 5, None),
+    ("unknown-llama-factory-setting", f"{FACTORY}max_seq_length: 8\n",
+     f"{FACTORY}warmup_ratio: 0.1\noverwrite_output_dir: true\n", 5, None),
+    ("unknown-llama-factory-setting", f"{FACTORY}lora_r: 8\n", f"{FACTORY}lora_rank: 8\n", 5,
+     f"{FACTORY}lora_rank: 8\n"),
+    ("unknown-llama-factory-setting", f"{FACTORY}lora_alfa: 8\n", f"{FACTORY}use_kt: true\nkt_rule: x.yaml\n", 5, None),
+    ("unknown-swift-setting", f"{SWIFT}train_type: lora\n", f"{SWIFT}warmup_ratio: 0.1\nlora_rank: 8\n", 5, None),
+    ("unknown-swift-setting", f"{SWIFT}lora_r: 8\n", f"{SWIFT}lora_r: 8\nignore_args_error: true\n", 5,
+     f"{SWIFT}lora_rank: 8\n"),
+    ("axolotl-fsdp-with-deepspeed", f"{AXOLOTL}deepspeed: zero3.json\n{FSDP}", f"{AXOLOTL}{FSDP}", 4, None),
+]  # fmt: skip

@@ -1,0 +1,90 @@
+"""Rules about the files of TRL, axolotl, LLaMA-Factory and ms-swift: settings that the program does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
+from toolkit.lint.document import AXOLOTL, TRAINER, Document
+from toolkit.lint.findings import ERROR, NOTE, Match, rule
+from toolkit.lint.removed_keys import TRAINING_ARGUMENTS_REMOVED
+from toolkit.lint.rules.settings import shorten
+
+
+def schema_of(doc: Document) -> ProgramSchema | None:
+    """Return the settings of the program that a file is for; None for Trainer arguments of any script."""
+    program = program_of(doc.data)
+    return program_schemas().get(str(program))
+
+
+def _unknown(doc: Document, program: str) -> Iterator[Match]:
+    if program_of(doc.data) != program:
+        return
+    schema = program_schema(program)
+    for key in schema.unknown(doc.data):
+        instead = schema.replacement(key)
+        if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
+            continue  # the first is another rule's
+        name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
+        fix = "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
+        yield Match(
+            key,
+            f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}",
+            fix,
+            rename=None if name is None or doc.has(name) else name,
+        )
+
+
+def _is_of_a_script(schema: ProgramSchema, key: str) -> bool:
+    """Return True for a setting that no version of TRL has had: a script may have a dataclass with it."""
+    return key in schema.scripts or (key not in schema.former and schema.replacement(key) is None)
+
+
+@rule(ERROR, TRAINER, library="trl", fix="the present name, or nothing")
+def unknown_trl_setting(doc: Document) -> Iterator[Match]:
+    """TRL refuses a file with a setting that none of its dataclasses has ("Unknown arguments from config file"). These
+    are settings of older versions, and misspellings."""
+    return _unknown(doc, "trl")
+
+
+@rule(NOTE, TRAINER, library="trl", fix="nothing, if the script has it")
+def setting_of_a_script(doc: Document) -> Iterator[Match]:
+    """TRL's own commands refuse a file with a setting that their dataclasses do not have. A script that trains with TRL
+    may have one: open-r1 and the alignment handbook do."""
+    schema = program_schema("trl")
+    if program_of(doc.data) == "trl":
+        for key in schema.unknown(doc.data):
+            if key not in TRAINING_ARGUMENTS_REMOVED and _is_of_a_script(schema, key):
+                message = f"{schema.named}'s own commands have no `{shorten(key)}`, and refuse it"
+                yield Match(key, message, "remove it, unless your script reads it")
+
+
+@rule(ERROR, AXOLOTL, library="axolotl", fix="the present name, or nothing")
+def unknown_axolotl_setting(doc: Document) -> Iterator[Match]:
+    """axolotl drops a setting that its schema does not have without a word, unless a plugin of your own reads it."""
+    plugins = doc.get("plugins") or []
+    own = [each for each in plugins if not str(each).startswith("axolotl.")] if isinstance(plugins, list) else [plugins]
+    return iter(()) if own else _unknown(doc, "axolotl")
+
+
+@rule(ERROR, TRAINER, library="llamafactory", fix="the present name, or nothing")
+def unknown_llama_factory_setting(doc: Document) -> Iterator[Match]:
+    """LLaMA-Factory refuses a file with a setting that none of its dataclasses has."""
+    return _unknown(doc, "llama-factory")
+
+
+@rule(ERROR, TRAINER, library="ms-swift", fix="the present name, or nothing")
+def unknown_swift_setting(doc: Document) -> Iterator[Match]:
+    """ms-swift refuses arguments that it does not have, unless `ignore_args_error` is on."""
+    return iter(()) if doc.get("ignore_args_error") else _unknown(doc, "ms-swift")
+
+
+@rule(ERROR, AXOLOTL, library="axolotl", fix="one of the two")
+def axolotl_fsdp_with_deepspeed(doc: Document) -> Iterator[Match]:
+    """axolotl refuses `fsdp` and `deepspeed` together. `fsdp_config` alone passes its check, and turns FSDP on while
+    the Trainer gets the DeepSpeed JSON."""
+    key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key)), None)
+    if key is not None and doc.get("deepspeed"):
+        yield Match(
+            "deepspeed", f"{key} and deepspeed are both set: a run has one engine", f"remove {key} or deepspeed"
+        )
