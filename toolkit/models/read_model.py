@@ -24,19 +24,44 @@ from toolkit.files import write_text
 from toolkit.files.documents import parse_json, read_json
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.installation import require
+from toolkit.installation import install_line
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
-from toolkit.versions import installed_version, model_types
+from toolkit.versions import installed_version, is_importable, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
+COUNTED = "counted.json"
+"""What transformers counted of a known model without formulas, beside its configuration."""
 COUNTING_SECONDS = 300
-COUNTING_MODULES = ("count_from_transformers", "fake_tensors")
+COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
+ACTIVATION_SECONDS = 30  # of processor time: linear attention in Python would take longer
 MAX_REASON = 300  # characters of what transformers says
+# Fields of a configuration that decide no tensor and nothing that is saved.
+NO_DIMENSIONS = frozenset(
+    (
+        *(
+            "architectures",
+            "auto_map",
+            "dtype",
+            "torch_dtype",
+            "transformers_version",
+            "initializer_range",
+            "use_cache",
+        ),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "image_token_id",
+            "max_position_embeddings",
+            "model_max_length",
+        ),
+    )
+)
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -61,15 +86,38 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
 
     Raises ToolkitError if transformers cannot build a language model from it.
     """
+    if (bundled := bundled_count(values)) is not None:
+        return shape_from_counted(read_json(bundled))
     path = cached_count(values)
     with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
         return shape_from_counted(read_json(path))
-    require(*COUNTING_LIBRARIES)
+    missing = [name for name in COUNTING_LIBRARIES if not is_importable(name)]
+    if missing:
+        message = f"{values['model_type']} is not among the {len(known_models())} bundled models, and has no formulas"
+        raise ToolkitError(f"{message}: {' and '.join(missing)} would count it", hint=install_line(*missing))
+    print(f"counting {values['model_type']}, up to {ACTIVATION_SECONDS} s of a processor, once", file=sys.stderr)
     counted = _run_child(config)
     shape = shape_from_counted(counted)
     with contextlib.suppress(OSError):  # a read-only cache is no error
         write_text(path, json.dumps(counted))
     return shape
+
+
+def bundled_count(values: Mapping[str, Any]) -> Path | None:
+    """Return what is shipped of a model with the same dimensions; None where nothing is, or a library is newer."""
+    return _bundled_counts().get(_dimensions(values))
+
+
+@functools.cache
+def _bundled_counts() -> Mapping[str, Path]:
+    counted = (path for path in known_models().values() if path.with_name(COUNTED).exists())
+    return {_dimensions(json.loads(path.read_text())): path.with_name(COUNTED) for path in counted}
+
+
+def _dimensions(values: Mapping[str, Any]) -> str:
+    """The fields of a configuration that may decide tensors and activations, as text."""
+    kept = {name: value for name, value in values.items() if not name.startswith("_") and name not in NO_DIMENSIONS}
+    return json.dumps(kept, sort_keys=True)
 
 
 def cached_count(values: Mapping[str, Any]) -> Path:

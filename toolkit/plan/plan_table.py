@@ -19,6 +19,7 @@ from toolkit.plan.planner import (
     PlanRequest,
     best_plan,
 )
+from toolkit.plan.programs import numerics_notes, numerics_text
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.screen_text import table_lines
 from toolkit.units import NOT_AVAILABLE, dollars, gib, number, percent, seconds, tenths_of_gib
@@ -85,6 +86,7 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
+    yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics))
     refused = [plan for plan in plans if plan.host_refusal is not None]
     yield from (f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused)
     if request.host_memory_bytes is None and (refused or chosen.preset.offloads):
@@ -137,6 +139,7 @@ def _heading(answer: PlanAnswer) -> str:
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
+        numerics_text(job.numerics),
         f"{job.tokens_per_row:,} tokens per sequence",
         batch,
         "sequences of equal length" if job.lengths_differ is False else "",

@@ -39,7 +39,7 @@ from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory, on_gpu
 from toolkit.plan.step_time import DimensionTraffic, dimension_traffic
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
@@ -134,7 +134,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         shape=shape,
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or ([] if any_gpu else [visible_world_size()]),
-        job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
+        job=on_gpu(job, gpu, fp16=options.fp16),
         gpu=gpu,
         host_memory_bytes=node_memory(options.host_memory_gib, options.gpu),
         finds_batch=finds_batch,

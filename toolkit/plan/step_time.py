@@ -194,7 +194,7 @@ def step_time(
 
     A `measured` step of another setup of the same model and GPU multiplies them, and its interval is narrower.
     """
-    preset, precision, job = setup.preset, setup.mixed_precision or setup.preset.mixed_precision, setup.job
+    preset, precision, job = setup.preset, setup.precision or setup.preset.mixed_precision, setup.job
     peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
     if peak is None:
         return None
