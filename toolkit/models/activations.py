@@ -76,7 +76,8 @@ class Activations:
     """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
     lora_r: int | None = None
     fp32_residual: bool = False
-    """True where frozen embeddings and norms are fp32 (`prepare_model_for_kbit_training`): so is the residual stream."""
+    """True where embeddings and norms are frozen in fp32 (`prepare_model_for_kbit_training`), and with them the
+    residual stream."""
     lora_dropout: bool = False
     liger: bool = False
     """True for Liger's norms and MLPs, in the architectures with formulas that it has them for."""

@@ -29,7 +29,7 @@ class _Kernel(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, made: Callable[..., Any], *inputs: Any) -> Any:
         output, saved, ctx.buffers = made(*inputs)
         ctx.save_for_backward(*saved)
-        ctx.inputs = [each.new_empty(0) if each is None else (each.shape, each.dtype, each.device) for each in inputs]
+        ctx.inputs = [(each.shape, each.dtype, each.device) for each in inputs]
         return output
 
     @staticmethod

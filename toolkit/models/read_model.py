@@ -53,6 +53,7 @@ NO_DIMENSIONS = frozenset(
             "use_cache",
         ),
         *(
+            "quantization_config",
             "bos_token_id",
             "eos_token_id",
             "pad_token_id",
@@ -185,11 +186,20 @@ def _adapters(sizes: Any) -> Adapters:
     return tuple(Adapter(target=name, rows=m, columns=n, rank_multiple=rank) for name, m, n, rank in sizes)
 
 
+# What training loads in bf16: gpt-oss as published (transformers, `Mxfp4Config(dequantize=True)`), and FP8 releases.
+DEQUANTIZED_METHODS = ("mxfp4", "fp8")
+
+
 def check_unquantized(model: str) -> None:
-    """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method."""
+    """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method.
+
+    One that is dequantized for training is planned as that.
+    """
     quantized = read_config(config_path(model)).get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        if method in DEQUANTIZED_METHODS:
+            return
         raise ToolkitError(
             f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",
             hint="plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
@@ -262,11 +272,43 @@ def _check_type(fields: ConfigFields) -> None:
     model_type = fields.values.get("model_type")
     if not isinstance(model_type, str):
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
+    for kind, types_of_kind in NO_DECODERS.items():
+        if model_type in types_of_kind and not fields.values.get("is_decoder"):
+            message = f"{model_type} is {kind}, whose heads and losses are not planned: only decoders are"
+            raise ToolkitError(message, hint="`toolkit rehearse --script YOUR_SCRIPT` measures it")
     types = model_types()
     if model_type not in types_with_formulas() and types and model_type not in types:
-        close = nearest(model_type[:200], types)
+        close = nearest(model_type[:200], types, cutoff=0.85)
+        if "auto_map" in fields.values:
+            raise ToolkitError(
+                f"{fields.source}: model_type {shown(model_type)} needs code from the hub, which is not run",
+                hint="plan a model of the same shape that transformers has",
+            )
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
         raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
+
+
+NO_DECODERS = {
+    "an encoder": (
+        *("albert", "bert", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "deberta", "deberta-v2"),
+        *("distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "funnel", "gte", "ibert", "layoutlm"),
+        *("layoutlmv3", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod"),
+    ),
+    "an encoder with a decoder": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "fsmt", "led", "longt5", "m2m_100", "marian"),
+        *("mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers"),
+        *("t5", "t5gemma", "umt5"),
+    ),
+    "a model of sound": (
+        *("hubert", "moonshine", "parakeet_ctc", "seamless_m4t", "speech_to_text", "wav2vec2", "wavlm", "whisper"),
+    ),
+    "a model of images": (
+        *("beit", "clip", "convnext", "deit", "detr", "dinov2", "dinov3_vit", "segformer", "siglip", "siglip2", "swin"),
+        *("vit", "vit_mae"),
+    ),
+}
 
 
 def _known() -> str:
