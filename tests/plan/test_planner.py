@@ -261,7 +261,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["--gpu", "h10O"], "unknown GPU 'h10O'"),
         (["--verify"], "--gpu is missing, and no GPU is visible on this node"),
         (["--gpu", "h100", "--price-per-gpu-hour", "cheap"], "hour is 'cheap', expected a number below a million"),
         (["--gpu", "h100", "--price-per-gpu-hour", "l40s=1"], "--price-per-gpu-hour has no price of h100-sxm, which"),

@@ -128,7 +128,9 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
     element, reduced, is_tied = engine.element_bytes, engine.reduce_bytes, weights.shape.tied_embeddings
     layer = weights.largest_layer(engine.ranks_sharing)
     # accelerate's root unit: final norm and head
-    root = sum(tensor.num_elements for tensor in weights.shape.outer) - (0 if is_tied else weights.embedding)
+    # without an encoder of images, whose blocks are units of their own
+    outer = sum(tensor.num_elements for tensor in weights.shape.outer if not tensor.in_tower)
+    root = outer - (0 if is_tied else weights.embedding)
     root += weights.embedding if engine.unties_head and is_tied else 0
     resharded = engine.sharding != "shard_grad_op"
     unsharded = 0 if resharded else weights.num_trained + weights.num_frozen

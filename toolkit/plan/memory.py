@@ -204,7 +204,7 @@ def _margin(engine: EngineSettings, shape: ModelShape, job: PlannedJob) -> Margi
     if job.numerics.fsdp1 and engine.kind == "fsdp2":
         what = "offload" if offload else "full" if full else "adapters"
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_FSDP1[what], reason=f"FSDP1, {what}")
-    if offload:
+    if offload and job.numerics.program != TOOLKIT:
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OFFLOAD, reason="offload to the host")
     if engine.kind == "deepspeed" and full:
         reason = "a full fine-tune under DeepSpeed"

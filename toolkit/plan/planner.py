@@ -11,7 +11,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -300,20 +299,15 @@ def best_plan(plans: Sequence[Plan]) -> tuple[Plan, str]:
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
     """The smallest power of two, up to 1,024, on which the job fits, with the smallest batch if that is to be found.
 
-    One GPU needs no buffers for communication; from two on a GPU needs less the more there are.
+    Memory does not always fall with the GPUs: fused experts are padded, so 8 on 64 GPUs take eight times the space.
     """
     sizes = [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
     supported = [size for size in sizes if why_unsupported(request, preset, size) is None]
 
-    @cache
     def fits(size: int) -> bool:
         return smallest_plan(request, preset, size).fits
 
-    if request.host_memory_bytes is not None:  # which more ranks of a node may exceed
-        return next(filter(fits, supported), None)
-    if not supported or not (fits(supported[0]) or fits(supported[-1])):
-        return None
-    return supported[0] if fits(supported[0]) else supported[bisect.bisect_left(supported, True, key=fits)]
+    return next(filter(fits, supported), None)
 
 
 def largest_micro_batch(fits: Callable[[int], bool], *, near: int = 1) -> int | None:
