@@ -12,8 +12,7 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
-from toolkit.models.decoders import types_with_formulas
-from toolkit.models.read_model import bundled_count, config_path, known_models, read_model
+from toolkit.models.read_model import bundled_models, config_path, known_models, read_model
 
 # Billions of parameters that are published where the name says none, or rounds it more than the rest.
 PUBLISHED = {
@@ -29,11 +28,7 @@ PUBLISHED = {
 COUNTED_PARAMETERS = {
     name: values["_num_params"] for name, path in known_models().items() if "_num_params" in (values := read_json(path))
 }
-READABLE = [
-    name
-    for name, path in known_models().items()
-    if read_json(path)["model_type"] in types_with_formulas() or bundled_count(read_json(path)) is not None
-]
+READABLE = list(bundled_models())
 
 
 @pytest.mark.parametrize("model", [name for name in READABLE if name not in COUNTED_PARAMETERS])

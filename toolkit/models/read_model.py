@@ -94,7 +94,7 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
         return shape_from_counted(read_json(path))
     missing = [name for name in COUNTING_LIBRARIES if not is_importable(name)]
     if missing:
-        message = f"{values['model_type']} is not among the {len(known_models())} bundled models, and has no formulas"
+        message = f"{values['model_type']} is not among the {len(bundled_models())} bundled models, and has no formulas"
         raise ToolkitError(f"{message}: {' and '.join(missing)} would count it", hint=install_line(*missing))
     print(f"counting {values['model_type']}, up to {ACTIVATION_SECONDS} s of a processor, once", file=sys.stderr)
     counted = _run_child(config)
@@ -214,6 +214,18 @@ def known_models() -> Mapping[str, Path]:
     True
     """
     return {"/".join(path.parts[-3:-1]): path for path in sorted(KNOWN.glob(f"*/*/{CONFIG}"), key=str)}
+
+
+@functools.cache
+def bundled_models() -> Mapping[str, Path]:
+    """Return those of the known models that are planned at once: by formulas, or by a count that is shipped."""
+    values = {name: json.loads(path.read_text()) for name, path in known_models().items()}
+    formulas = types_with_formulas()
+    return {
+        name: known_models()[name]
+        for name, each in values.items()
+        if each["model_type"] in formulas or bundled_count(each) is not None
+    }
 
 
 def hub_id(model: str) -> str:
