@@ -122,6 +122,17 @@ def test_expandable_segments_lower_the_range_only() -> None:
     assert after.overhead_bytes < before.overhead_bytes - GIB
 
 
+def test_liger_counts_only_for_architectures_that_it_patches() -> None:
+    def peak(model_type: str, **options: Any) -> int:
+        job = PlannedJob.from_options(PlanOptions(per_device_train_batch_size=8, **options), full_length=True)
+        shape = replace(llama_8b(), model_type=model_type)
+        return plan_memory(shape, load_preset("fsdp2"), world_size=8, job=job).peak.logits_bytes
+
+    assert peak("llama", use_liger_kernel=True) < peak("llama", loss="full") // 4
+    for unpatched in ("gpt_neox", "stablelm", "phi"):
+        assert peak(unpatched, use_liger_kernel=True) == peak(unpatched, loss="full")
+
+
 def test_each_program_has_a_source_and_plans_the_same_job_as_its_numerics() -> None:
     for name, program in PROGRAMS.items():
         assert bool(program.source) == (name != "toolkit")
@@ -157,3 +168,12 @@ def test_contradictions_are_refused_and_a_gpu_without_bf16_is_planned_in_fp16(ca
     words = ["--num-processes", "2", "--gpu", "t4", "--lora-r", "8", "--load-in-4bit"]
     code, out, _ = run_command(["recommend", "Qwen3-4B", *words], capsys)
     assert (code, "--fp16 true" in out) == (0, True)
+
+
+def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_that_fit(capsys: Any) -> None:
+    words = ["--gpu", "rtx-4090", "--num-processes", "1", "--preset", "single", "--per-device-train-batch-size", "2"]
+    job = ["--max-seq-length", "3000", "--lora-r", "32", "--load-in-4bit", "--loss", "full"]
+    _, out, _ = run_command(["plan", str(LLAMA_8B_CONFIG), *words, *job, "--activation-checkpointing"], capsys)
+    first = out.splitlines()[0]
+    assert first.startswith("too close to call on 1 x rtx-4090 with `single`: ")
+    assert "(margin: everything but model states); it fits with `--loss chunked` or `--expandable-segments`" in first
