@@ -94,8 +94,9 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
         return shape_from_counted(read_json(path))
     missing = [name for name in COUNTING_LIBRARIES if not is_importable(name)]
     if missing:
-        message = f"{values['model_type']} is not among the {len(bundled_models())} bundled models, and has no formulas"
-        raise ToolkitError(f"{message}: {' and '.join(missing)} would count it", hint=install_line(*missing))
+        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        message = f"{values['model_type']} has no formulas, no bundled model has these dimensions, and {names}"
+        raise ToolkitError(message, hint=install_line(*missing))
     print(f"counting {values['model_type']}, up to {ACTIVATION_SECONDS} s of a processor, once", file=sys.stderr)
     counted = _run_child(config)
     shape = shape_from_counted(counted)
