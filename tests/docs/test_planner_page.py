@@ -19,7 +19,7 @@ from planner_page import build
 from playwright.sync_api import Browser, Page
 
 from toolkit.errors import ToolkitError
-from toolkit.models.read_model import known_models
+from toolkit.models.read_model import bundled_models
 from toolkit.plan.methods import METHODS
 from toolkit.presets import preset_names
 
@@ -71,7 +71,7 @@ def job(number: int) -> tuple[str, dict[str, str], str | None]:
     fields |= {"price_per_gpu_hour": "2.5"}
     fields["max_seq_length"] = str(512 << number % 4)
     if number % 2:
-        return list(known_models())[number % len(known_models())], fields, None
+        return list(bundled_models())[number % len(bundled_models())], fields, None
     name, values = ARCHITECTURES[number // 2 % len(ARCHITECTURES)]
     return f"models/{name}", fields, json.dumps({"model_type": name, **values})
 
@@ -279,7 +279,7 @@ def test_without_javascript_there_is_the_table(browser: Browser, address: str) -
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(address)
-    assert page.locator("table.known tbody tr:visible").count() == len(known_models())
+    assert page.locator("table.known tbody tr:visible").count() == len(bundled_models())
     assert page.locator("form:visible, #status:visible").count() == 0
     context.close()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from toolkit.files.documents import read_json_object
-from toolkit.models.read_model import config_path, known_models, read_model
+from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_json, read_json_object
+from toolkit.models.read_model import bundled_models, config_path, known_models, read_model
 
 # Billions of parameters that are published where the name says none, or rounds it more than the rest.
 PUBLISHED = {
@@ -19,7 +24,14 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("model", known_models())
+# Those whose configuration has the exact number, as its checkpoint's files have it.
+COUNTED_PARAMETERS = {
+    name: values["_num_params"] for name, path in known_models().items() if "_num_params" in (values := read_json(path))
+}
+READABLE = list(bundled_models())
+
+
+@pytest.mark.parametrize("model", [name for name in READABLE if name not in COUNTED_PARAMETERS])
 def test_a_known_model_has_as_many_parameters_as_are_published(model: str) -> None:
     named = re.search(r"-(\d+(?:\.\d+)?)([mMbB])\b", model)
     billions = PUBLISHED.get(model)
@@ -29,9 +41,40 @@ def test_a_known_model_has_as_many_parameters_as_are_published(model: str) -> No
     assert read_model(model).num_params / 1e9 == pytest.approx(billions, rel=0.09)
 
 
-def test_every_known_model_names_its_source_and_is_counted_by_formulas() -> None:
+def test_bundled_models_have_the_exact_number_of_parameters() -> None:
+    exact = {name: number for name, number in COUNTED_PARAMETERS.items() if name in READABLE}
+    assert {name: read_model(name).num_params for name in exact} == exact
+    assert len(exact) > 20
+
+
+def test_every_known_model_names_its_source() -> None:
     assert all(read_json_object(path).get("_source") for path in known_models().values())
-    assert {read_model(model).counted_on for model in known_models()} == {"arithmetic"}
+    shapes = {name: read_model(name) for name in READABLE}
+    # saved activations are worked out or counted, and never estimated as another architecture's
+    assert {name for name, shape in shapes.items() if shape.activations_from == "llama"} == set()
+    assert len(shapes) >= 75
+
+
+def test_the_name_of_a_model_that_is_counted_needs_neither_transformers_nor_its_owner() -> None:
+    """A child process that can import none of the counting libraries."""
+    code = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'peft'])); from toolkit.models."
+    code += "read_model import read_model as r; s = r('Qwen3.5-27B'); print(s.num_params, s.activations_from)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["27356728560", "saved tensors\n"]
+
+
+def written(folder: Path, model_type: str) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return str(folder)
+
+
+def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path) -> None:
+    for model_type, kind in {"bert": "an encoder", "t5": "an encoder with", "whisper": "a model of sound"}.items():
+        with pytest.raises(ToolkitError, match=f"{model_type} is {kind}"):
+            read_model(written(tmp_path, model_type))
+    with pytest.raises(ToolkitError, match="unknown model_type 'mimo'") as refused:
+        read_model(written(tmp_path, "mimo"))
+    assert "mimi" not in str(refused.value.hint)  # a codec of sound
 
 
 def test_a_known_model_needs_no_owner() -> None:

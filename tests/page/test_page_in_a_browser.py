@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page
 from served_page import ServedPage, served_page
 
 from toolkit.hardware.gpu_table import GPUS
-from toolkit.models.read_model import known_models
+from toolkit.models.read_model import bundled_models
 
 pytestmark = pytest.mark.browser
 
@@ -181,7 +181,7 @@ def test_the_footer_says_what_plans_were_compared_with(page: Page) -> None:
 def test_the_table_of_known_models_is_there_once_it_is_scrolled_to(page: Page) -> None:
     page.locator("#known-heading").scroll_into_view_if_needed()
     page.wait_for_selector("table.known", timeout=120_000)
-    assert page.locator("table.known tbody tr").count() == len(known_models())
+    assert page.locator("table.known tbody tr").count() == len(bundled_models())
 
 
 def test_the_page_says_when_its_server_has_ended(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:

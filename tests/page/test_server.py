@@ -17,7 +17,7 @@ from launching import ROOT
 from served_page import ServedPage, served_page
 
 from toolkit.models.config_fields import MAX_CONFIG_BYTES
-from toolkit.models.read_model import known_models
+from toolkit.models.read_model import bundled_models
 
 LLAMA = ROOT / "tests" / "fixtures" / "llama-8b"
 LORA = {"lora_r": "16", "load_in_4bit": "on"}
@@ -76,7 +76,7 @@ def test_the_page_and_its_files_are_served_and_nothing_else(page: ServedPage) ->
 @pytest.mark.nightly
 def test_the_table_has_a_row_per_known_model(page: ServedPage) -> None:
     status, table = page.get("known")
-    assert (status, table.count('<tr><th scope="row">')) == (200, len(known_models()))
+    assert (status, table.count('<tr><th scope="row">')) == (200, len(bundled_models()))
 
 
 @pytest.mark.parametrize(

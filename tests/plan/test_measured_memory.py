@@ -14,7 +14,7 @@ from functools import cache
 from measured_jobs import MeasuredJob, has_liger, measured, rows, used_mib
 
 from toolkit.plan.engine_buffers import driver_bytes
-from toolkit.plan.memory import LEAST_MARGIN_BYTES, plan_memory
+from toolkit.plan.memory import plan_memory
 from toolkit.units import GIB, MIB
 
 # The sources that constants of the plan come from: those of the allocator's reserve, from one GPU.
@@ -72,8 +72,7 @@ def peaks() -> tuple[list[Peak], Counter[str]]:
         setup = job.setup
         plan = plan_memory(setup.shape, setup.preset, world_size=setup.world_size, job=setup.job)
         engine = "one GPU" if setup.world_size == 1 else "FSDP1" if row["strategy"] == "fsdp" else setup.preset.name
-        sizes = (plan.planned_peak_bytes - plan.peak.state_bytes) * plan.uncertainty
-        margin = max(sizes, LEAST_MARGIN_BYTES)
+        margin = plan.margin.of(plan.planned_peak_bytes, plan.peak.state_bytes)
         figure = float(row["peak_gib"]) * GIB
         context = driver_bytes(setup.engine)
         if row["peak_kind"] == "allocated":

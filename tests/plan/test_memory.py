@@ -38,7 +38,7 @@ def test_a_verdict_leaves_a_margin_for_everything_but_the_model_states() -> None
 def test_the_upper_end_of_the_range_decides_whether_a_plan_fits(preset: str) -> None:
     plan = planned(preset, lora_r=16, per_device_train_batch_size=4)
     assert 1.03 < plan.possible_peak_bytes / plan.planned_peak_bytes < 1.15  # one H200: 4.4 % at worst
-    memories = (plan.possible_peak_bytes, plan.possible_peak_bytes - 1, plan.planned_peak_bytes - 1)
+    memories = (plan.possible_peak_bytes, plan.possible_peak_bytes - 1, plan.least_peak_bytes - 1)
     verdicts = [memory_verdict(plan, memory_bytes=memory) for memory in memories]
     assert verdicts == ["fits", "too_close", "does_not_fit"]
 

@@ -261,7 +261,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["--gpu", "h10O"], "unknown GPU 'h10O'"),
         (["--verify"], "--gpu is missing, and no GPU is visible on this node"),
         (["--gpu", "h100", "--price-per-gpu-hour", "cheap"], "hour is 'cheap', expected a number below a million"),
         (["--gpu", "h100", "--price-per-gpu-hour", "l40s=1"], "--price-per-gpu-hour has no price of h100-sxm, which"),
@@ -335,7 +335,7 @@ def test_equal_lengths_need_no_mask() -> None:
         ({"max_seq_length": 10**12}, "expected 134,217,728 or less"),
         ({"lora_r": 9000}, "--lora-r is 9000, expected at most the hidden size 4096"),
         ({"load_in_4bit": True}, "--load-in-4bit needs --lora-r"),
-        ({"loss": "fast"}, "--loss is 'fast', expected chunked, full, fused or chunked_output"),
+        ({"loss": "fast"}, "--loss is 'fast', expected chunked, full, fused, chunked_output, cut or upcast"),
         ({"optim": "galore_adamw"}, "--optim galore_adamw is not planned"),
     ],
 )

@@ -92,10 +92,14 @@ def find_gpu(name: str) -> Gpu:
     found = known_gpu(name)
     if found is not None:
         return found
-    meant = [gpu.name for gpu in GPUS if _key(name) and _key(gpu.name).startswith(_key(name))]
+    key = _key(name)
+    words = _words(name)
+    meant = [gpu.name for gpu in GPUS if words and _words(gpu.name)[: len(words)] == words]
     if meant:
         raise ToolkitError(f"{name!r} may be {' or '.join(meant)}", hint=f"name one, as in `--gpu {meant[0]}`")
-    close = nearest(_key(name), _BY_KEY)
+    # Another number is another card, and so is another first letter: `p100` is no `h100`.
+    same = [other for other in _BY_KEY if _digits(other) == _digits(key) and other[0] == key[:1]]
+    close = nearest(key, same)
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
         f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
@@ -168,8 +172,16 @@ def custom_gpu(
 
 def _key(name: str) -> str:
     """`NVIDIA A100-SXM4-80GB` → `a100sxm480gb`: vendor and family words are redundant."""
+    return "".join(_words(name))
+
+
+def _digits(key: str) -> str:
+    return re.sub(r"\D", "", key.replace("o", "0"))  # a letter O is a typing error
+
+
+def _words(name: str) -> list[str]:
     words = re.split(r"[^a-z0-9]+", name.lower())
-    return "".join(word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"})
+    return [word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"}]
 
 
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -220,6 +232,38 @@ GPUS = (
          "AMD Instinct MI250X data sheet, one of its two chips (a device of its own); vector fp32 halved"),
     Gpu("mi300x", "AMD Instinct MI300X, AMD Instinct MI300X OAM", 191.69, (1307.4, 1307.4, 653.7, 163.4), 5300, 448,
          5, "AMD Instinct MI300X data sheet"),
+    Gpu("h20-96gb", "NVIDIA H20, h20", 95.0, (148, 148, 74, 44), 4000, 450, 5, "NVIDIA H20 product brief"),
+    Gpu("h20-141gb", "NVIDIA H20-3e, h20-3e", 139.72, (148, 148, 74, 44), 4800, 450, 5, "NVIDIA H20 product brief"),
+    Gpu("h800", "NVIDIA H800, h800-80gb, h800-sxm", 79.14, H100_PEAKS, 3350, 200, 5, "H100's, NVLink 400 GB/s in all"),
+    Gpu("a800-80gb", "NVIDIA A800-SXM4-80GB, a800, a800-sxm", 79.14, A100_PEAKS, 2039, 200, 4,
+         "A100's, NVLink 400 GB/s in all"),
+    Gpu("a800-80gb-pcie", "NVIDIA A800 80GB PCIe, A800-PCIE-80GB", 79.14, A100_PEAKS, 1935, None, 4,
+         "NVIDIA A800 data sheet"),
+    Gpu("l20", "NVIDIA L20", 44.34, (119.5, 119.5, 59.8, 59.8), 864, None, 4, "NVIDIA L20 data sheet"),
+    Gpu("a30", "NVIDIA A30", 23.5, (165, 165, 82, 10.3), 933, None, 4, f"{NVIDIA}products/a30-gpu/"),
+    Gpu("rtx-a5000", "NVIDIA RTX A5000, a5000", 23.68, (111.1, 111.1, 55.6, 27.8), 768, None, 4, AMPERE),
+    Gpu("rtx-2080-ti", "NVIDIA GeForce RTX 2080 Ti, 2080ti", 10.75, (None, 53.8, None, 13.4), 616, None, 3,
+         "NVIDIA Turing GPU architecture whitepaper, appendix A; no bf16"),
+    Gpu("rtx-3060", "NVIDIA GeForce RTX 3060, 3060", 11.65, (25.6, 25.6, 12.8, 12.7), 360, None, 4, AMPERE),
+    Gpu("rtx-3070", "NVIDIA GeForce RTX 3070, 3070", 7.78, (40.6, 40.6, 20.3, 20.3), 448, None, 4, AMPERE),
+    Gpu("rtx-3080", "NVIDIA GeForce RTX 3080, 3080", 9.78, (59.5, 59.5, 29.8, 29.8), 760, None, 4, AMPERE),
+    Gpu("rtx-4060", "NVIDIA GeForce RTX 4060, 4060", 7.63, (30.2, 30.2, 15.1, 15.1), 272, None, 4, ADA),
+    Gpu("rtx-4060-ti-16gb", "rtx-4060-ti, 4060ti", 15.6, (44.1, 44.1, 22.1, 22.1), 288, None, 4, ADA),
+    Gpu("rtx-4070", "NVIDIA GeForce RTX 4070, 4070", 11.59, (58.3, 58.3, 29.1, 29.1), 504, None, 4, ADA),
+    Gpu("rtx-4070-ti-super", "NVIDIA GeForce RTX 4070 Ti SUPER", 15.59, (88.2, 88.2, 44.1, 44.1), 672, None, 4, ADA),
+    Gpu("rtx-4080", "NVIDIA GeForce RTX 4080, 4080", 15.59, (97.5, 97.5, 48.7, 48.7), 717, None, 4, ADA),
+    Gpu("rtx-5070", "NVIDIA GeForce RTX 5070, 5070", 11.5, (61.7, 61.7, 30.9, 30.9), 672, None, 5, BLACKWELL),
+    Gpu("rtx-5070-ti", "NVIDIA GeForce RTX 5070 Ti, 5070ti", 15.47, (87.9, 87.9, 43.9, 43.9), 896, None, 5, BLACKWELL),
+    Gpu("rtx-5080", "NVIDIA GeForce RTX 5080, 5080", 15.47, (112.6, 112.6, 56.3, 56.3), 960, None, 5, BLACKWELL),
+    Gpu("b300", "NVIDIA B300, b300-sxm", 267.6, (2250, 2250, 1125, 75), 8000, 900, 5, f"{NVIDIA}hgx/, halved"),
+    Gpu("gb200", "NVIDIA GB200", 184.2, (2500, 2500, 1250, 80), 8000, 900, 5, f"{NVIDIA}gb200-nvl72/, halved"),
+    Gpu("gb300", "NVIDIA GB300", 276.5, (2500, 2500, 1250, 80), 8000, 900, 5, f"{NVIDIA}gb300-nvl72/, halved"),
+    Gpu("gb10", "NVIDIA GB10, dgx-spark", 119.0, (125, 125, 62.5, 31), 273, None, 5,
+         "NVIDIA DGX Spark: 1 PFLOP/s in FP4 with sparsity, an eighth in bf16; memory shared with the host"),
+    Gpu("mi325x", "AMD Instinct MI325X", 255.69, (1307.4, 1307.4, 653.7, 163.4), 6000, 448, 5,
+         "AMD Instinct MI325X data sheet"),
+    Gpu("mi355x", "AMD Instinct MI355X", 287.69, (2516.6, 2516.6, None, 157.3), 8000, 537, 5,
+         "AMD Instinct MI355X data sheet"),
 )
 # fmt: on
 # Host memory per GPU in GiB, and a node that has it: of an instance type, the one with several GPUs and the least.
@@ -233,6 +277,9 @@ HOSTS = {
     "v100-32gb": (96, "AWS p3dn.24xlarge"),
     "mi300x": (231, "Azure ND96isr MI300X v5"),
     "mi250x": (64, "a node of Frontier"),
-    **dict.fromkeys(("rtx-3090", "rtx-4090", "rtx-5090"), _BOARD),
+    **dict.fromkeys(("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090", "rtx-2080-ti"), _BOARD),
+    **dict.fromkeys(("rtx-4060", "rtx-4060-ti-16gb", "rtx-4070", "rtx-4070-ti-super", "rtx-4080", "rtx-4090"), _BOARD),
+    **dict.fromkeys(("rtx-5070", "rtx-5070-ti", "rtx-5080", "rtx-5090"), _BOARD),
+    "gb10": (119, "the GPU's memory is the host's"),
 }
 _BY_KEY = {_key(name): gpu for gpu in GPUS for name in gpu.names}

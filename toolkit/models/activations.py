@@ -75,6 +75,10 @@ class Activations:
     autocast: bool = False
     """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
     lora_r: int | None = None
+    fp32_residual: bool = False
+    """True where embeddings and norms are frozen in fp32 (`prepare_model_for_kbit_training`), and with them the
+    residual stream."""
+    lora_dropout: bool = False
     liger: bool = False
     """True for Liger's norms and MLPs, in the architectures with formulas that it has them for."""
     layout: ParallelLayout | None = None
@@ -105,9 +109,10 @@ class Activations:
             saved = self._from_formulas(mask)
         else:
             saved = counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
-        if layout is None or layout.sp == layout.ep == 1:
+        more = self._dropout if self.lora_dropout and self.lora_r is not None else 0
+        if not more and (layout is None or layout.sp == layout.ep == 1):
             return saved
-        more = 0
+        layout = layout or ParallelLayout()
         if layout.sp > 1:
             repeated = max(0, layout.sp // shape.num_kv_heads - 1) * shape.num_kv_heads
             more += (2 * shape.num_attention_heads + 4 * repeated) * shape.head_dim
@@ -116,6 +121,18 @@ class Activations:
         one = SavedBytes(per_token=more)
         layers, largest = saved.layers.plus(one, shape.num_layers), saved.largest_layer.plus(one)
         return replace(saved, layers=layers, largest_layer=largest)
+
+    @property
+    def _dropout(self) -> int:
+        """Per token and layer, with dropout on adapters: each adapter's own input, and a mask of one byte."""
+        kinds = self.shape.layer_kinds
+        rows = sum(
+            3 * tensor.shape[1] * count
+            for kind, count in kinds.items()
+            for tensor in lora_layer(self.shape, kind, 1)
+            if ".lora_A." in tensor.name and not tensor.is_expert
+        )
+        return rows // max(1, self.shape.num_layers)
 
     @property
     def exchanged_bytes_per_token(self) -> int:
@@ -161,13 +178,13 @@ class Activations:
     @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
-        return 4 if self.casts_weights else 2
+        return 4 if self.casts_weights or self.fp32_residual else 2
 
     @property
     def head_copy_bytes(self) -> int:
         """Bytes of the head's bf16 copy, alive from the end of the forward until the backward has begun."""
-        tp = 1 if self.layout is None else self.layout.tp
-        return 2 * self.shape.vocab_size * self.shape.hidden_size // tp if self.casts_weights else 0
+        tp, casts = 1 if self.layout is None else self.layout.tp, self.casts_weights or self.fp32_residual
+        return 2 * self.shape.vocab_size * self.shape.hidden_size // tp if casts else 0
 
     def _from_formulas(self, mask: str) -> SavedActivations:
         kinds = self.shape.layer_kinds

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import signal
 import sys
@@ -27,22 +28,27 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils import transformers_weight_conversion as conversion
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
+from toolkit.models.kernel_stand_ins import with_kernels
 from toolkit.models.lora import share_inputs
-from toolkit.models.shape import COUNTED_PARTS
+from toolkit.models.read_model import ACTIVATION_SECONDS
+from toolkit.models.shape import COUNTED_PARTS, TOWER
 
-# Of processor time, so that the answer, which is cached, does not depend on how busy the node is. Linear attention in
-# Python, which loops over a row, takes longer.
-ACTIVATION_SECONDS = 60
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
 ROWS = 2
 # Lengths that people train with: in short rows another allocation would be the highest.
@@ -65,7 +71,7 @@ def main(argv: list[str]) -> None:
     try:
         config = AutoConfig.from_pretrained(folder, _configuration_file=name, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = model_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises for an arbitrary configuration
         sys.exit(f"error: {_first_line(error)}")
     described = describe_tensors(model) | describe_activations(model)
@@ -99,8 +105,10 @@ def describe_adapters(model: Any) -> dict[str, Any]:
     names = list(decoder_layers(model))
     renamed = _renamed_targets(model.config.model_type)
     warnings.simplefilter("ignore")
+    refused = refused_modules(model)
+    why = {"why_no_adapters": f"it refuses {' and '.join(refused)}"} if refused else {}
     try:
-        adapted = get_peft_model(model, LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
+        adapted = get_peft_model(model, _lora(1, refused))
     except ValueError as error:
         none = {"adapters_of_layer": [[]] * len(names), "outer_adapters": [], "renamed_targets": renamed}
         return none | {"why_no_adapters": _first_line(error)}
@@ -118,7 +126,26 @@ def describe_adapters(model: Any) -> dict[str, Any]:
             target = target.removeprefix(f"{layer}.")
         adapters = outer if layer is None else of_layer[layer]
         adapters.append([target, b.shape[0], a.shape[1], a.shape[0]])
-    return {"adapters_of_layer": list(of_layer.values()), "outer_adapters": outer, "renamed_targets": renamed}
+    return {"adapters_of_layer": list(of_layer.values()), "outer_adapters": outer, "renamed_targets": renamed} | why
+
+
+def refused_modules(model: Any) -> list[str]:
+    """Return the names among the model's linear layers that peft refuses to adapt (`_check_lora_target_modules_mamba`).
+
+    With `all-linear` it refuses the model then; with other names it adapts those.
+    """
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)}
+    refused = []
+    for name in sorted(names):
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, name)
+        except ValueError:
+            refused.append(name)
+    return refused
+
+
+def _lora(rank: int, refused: list[str]) -> LoraConfig:
+    return LoraConfig(r=rank, target_modules="all-linear", exclude_modules=refused or None, task_type="CAUSAL_LM")
 
 
 def _renamed_targets(model_type: str) -> dict[str, str]:
@@ -127,6 +154,12 @@ def _renamed_targets(model_type: str) -> dict[str, str]:
     if get_checkpoint_conversion_mapping(model_type) is None:
         return {}
     return dict(conversion._MOE_TARGET_MODULE_MAPPING.get(family, {}))
+
+
+def model_class(config: Any) -> Any:
+    """Return the automatic class that builds a language model, with its encoder of images if it has one."""
+    has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
 
 
 def _first_line(error: Exception) -> str:
@@ -194,7 +227,8 @@ def count_activations(model: Any) -> list[Row]:
 def decoder_layers(model: Any) -> dict[str, Any]:
     """Return the modules that are never split, by name: FSDP2 wraps them, activation checkpointing recomputes them."""
     classes = set(model._no_split_modules or ())
-    return {name: module for name, module in model.named_modules() if type(module).__name__ in classes}
+    modules = ((name, module) for name, module in model.named_modules() if type(module).__name__ in classes)
+    return {name: module for name, module in modules if not TOWER.search(name)}
 
 
 def _kind_of_each_layer(model: Any) -> list[str]:
@@ -215,16 +249,24 @@ def _with_fewer_layers(config: Any, kinds: list[str]) -> Any:
             if isinstance(value, list) and len(value) == len(kinds):  # one entry per layer
                 setattr(text, name, value[:needed])
         text.num_hidden_layers = needed
+        if shared := getattr(text, "num_kv_shared_layers", None):  # the last layers, which use keys of earlier ones
+            text.num_kv_shared_layers = max(0, shared - (len(kinds) - needed))
+    for name in ("depth", "num_hidden_layers"):  # a tower is built, and not run
+        if getattr(vision := getattr(config, "vision_config", None), name, None):
+            setattr(vision, name, 1)
     return config
 
 
 def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
     key = {"autocast": autocast, "per_rank": False}
-    with as_on_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+    with as_on_gpu(), with_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
         # Trained weights are fp32 under autocast; DeepSpeed and FSDP2 compute with bf16 weights.
         model = _build(config, torch.float32 if autocast else torch.bfloat16)
         yield from (key | {"lora": False} | row for row in _rows_by_mask(model, kinds, autocast=autocast))
-        smaller, larger = (_with_adapters(config, rank, autocast=autocast) for rank in RANKS)
+        try:  # peft's refusal is no reason to leave out a full fine-tune
+            smaller, larger = (_with_adapters(config, rank, autocast=autocast) for rank in RANKS)
+        except ValueError:
+            return
         rows = list(_rows_by_mask(smaller, kinds, autocast=autocast))
         yield from (key | {"lora": True} | row for row in rows)
         row, ranks = _count(larger, kinds, "none", autocast=autocast), RANKS[1] - RANKS[0]
@@ -248,15 +290,15 @@ def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[R
 def _build(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = model_class(config).from_config(config, dtype=dtype)
     model.config.use_cache = False
     return model.train()
 
 
 def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
     """A frozen model in bf16; its adapters are in fp32 under autocast."""
-    lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(_build(config, torch.bfloat16), lora, autocast_adapter_dtype=autocast)
+    base = _build(config, torch.bfloat16)
+    model = get_peft_model(base, _lora(rank, refused_modules(base)), autocast_adapter_dtype=autocast)
     share_inputs(model)
     return model.train()
 
@@ -385,7 +427,7 @@ def _batch(model: Any, length: int, mask: str) -> dict[str, Any]:
         "attention_mask": torch.ones_like(tokens) if mask == "padding" else None,
         "position_ids": torch.arange(length).expand(ROWS, length),
         "use_cache": False,
-    }
+    } | ({"token_type_ids": tokens} if "token_type_ids" in inspect.signature(model.forward).parameters else {})
 
 
 if __name__ == "__main__":

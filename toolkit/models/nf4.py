@@ -80,9 +80,23 @@ def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
     return tuple(packed(tensor) if tensor.is_quantized else tensor for tensor in layer)
 
 
-def constant_bytes(tensor: Tensor) -> int:
+def packed_layer_8bit(layer: Layer, *, element_bytes: int) -> Layer:
+    """Return the same for 8 bits (`Linear8bitLt`), whose constants are one fp32 number per row.
+
+    Fused experts are no linear layers, so that they stay as they are.
+    """
+
+    def packed(tensor: Tensor) -> Tensor:
+        return replace(tensor, shape=(-(-tensor.num_elements // element_bytes), 1), in_linear=False)
+
+    return tuple(packed(tensor) if tensor.is_linear_weight else tensor for tensor in layer)
+
+
+def constant_bytes(tensor: Tensor, *, double_quantization: bool = True) -> int:
     """Return the bytes of the constants that decode a 4-bit weight; `tensor` is the weight before it is packed."""
     blocks = -(-tensor.num_elements // NF4_BLOCK)
+    if not double_quantization:
+        return 4 * (blocks + NF4_TABLE)
     return blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + NF4_TABLES_BYTES
 
 

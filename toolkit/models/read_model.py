@@ -24,19 +24,45 @@ from toolkit.files import write_text
 from toolkit.files.documents import parse_json, read_json
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.installation import require
+from toolkit.installation import install_line
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
-from toolkit.versions import installed_version, model_types
+from toolkit.versions import installed_version, is_importable, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
+COUNTED = "counted.json"
+"""What transformers counted of a known model without formulas, beside its configuration."""
 COUNTING_SECONDS = 300
-COUNTING_MODULES = ("count_from_transformers", "fake_tensors")
+COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
+ACTIVATION_SECONDS = 30  # of processor time: linear attention in Python would take longer
 MAX_REASON = 300  # characters of what transformers says
+# Fields of a configuration that decide no tensor and nothing that is saved.
+NO_DIMENSIONS = frozenset(
+    (
+        *(
+            "architectures",
+            "auto_map",
+            "dtype",
+            "torch_dtype",
+            "transformers_version",
+            "initializer_range",
+            "use_cache",
+        ),
+        *(
+            "quantization_config",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "image_token_id",
+            "max_position_embeddings",
+            "model_max_length",
+        ),
+    )
+)
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -61,15 +87,39 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
 
     Raises ToolkitError if transformers cannot build a language model from it.
     """
+    if (bundled := bundled_count(values)) is not None:
+        return shape_from_counted(read_json(bundled))
     path = cached_count(values)
     with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
         return shape_from_counted(read_json(path))
-    require(*COUNTING_LIBRARIES)
+    missing = [name for name in COUNTING_LIBRARIES if not is_importable(name)]
+    if missing:
+        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        message = f"{values['model_type']} has no formulas, no bundled model has these dimensions, and {names}"
+        raise ToolkitError(message, hint=install_line(*missing))
+    print(f"counting {values['model_type']}, up to {ACTIVATION_SECONDS} s of a processor, once", file=sys.stderr)
     counted = _run_child(config)
     shape = shape_from_counted(counted)
     with contextlib.suppress(OSError):  # a read-only cache is no error
         write_text(path, json.dumps(counted))
     return shape
+
+
+def bundled_count(values: Mapping[str, Any]) -> Path | None:
+    """Return what is shipped of a model with the same dimensions; None where nothing is, or a library is newer."""
+    return _bundled_counts().get(_dimensions(values))
+
+
+@functools.cache
+def _bundled_counts() -> Mapping[str, Path]:
+    counted = (path for path in known_models().values() if path.with_name(COUNTED).exists())
+    return {_dimensions(json.loads(path.read_text())): path.with_name(COUNTED) for path in counted}
+
+
+def _dimensions(values: Mapping[str, Any]) -> str:
+    """The fields of a configuration that may decide tensors and activations, as text."""
+    kept = {name: value for name, value in values.items() if not name.startswith("_") and name not in NO_DIMENSIONS}
+    return json.dumps(kept, sort_keys=True)
 
 
 def cached_count(values: Mapping[str, Any]) -> Path:
@@ -137,11 +187,20 @@ def _adapters(sizes: Any) -> Adapters:
     return tuple(Adapter(target=name, rows=m, columns=n, rank_multiple=rank) for name, m, n, rank in sizes)
 
 
+# What training loads in bf16: gpt-oss as published (transformers, `Mxfp4Config(dequantize=True)`), and FP8 releases.
+DEQUANTIZED_METHODS = ("mxfp4", "fp8")
+
+
 def check_unquantized(model: str) -> None:
-    """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method."""
+    """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method.
+
+    One that is dequantized for training is planned as that.
+    """
     quantized = read_config(config_path(model)).get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        if method in DEQUANTIZED_METHODS:
+            return
         raise ToolkitError(
             f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",
             hint="plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
@@ -156,6 +215,18 @@ def known_models() -> Mapping[str, Path]:
     True
     """
     return {"/".join(path.parts[-3:-1]): path for path in sorted(KNOWN.glob(f"*/*/{CONFIG}"), key=str)}
+
+
+@functools.cache
+def bundled_models() -> Mapping[str, Path]:
+    """Return those of the known models that are planned at once: by formulas, or by a count that is shipped."""
+    values = {name: json.loads(path.read_text()) for name, path in known_models().items()}
+    formulas = types_with_formulas()
+    return {
+        name: known_models()[name]
+        for name, each in values.items()
+        if each["model_type"] in formulas or bundled_count(each) is not None
+    }
 
 
 def hub_id(model: str) -> str:
@@ -214,11 +285,43 @@ def _check_type(fields: ConfigFields) -> None:
     model_type = fields.values.get("model_type")
     if not isinstance(model_type, str):
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
+    for kind, types_of_kind in NO_DECODERS.items():
+        if model_type in types_of_kind and not fields.values.get("is_decoder"):
+            message = f"{model_type} is {kind}, whose heads and losses are not planned: only decoders are"
+            raise ToolkitError(message, hint="`toolkit rehearse --script YOUR_SCRIPT` measures it")
     types = model_types()
     if model_type not in types_with_formulas() and types and model_type not in types:
-        close = nearest(model_type[:200], types)
+        close = nearest(model_type[:200], types, cutoff=0.85)
+        if "auto_map" in fields.values:
+            raise ToolkitError(
+                f"{fields.source}: model_type {shown(model_type)} needs code from the hub, which is not run",
+                hint="plan a model of the same shape that transformers has",
+            )
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
         raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
+
+
+NO_DECODERS = {
+    "an encoder": (
+        *("albert", "bert", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "deberta", "deberta-v2"),
+        *("distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "funnel", "gte", "ibert", "layoutlm"),
+        *("layoutlmv3", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod"),
+    ),
+    "an encoder with a decoder": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "fsmt", "led", "longt5", "m2m_100", "marian"),
+        *("mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers"),
+        *("t5", "t5gemma", "umt5"),
+    ),
+    "a model of sound": (
+        *("hubert", "moonshine", "parakeet_ctc", "seamless_m4t", "speech_to_text", "wav2vec2", "wavlm", "whisper"),
+    ),
+    "a model of images": (
+        *("beit", "clip", "convnext", "deit", "detr", "dinov2", "dinov3_vit", "segformer", "siglip", "siglip2", "swin"),
+        *("vit", "vit_mae"),
+    ),
+}
 
 
 def _known() -> str:

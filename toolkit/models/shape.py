@@ -19,6 +19,11 @@ from typing import Any
 NO_WEIGHT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
 EXPERTS = re.compile(r"(?:^|\.)experts\.")
 ROUTER = "mlp.gate.weight"
+# Modules beside the language model: encoders of images and sound, and what projects their outputs.
+TOWER = re.compile(
+    r"(?:^|\.)(?:visual|vision\w*|audio\w*|embed_vision|embed_audio|image\w*|connector|img_processor|multi_modal_projector)"
+    r"(?:\.|$)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +69,12 @@ class Tensor:
     @property
     def is_embedding(self) -> bool:
         """True for token and position embeddings, by the names that transformers gives them."""
-        return any(word in self.name for word in ("embed", "wte", "wpe"))
+        return any(word in self.name for word in ("embed", "wte", "wpe")) and not self.in_tower
+
+    @property
+    def in_tower(self) -> bool:
+        """True for an encoder of images or sound, and for its projector."""
+        return TOWER.search(self.name) is not None
 
 
 Layer = tuple[Tensor, ...]

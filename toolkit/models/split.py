@@ -17,7 +17,7 @@ from typing import Any
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PIPELINED_TYPES
-from toolkit.versions import model_plans, model_types
+from toolkit.versions import is_importable, model_plans, model_types
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What each dimension divides; ring attention divides the sequence alone.
@@ -62,6 +62,8 @@ class ModelSplit:
         if dimension in ("tp", "ep") and dimension not in self.plans:
             if dimension == "ep" and "num_experts" not in self.sizes:
                 return f"{self.model_type} has no experts"
+            if not is_importable("transformers"):
+                return f"transformers, which has the plan for {self.model_type}, is not installed"
             return f"transformers has no plan for {self.model_type}"
         if dimension == "pp" and self.model_type not in PIPELINED_TYPES:
             return f"stages were verified for {', '.join(PIPELINED_TYPES)} only"

@@ -18,7 +18,7 @@ from toolkit.files import write_text
 from toolkit.files.paths import cache_folder
 from toolkit.hardware.gpu_table import GPUS, Gpu, find_gpu
 from toolkit.models.optimizers import OPTIMIZERS
-from toolkit.models.read_model import known_models, read_model
+from toolkit.models.read_model import bundled_models, read_model
 from toolkit.plan.methods import METHODS
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import LOSSES
@@ -54,7 +54,7 @@ def page_html(*, served: bool = False, sizes: Mapping[str, int] | None = None, c
     return _template("index.html.j2").render(
         served=served,
         known="" if served else known_models_html(),
-        models=list(known_models()),
+        models=list(bundled_models()),
         gpu_groups=_gpu_groups(),
         methods=list(METHODS),
         generating=[name for name, spec in METHODS.items() if spec.num_generations],  # no tokens are counted for them
@@ -85,7 +85,7 @@ def known_rows() -> list[dict[str, Any]]:
     rows = [
         {"model": model, "parameters": read_model(model).num_params}
         | {method: _fewest_gpus(model, options) for method, options in TABLE_JOBS.items()}
-        for model in known_models()
+        for model in bundled_models()
     ]
     rows.sort(key=lambda row: row["parameters"])
     with contextlib.suppress(OSError):  # a read-only cache is no error

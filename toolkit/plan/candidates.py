@@ -144,8 +144,9 @@ class Candidate:
         """Planned and possible peak, and what the GPU has, for people; above that, there is no range."""
         sizes = self.memory.planned_peak_bytes, self.memory.possible_peak_bytes, self.request.gpu.memory_bytes
         planned, possible, memory = map(tenths_of_gib, sizes)
-        more = "" if sizes[0] > sizes[2] else f" planned, up to {possible} possible,"
-        return f"{planned} GiB{more} of {memory}"
+        more = "" if self.memory.least_peak_bytes > sizes[2] else f" planned, up to {possible} possible,"
+        why = f" (margin: {self.memory.margin.reason})" if self.verdict == TOO_CLOSE and not self.host_refusal else ""
+        return f"{planned} GiB{more} of {memory}{why}"
 
     @property
     def host_refusal(self) -> str | None:
@@ -274,7 +275,9 @@ def refusal(request: RecommendRequest, preset: PresetSpec, purpose: Purpose = "r
     """Return the reason that rules a preset out before anything is planned, or None."""
     device = Device(
         name=request.gpu.name,
-        has_bf16=request.gpu.peak_flops("fp16") is None or request.gpu.peak_flops("bf16") is not None,
+        has_bf16=request.job.numerics.fp16
+        or request.gpu.peak_flops("fp16") is None
+        or request.gpu.peak_flops("bf16") is not None,
         has_nvme=request.nvme_bytes_per_second is not None,
     )
     # the accumulation steps are to be found: any number that suits the stages

@@ -32,6 +32,7 @@ class EngineSettings:
     shard_ranks: int  # ranks that share one copy of the model
     rank: int = 0
     element_bytes: int = 2  # bytes per element of a parameter in the compute dtype
+    trained_bytes: int = 4  # per element of a trained weight and its gradient, outside of DeepSpeed
     offload_optimizer: str | None = None
     offload_param: str | None = None
     reduce_bucket: int = 0  # size of each buffer that gradients are reduced in
@@ -92,7 +93,7 @@ class EngineSettings:
     @property
     def autocasts(self) -> bool:
         """True if fp32 weights are cast where they are used; those of DeepSpeed and FSDP2 are bf16 by then."""
-        return self.kind in ("none", "ddp", "pipeline") and self.element_bytes == 2
+        return self.kind in ("none", "ddp", "pipeline") and self.element_bytes < self.trained_bytes
 
 
 def engine_settings(
@@ -103,8 +104,12 @@ def engine_settings(
     rank: int = 0,
     mixed_precision: str | None = None,
     layout: ParallelLayout | None = None,
+    pure_bf16: bool = False,
 ) -> EngineSettings:
-    """Return the settings for one rank; `mixed_precision` overrides the preset's own, as `--bf16 false` does."""
+    """Return the settings for one rank; `mixed_precision` overrides the preset's own, as `--bf16 false` does.
+
+    With `pure_bf16` trained weights are held in bf16, without fp32 masters. DeepSpeed always has masters.
+    """
     single, shard_ranks = preset.engine == "ddp" and world_size == 1, max(1, world_size // preset.replicas)
     if preset.sharded_at_load and layout is not None:
         single = layout.data_parallel_size == 1  # without data parallelism, without FSDP2
@@ -118,6 +123,7 @@ def engine_settings(
         shard_ranks=shard_ranks,
         rank=rank,
         element_bytes=COMPUTE_BYTES[mixed_precision or preset.mixed_precision],
+        trained_bytes=2 if pure_bf16 else 4,
         offload_optimizer=preset.offload_optimizer,
         offload_param=preset.offload_param,
         layout=layout,

@@ -36,6 +36,9 @@ def logits_bytes(
     - `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the
       log-probabilities and the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
       `cross_entropy`.
+    - `upcast`: the same up to transformers 4.45, which also copied the fp32 logits without the last row of each
+      sequence, and their gradient.
+    - `cut`: cut cross entropy, and Unsloth's: no logits; the gradients of the head and of its input.
     - `fused`: one chunk of bf16 logits and the gradients of the head and of its input, whose elements take
       `head_bytes` and `row_bytes`; where the head is fp32, its bf16 copy too (Liger-Kernel 0.8.5,
       `fused_linear_cross_entropy`).
@@ -68,6 +71,10 @@ def logits_bytes(
         gradients = again + FP32_BYTES * (scored * hidden_size + (head if head_bytes else 0))
         converted = (rows if row_bytes < FP32_BYTES else 0) + (head_bytes * head if head_bytes < FP32_BYTES else 0)
         return rows + tile + row_bytes * tokens * hidden_size, rows + tile + gradients + converted
+    if loss == "upcast":
+        return (14 + saved_bytes) * logits, (16 + saved_bytes) * logits
+    if loss == "cut":
+        return FP32_BYTES * tokens, head_bytes * head + row_bytes * tokens * hidden_size
     if loss == "full":
         return (10 + saved_bytes) * logits, (12 + saved_bytes) * logits
     if loss == "chunked_output":

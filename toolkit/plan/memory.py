@@ -6,13 +6,13 @@ and `toolkit.models.activations`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.models.activations import Activations
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
-from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
+from toolkit.plan.engine_buffers import HostMemory, driver_bytes, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.logits import logits_bytes
 from toolkit.plan.methods import (
@@ -30,6 +30,7 @@ from toolkit.plan.planned_job import (
     TrainingSetup,
     stage_shape,
 )
+from toolkit.plan.programs import TOOLKIT
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB
 
@@ -42,6 +43,50 @@ WITHOUT_CHUNKED_LOSS = frozenset(
         *("megatron-bert", "modernbert-decoder", "mvp", "opt", "pegasus", "plbart", "prophetnet", "rembert", "roberta"),
         *("roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl"),
         *("xlnet", "xmod"),
+    )
+)
+# Architectures that Liger-Kernel 0.8.2 patches (`monkey_patch.py`, `MODEL_TYPE_TO_APPLY_LIGER_FN`): with any other,
+# `use_liger_kernel` changes nothing, and the loss is transformers' own.
+LIGER_TYPES = frozenset(
+    (
+        *(
+            "deepseek_v4",
+            "exaone4",
+            "falcon_h1",
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "gemma3_text",
+            "gemma4",
+            "gemma4_text",
+            "glm4",
+            "glm4v",
+        ),
+        *("glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4"),
+        *(
+            "llama4_text",
+            "llava",
+            "ministral",
+            "mistral",
+            "mixtral",
+            "mllama",
+            "mllama_text_model",
+            "nemotron",
+            "olmo2",
+        ),
+        *(
+            "olmo3",
+            "paligemma",
+            "phi3",
+            "pixtral",
+            "qwen2",
+            "qwen2_5_vl",
+            "qwen2_5_vl_text",
+            "qwen2_vl",
+            "qwen2_vl_text",
+        ),
+        *("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl"),
+        *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3", "smolvlm"),
     )
 )
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
@@ -58,6 +103,10 @@ FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
 UNCERTAINTY, UNCERTAINTY_DEEPSPEED = 0.15, 0.10
 # The same if Llama's activations stand in for those of an architecture that could not be counted.
 UNCERTAINTY_UNKNOWN = 0.5
+# Share of the whole plan by which the peak may be higher, by what made public jobs of programs of 2023 to 2026 exceed
+# their plans (docs/evidence/plan-accuracy.md, unseen jobs).
+OF_ALL_DEEPSPEED_FULL, OF_ALL_OTHER_PROGRAM, OF_ALL_OFFLOAD = 0.10, 0.15, 0.30
+OF_ALL_FSDP1 = {"full": 0.15, "adapters": 0.55, "offload": 0.60}
 # The least of it: what others report for CUDA's context and a communicator differs by as much.
 LEAST_MARGIN_BYTES = 1 * GIB
 
@@ -92,6 +141,24 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Margin:
+    """By how much a peak may be higher than planned: the largest of two shares and `LEAST_MARGIN_BYTES`."""
+
+    of_rest: float
+    """Share of all but the model states."""
+    of_all: float = 0.0
+    reason: str = "everything but model states"
+
+    def of(self, planned_peak_bytes: int, exact_bytes: int) -> int:
+        """Return the bytes, for a peak of which `exact_bytes` are certain."""
+        rest = int(self.of_rest * (planned_peak_bytes - exact_bytes))
+        return max(rest, int(self.of_all * planned_peak_bytes), LEAST_MARGIN_BYTES)
+
+
+DEFAULT_MARGIN = Margin(of_rest=UNCERTAINTY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """Planned memory of rank 0 of one preset at one world size; in a pipeline, of the rank that needs most."""
 
@@ -99,9 +166,10 @@ class MemoryPlan:
     """Model states wherever they are, as the attestation counts them."""
     phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
+    driver_bytes: int
+    """Part of the overhead that is not torch's: CUDA's context and NCCL's communicators."""
     host: HostMemory
-    uncertainty: float
-    """Share of all but the model states by which the peak may be higher."""
+    margin: Margin
 
     @property
     def peak(self) -> PhaseMemory:
@@ -114,9 +182,17 @@ class MemoryPlan:
         return self.peak.allocated_bytes + self.overhead_bytes
 
     @property
+    def least_peak_bytes(self) -> int:
+        """Lower end of the range: nothing is reserved beside tensors and what the driver takes.
+
+        Where memory runs short, torch's allocator gives unused blocks back and tries again.
+        """
+        return self.peak.allocated_bytes + self.driver_bytes
+
+    @property
     def possible_peak_bytes(self) -> int:
         """Upper end of the range: the planned peak, and the margin by which it may be higher."""
-        return possible_peak(self.planned_peak_bytes, self.peak.state_bytes, self.uncertainty)
+        return self.planned_peak_bytes + self.margin.of(self.planned_peak_bytes, self.peak.state_bytes)
 
 
 def plan_memory(
@@ -142,7 +218,10 @@ def plan_engine_memory(
 ) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset; `load` is that of a stage."""
     shape = part_of_rank(job.method.model(shape), engine.layout)
-    weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
+    if job.attn_implementation == "eager" and shape.activations_from == "formulas":
+        shape = with_eager_attention(shape)
+    base = job.quantized_base
+    weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes, base)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
     return MemoryPlan(
@@ -153,34 +232,49 @@ def plan_engine_memory(
             engine,
             activation_bytes=max(phase.activation_bytes for phase in phases),
             logits_bytes=max(phase.logits_bytes for phase in phases),
+            step_bytes=0 if weights.frozen else phases[-1].allocated_bytes,
+            expandable_segments=job.numerics.expandable_segments,
         ),
+        driver_bytes=driver_bytes(engine),
         host=host_memory(engine, weights, states, job),
-        uncertainty=_uncertainty(engine, shape),
+        margin=_margin(engine, shape, job),
     )
 
 
-def _uncertainty(engine: EngineSettings, shape: ModelShape) -> float:
+def _margin(engine: EngineSettings, shape: ModelShape, job: PlannedJob) -> Margin:
     if shape.activations_from == "llama":
-        return UNCERTAINTY_UNKNOWN
-    measured = engine.kind == "deepspeed" and not engine.offload_optimizer
-    return UNCERTAINTY_DEEPSPEED if measured else UNCERTAINTY
-
-
-def possible_peak(planned_peak_bytes: int, exact_bytes: int, uncertainty: float = UNCERTAINTY) -> int:
-    """Return the most that a planned peak, of which `exact_bytes` are certain, may turn out to be."""
-    return planned_peak_bytes + max(int(uncertainty * (planned_peak_bytes - exact_bytes)), LEAST_MARGIN_BYTES)
+        return Margin(of_rest=UNCERTAINTY_UNKNOWN, reason="activations estimated as Llama's")
+    full, offload = job.lora_r is None, engine.offload_optimizer is not None or engine.offload_param is not None
+    if job.numerics.fsdp1 and engine.kind == "fsdp2":
+        what = "offload" if offload else "full" if full else "adapters"
+        return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_FSDP1[what], reason=f"FSDP1, {what}")
+    if offload and job.numerics.program != TOOLKIT:
+        return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OFFLOAD, reason="offload to the host")
+    if engine.kind == "deepspeed" and full:
+        reason = "a full fine-tune under DeepSpeed"
+        return Margin(of_rest=UNCERTAINTY_DEEPSPEED, of_all=OF_ALL_DEEPSPEED_FULL, reason=reason)
+    if job.numerics.program != TOOLKIT:
+        reason = f"{job.numerics.program}, whose jobs were not measured here"
+        return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OTHER_PROGRAM, reason=reason)
+    return Margin(of_rest=UNCERTAINTY_DEEPSPEED) if engine.kind == "deepspeed" else DEFAULT_MARGIN
 
 
 def fit_verdict(
-    *, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY
+    *,
+    planned_peak_bytes: int,
+    exact_bytes: int,
+    memory_bytes: int,
+    margin: Margin = DEFAULT_MARGIN,
+    least_peak_bytes: int | None = None,
 ) -> str:
     """Return the verdict for a peak of which `exact_bytes`, the model states, are certain.
 
-    More than the GPU has does not fit; less is too close where the upper end of the range is more.
+    It does not fit where the lower end of the range, by default the planned peak, is more than the GPU has; and it is
+    too close where the upper end is more.
     """
-    if planned_peak_bytes > memory_bytes:
+    if (planned_peak_bytes if least_peak_bytes is None else least_peak_bytes) > memory_bytes:
         return DOES_NOT_FIT
-    return FITS if possible_peak(planned_peak_bytes, exact_bytes, uncertainty) <= memory_bytes else TOO_CLOSE
+    return FITS if planned_peak_bytes + margin.of(planned_peak_bytes, exact_bytes) <= memory_bytes else TOO_CLOSE
 
 
 def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | None = None) -> str:
@@ -191,8 +285,15 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         planned_peak_bytes=plan.planned_peak_bytes,
         exact_bytes=plan.peak.state_bytes,
         memory_bytes=memory_bytes,
-        uncertainty=plan.uncertainty,
+        margin=plan.margin,
+        least_peak_bytes=plan.least_peak_bytes,
     )
+
+
+@lru_cache(maxsize=64)
+def with_eager_attention(shape: ModelShape) -> ModelShape:
+    """Return a model whose attention saves its scores; the same object for the same model, as caches need it."""
+    return replace(shape, attention="eager")
 
 
 @lru_cache(maxsize=256)
@@ -248,8 +349,15 @@ class _Phases:
     def _set_activations(self, shape: ModelShape) -> None:
         job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
         layout, autocast = self.engine.layout, self.engine.autocasts
+        self.upcast_residual = job.numerics.kbit_training and autocast
         activations = Activations(
-            shape=shape, autocast=autocast, lora_r=job.lora_r, liger=job.use_liger_kernel, layout=layout
+            shape=shape,
+            autocast=autocast,
+            lora_r=job.lora_r,
+            fp32_residual=self.upcast_residual,
+            lora_dropout=job.numerics.lora_dropout > 0,
+            liger=job.use_liger_kernel,
+            layout=layout,
         )
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
         # Packed rows with a mask too make SDPA repeat keys and values per head.
@@ -259,7 +367,8 @@ class _Phases:
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
         self.outer = self.tokens * saved.outer.per_token
-        dequantized = 2 * self.weights.decoded_at_once if job.load_in_4bit else 0
+        quantized = job.load_in_4bit or job.numerics.load_in_8bit
+        dequantized = 2 * self.weights.decoded_at_once if quantized else 0
         self.layer_copies = saved.largest_layer.fixed + dequantized
         all_copies = saved.layers.fixed + dequantized
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
@@ -280,6 +389,8 @@ class _Phases:
         splits_batch = layout is not None and layout.ranks_per_batch > 1
         needs_full = splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
         loss = "full" if job.loss == "chunked" and needs_full else job.loss
+        if loss == "fused" and job.use_liger_kernel and shape.model_type not in LIGER_TYPES:
+            loss = "full"
         method = job.method
         if method.method != SFT:
             loss = method.spec.loss
@@ -310,7 +421,8 @@ class _Phases:
         self.kept_rows = residual * method.scored_tokens(job.rows, length) * shape.hidden_size
         self.num_params = shape.num_params
         # Autocast casts the inputs of peft's adapters, unless TRL made those bf16, as it does beside 4-bit weights.
-        if frozen and engine.autocasts and not job.load_in_4bit and method.method != SFT:
+        of_trl = method.method != SFT and job.numerics.program == TOOLKIT and not job.load_in_4bit
+        if frozen and engine.autocasts and (of_trl or job.numerics.peft_input_cast):
             copies = self.tokens * adapter_input_bytes(shape)
             self.one_layer += copies // shape.num_layers
             self.saved += 0 if job.activation_checkpointing else copies

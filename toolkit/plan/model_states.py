@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
-from toolkit.models.nf4 import constant_bytes, packed_layer
+from toolkit.models.nf4 import constant_bytes, packed_layer, packed_layer_8bit
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
@@ -23,6 +23,16 @@ TensorCounts = tuple[tuple[Tensor, int], ...]
 """Tensors with the number of times that the model has each."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedBase:
+    """How a frozen base is quantized, where it is not NF4 as the toolkit stores it."""
+
+    bits: int = 4
+    double_quantization: bool = True
+    upcast_rest: bool = False
+    """What is not quantized is held in fp32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobWeights:
     """The tensors of a job, trained and frozen. Sums run over kinds of layers, not over layers."""
@@ -32,7 +42,8 @@ class JobWeights:
     """Each kind of layer of the base model as it is stored: 4-bit weights packed into numbers of the compute dtype."""
     adapters: Mapping[Layer, Layer] | None = None  # LoRA tensors of each kind of layer; None for a full fine-tune
     outer_adapters: Layer = ()
-    in_4bit: TensorCounts = ()  # weights that bitsandbytes quantizes, before they are packed
+    in_4bit: TensorCounts = ()  # weights that bitsandbytes quantizes, before they are packed; also those of 8 bits
+    base: QuantizedBase | None = None
 
     @cached_property
     def trained(self) -> TensorCounts:
@@ -76,12 +87,26 @@ class JobWeights:
 
     @cached_property
     def constant_bytes(self) -> int:
-        """Bytes of the constants that decode 4-bit weights, which no engine shards."""
-        return total(self.in_4bit, constant_bytes)
+        """Bytes of the constants that decode quantized weights, which no engine shards."""
+        if self.base is not None and self.base.bits == 8:
+            return total(self.in_4bit, lambda tensor: FP32_BYTES * tensor.shape[0])
+        double = self.base is None or self.base.double_quantization
+        return total(self.in_4bit, lambda tensor: constant_bytes(tensor, double_quantization=double))
 
-    def held_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a whole copy: trained weights in fp32, frozen ones in the compute dtype or 4 bits."""
-        return FP32_BYTES * self.num_trained + element_bytes * self.num_frozen + self.constant_bytes
+    @cached_property
+    def num_upcast(self) -> int:
+        """Elements that are frozen, not quantized, and held in fp32: `prepare_model_for_kbit_training`."""
+        if self.base is None or not self.base.upcast_rest:
+            return 0
+        packed = {tensor.name for tensor, _ in self.in_4bit}
+        kinds = self.shape.layer_kinds.items()
+        in_layers = sum(t.num_elements * n for kind, n in kinds for t in kind if t.name not in packed)
+        return in_layers + sum(tensor.num_elements for tensor in self.shape.outer)
+
+    def held_bytes(self, element_bytes: int, trained_bytes: int = FP32_BYTES) -> int:
+        """Return the bytes of a whole copy: trained weights in fp32, frozen ones in the compute dtype or quantized."""
+        upcast = (FP32_BYTES - element_bytes) * self.num_upcast
+        return trained_bytes * self.num_trained + element_bytes * self.num_frozen + self.constant_bytes + upcast
 
     def groups(self, share: Callable[[Tensor], int]) -> tuple[int, int]:
         """Return the elements that a rank holds of each parameter group of the Trainer, with and without weight decay.
@@ -148,18 +173,24 @@ def job_weights(
     load_in_4bit: bool = False,
     lora_target_modules: tuple[str, ...] = ALL_LINEAR,
     element_bytes: int = 2,
+    base: QuantizedBase | None = None,
 ) -> JobWeights:
-    """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`.
+    """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`; `base` says how it is quantized.
 
     `element_bytes` are those of the compute dtype, as which 4-bit weights are stored.
     """
     kinds = shape.layer_kinds
     if lora_r is None:
         return JobWeights(shape=shape, stored={kind: kind for kind in kinds})
-    quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if tensor.is_quantized)
+    in_8bit = base is not None and base.bits == 8
+    tensors = [(tensor, count) for kind, count in kinds.items() for tensor in kind]
+    quantized = [(t, n) for t, n in tensors if (t.is_linear_weight if in_8bit else t.is_quantized)]
+    packed = packed_layer_8bit if in_8bit else packed_layer
+    load_in_4bit |= in_8bit
     return JobWeights(
         shape=shape,
-        stored={kind: packed_layer(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},
+        base=base,
+        stored={kind: packed(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},
         adapters={kind: lora_layer(shape, kind, lora_r, lora_target_modules) for kind in kinds},
         outer_adapters=outer_lora(shape, lora_r, lora_target_modules),
         in_4bit=tuple(quantized) if load_in_4bit else (),
@@ -202,14 +233,16 @@ def model_states(engine: EngineSettings, weights: JobWeights, optim: str = DEFAU
     # Without FSDP2 the gradient of a split embedding is whole: other ranks' parts add to it.
     whole_embedding = 0 if weights.frozen else (engine.tp - 1) * weights.embedding
     return ModelStates(
-        parameter_bytes=weights.held_bytes(engine.element_bytes),
-        gradient_bytes=FP32_BYTES * (weights.num_trained + whole_embedding),
-        optimizer_bytes=_state_bytes(optimizer, weights, _elements),
+        parameter_bytes=weights.held_bytes(engine.element_bytes, engine.trained_bytes),
+        gradient_bytes=engine.trained_bytes * (weights.num_trained + whole_embedding),
+        optimizer_bytes=_state_bytes(optimizer, weights, _elements, engine),
     )
 
 
-def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int]) -> int:
-    """States of the rows of each tensor that a rank holds."""
+def _state_bytes(
+    optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], engine: EngineSettings
+) -> int:
+    """States of the rows of each tensor that a rank holds. torch's have the dtype of what they update."""
 
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
         first, *others = tensor.shape or (1,)
@@ -220,7 +253,8 @@ def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[
             is_hidden_matrix=tensor.is_linear_weight and tensor not in weights.shape.outer,
         )
 
-    return optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
+    held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
+    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.class_name.startswith("torch.") else held_bytes
 
 
 def _flat_state_bytes(optimizer: OptimizerSpec, partitions: Iterable[int]) -> int:
@@ -240,9 +274,9 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     return ModelStates(
-        parameter_bytes=FP32_BYTES * trained + engine.element_bytes * frozen + weights.constant_bytes,
-        gradient_bytes=FP32_BYTES * trained,
-        optimizer_bytes=_state_bytes(optimizer, weights, share),
+        parameter_bytes=engine.trained_bytes * trained + engine.element_bytes * frozen + weights.constant_bytes,
+        gradient_bytes=engine.trained_bytes * trained,
+        optimizer_bytes=_state_bytes(optimizer, weights, share, engine),
         persistent_bytes=weights.constant_bytes,
     )
 

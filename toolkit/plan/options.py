@@ -85,6 +85,10 @@ class JobAndGpuOptions:
     use_liger_kernel: Annotated[bool, Option("--use-liger-kernel", help="Liger's kernels; sft: its fused loss too")] = (
         False
     )
+    fp16: Annotated[
+        bool | None,
+        Option("--fp16/--no-fp16", help="fp16 with a loss scale; default: on a GPU without bf16", show_default=False),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,55 @@ class PlanOptions(JobAndGpuOptions):
         str | None,
         Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
     ] = None
-    loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
+    loss: Annotated[
+        str,
+        Option(help="chunked, full, fused (Liger), cut (cut cross entropy), chunked_output (torchtune), upcast (2024)"),
+    ] = "chunked"
+    program: Annotated[
+        str | None,
+        Option(
+            help="whose numerics: toolkit, trl, axolotl, llama-factory, ms-swift, unsloth, torchtune or trainer; the"
+            " options below win"
+        ),
+    ] = None
+    pure_bf16: Annotated[
+        bool | None,
+        Option("--pure-bf16/--no-pure-bf16", help="trained weights and states in bf16, no masters", show_default=False),
+    ] = None
+    load_in_8bit: Annotated[bool | None, Option("--load-in-8bit", help="LoRA on a base in 8 bits")] = None
+    double_quantization: Annotated[
+        bool | None,
+        Option(
+            "--double-quantization/--no-double-quantization",
+            help="4-bit weights: their constants are quantized too",
+            show_default=False,
+        ),
+    ] = None
+    kbit_training: Annotated[
+        bool | None,
+        Option(
+            "--kbit-training/--no-kbit-training",
+            help="peft's prepare_model_for_kbit_training: fp32 embeddings, head, norms and residual stream",
+            show_default=False,
+        ),
+    ] = None
+    peft_input_cast: Annotated[
+        bool | None,
+        Option("--peft-input-cast/--no-peft-input-cast", help="peft casts adapters' inputs", show_default=False),
+    ] = None
+    lora_dropout: Annotated[float | None, Option(help="dropout on the inputs of adapters", min=0, max=1)] = None
+    expandable_segments: Annotated[
+        bool | None,
+        Option(
+            "--expandable-segments/--no-expandable-segments",
+            help="PYTORCH_ALLOC_CONF=expandable_segments:True",
+            show_default=False,
+        ),
+    ] = None
+    fsdp1: Annotated[bool | None, Option("--fsdp1", help="FSDP1: planned as FSDP2, with a wider margin")] = None
+    torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: the plan says what it lacks")] = (
+        None
+    )
     gradient_as_bucket_view: Annotated[
         bool | None,
         Option(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import host_assumption, sharding
+from toolkit.plan.candidates import candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
@@ -19,6 +19,7 @@ from toolkit.plan.planner import (
     PlanRequest,
     best_plan,
 )
+from toolkit.plan.programs import numerics_notes, numerics_text
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.screen_text import table_lines
 from toolkit.units import NOT_AVAILABLE, dollars, gib, number, percent, seconds, tenths_of_gib
@@ -85,6 +86,7 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
+    yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics))
     refused = [plan for plan in plans if plan.host_refusal is not None]
     yield from (f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused)
     if request.host_memory_bytes is None and (refused or chosen.preset.offloads):
@@ -121,7 +123,24 @@ def summary(answer: PlanAnswer) -> str:
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
+    if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
+        return f"{text}; it fits with {' or '.join(ways)}"
     return text if more is None else f"{text}; `{more.preset.name}` fits on {more.smallest_world_size} GPUs"
+
+
+def settings_that_fit(plan: Plan) -> list[str]:
+    """Return up to two settings, each of which alone makes a plan fit that is too close to call."""
+    job = plan.job
+    changes: dict[str, dict[str, Any]] = {
+        "`--activation-checkpointing`": {} if job.activation_checkpointing else {"activation_checkpointing": True},
+        "`--loss chunked`": {"loss": "chunked"} if job.loss in ("full", "upcast") else {},
+        "`--expandable-segments`": {"numerics": replace(job.numerics, expandable_segments=True)},
+    }
+    if (half := job.per_device_train_batch_size // 2) >= job.method.smallest_batch:
+        changes[f"`--per-device-train-batch-size {half}`"] = {"per_device_train_batch_size": half}
+    changes[f"`--max-seq-length {job.max_seq_length // 2}`"] = {"max_seq_length": job.max_seq_length // 2}
+    ways = (name for name, new in changes.items() if new and new != {"numerics": job.numerics})
+    return [name for name in ways if candidate_of(plan.request, plan.preset, replace(job, **changes[name])).fits][:2]
 
 
 def _heading(answer: PlanAnswer) -> str:
@@ -137,6 +156,7 @@ def _heading(answer: PlanAnswer) -> str:
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
+        numerics_text(job.numerics),
         f"{job.tokens_per_row:,} tokens per sequence",
         batch,
         "sequences of equal length" if job.lengths_differ is False else "",

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import Gpu
 from toolkit.hardware.gpus import count_gpus
 from toolkit.job.accumulation import ACCUMULATE, WHOLE
 from toolkit.job.argument_fields import ARGUMENTS
@@ -29,13 +30,14 @@ from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
-from toolkit.plan.model_states import JobWeights, job_weights
+from toolkit.plan.model_states import JobWeights, QuantizedBase, job_weights
+from toolkit.plan.programs import OURS, PROGRAMS, TOOLKIT, Numerics, check_numerics, numerics_of
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
 from toolkit.units import GIB
 
-LOSSES = ("chunked", "full", "fused", "chunked_output")
+LOSSES = ("chunked", "full", "fused", "chunked_output", "cut", "upcast")
 # Larger values are typing errors: no cluster has so many GPUs.
 LARGEST_DEGREE = 2**10
 LARGEST_WORLD_SIZE = 2**20
@@ -54,7 +56,9 @@ class PlannedJob(Job):
     """A job as the planner sees it: every choice made, and what it assumes of the nodes and the rows."""
 
     loss: str = "chunked"
-    """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
+    """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's;
+    `cut`: cut cross entropy; `upcast`: transformers' of 2024."""
+    numerics: Numerics = OURS
     activation_checkpointing: bool = False
     gpus_per_node: int = 8
     method: Method = SUPERVISED
@@ -90,15 +94,31 @@ class PlannedJob(Job):
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
-        if given.get("use_liger_kernel") and given.get("loss", "chunked") == "chunked":
-            given["loss"] = "fused"
-        return cls(**given, method=Method.from_options(options), lengths_differ=False if full_length else None)
+        method, lora = Method.from_options(options), given.get("lora_r") is not None
+        numerics = numerics_of(options, method=method.method, lora=lora, in_4bit=bool(given.get("load_in_4bit")))
+        if given.get("loss", "chunked") == "chunked":
+            ours = PROGRAMS[numerics.program].loss if method.method == SFT else "chunked"
+            given["loss"] = "fused" if given.get("use_liger_kernel") else ours
+        return cls(**given, numerics=numerics, method=method, lengths_differ=False if full_length else None)
+
+    @property
+    def quantized_base(self) -> QuantizedBase | None:
+        """How the base is quantized, where it is not in NF4 as the toolkit stores it."""
+        numerics = self.numerics
+        if not (self.load_in_4bit or numerics.load_in_8bit):
+            return None
+        base = QuantizedBase(
+            bits=8 if numerics.load_in_8bit else 4,
+            double_quantization=numerics.double_quantization,
+            upcast_rest=numerics.kbit_training,
+        )
+        return None if base == QuantizedBase() else base
 
     @property
     def has_bucket_views(self) -> bool:
         """True if DDP's gradients are views of its buckets."""
         given = self.gradient_as_bucket_view
-        return self.method.method == SFT if given is None else given
+        return (self.method.method == SFT and self.numerics.program == TOOLKIT) if given is None else given
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -170,7 +190,8 @@ class PlannedJob(Job):
         name = "" if self.method.method == SFT else f"{self.method.method.upper()}, "
         if self.lora_r is None:
             return f"{name}full fine-tune"
-        return f"{name}{'QLoRA' if self.load_in_4bit else 'LoRA'} r={self.lora_r}"
+        base = "QLoRA" if self.load_in_4bit else "8-bit LoRA" if self.numerics.load_in_8bit else "LoRA"
+        return f"{name}{base} r={self.lora_r}"
 
 
 # -- the stages of a pipeline: the one with the head has its logits, the first one the most micro-batches in flight
@@ -244,9 +265,16 @@ class TrainingSetup:
             self.preset,
             world_size=self.world_size,
             hidden_size=self.shape.hidden_size,
-            mixed_precision=self.mixed_precision,
+            mixed_precision=self.precision,
             layout=self.layout,
+            pure_bf16=self.job.numerics.pure_bf16,
         )
+
+    @property
+    def precision(self) -> str | None:
+        """The compute dtype, where it is not the preset's own."""
+        fp16 = self.job.numerics.fp16 and self.preset.mixed_precision != "no"
+        return self.mixed_precision or ("fp16" if fp16 else None)
 
     @property
     def layout(self) -> ParallelLayout | None:
@@ -280,7 +308,8 @@ class TrainingSetup:
     def weights(self) -> JobWeights:
         """The tensors of that part, trained and frozen."""
         job = self.job
-        return job_weights(self.part, job.lora_r, job.load_in_4bit, job.lora_target_modules, self.engine.element_bytes)
+        element, base = self.engine.element_bytes, job.quantized_base
+        return job_weights(self.part, job.lora_r, job.load_in_4bit, job.lora_target_modules, element, base)
 
     @property
     def trained(self) -> tuple[Layer, ...]:
@@ -303,6 +332,7 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
             f"{option} is for --method {SFT}: {job.method.method} has a loss of its own", hint="leave it out"
         )
     check_word("--loss", job.loss, LOSSES)
+    check_numerics(job.numerics, lora=is_lora, in_4bit=job.load_in_4bit)
     if job.accumulate is not None:
         check_word("--accumulate", job.accumulate, ACCUMULATE)
     if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
@@ -314,6 +344,17 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
     if job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
     check_lora_targets(shape, job.lora_target_modules)
+
+
+def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:
+    """Return the job with what a GPU decides: what a colocated vLLM takes of it, and fp16 where it has no bf16 units.
+
+    `fp16` is the user's choice.
+    """
+    job = replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes))
+    if fp16 is None and gpu.peak_flops("bf16") is None and gpu.peak_flops("fp16") is not None:
+        return replace(job, numerics=replace(job.numerics, fp16=True))
+    return job
 
 
 def check_world_size(world_size: int) -> None:

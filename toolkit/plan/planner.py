@@ -11,7 +11,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -39,7 +38,7 @@ from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory, on_gpu
 from toolkit.plan.step_time import DimensionTraffic, dimension_traffic
 from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import list_presets, load_preset
@@ -134,7 +133,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         shape=shape,
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or ([] if any_gpu else [visible_world_size()]),
-        job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
+        job=on_gpu(job, gpu, fp16=options.fp16),
         gpu=gpu,
         host_memory_bytes=node_memory(options.host_memory_gib, options.gpu),
         finds_batch=finds_batch,
@@ -300,20 +299,15 @@ def best_plan(plans: Sequence[Plan]) -> tuple[Plan, str]:
 def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None:
     """The smallest power of two, up to 1,024, on which the job fits, with the smallest batch if that is to be found.
 
-    One GPU needs no buffers for communication; from two on a GPU needs less the more there are.
+    Memory does not always fall with the GPUs: fused experts are padded, so 8 on 64 GPUs take eight times the space.
     """
     sizes = [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
     supported = [size for size in sizes if why_unsupported(request, preset, size) is None]
 
-    @cache
     def fits(size: int) -> bool:
         return smallest_plan(request, preset, size).fits
 
-    if request.host_memory_bytes is not None:  # which more ranks of a node may exceed
-        return next(filter(fits, supported), None)
-    if not supported or not (fits(supported[0]) or fits(supported[-1])):
-        return None
-    return supported[0] if fits(supported[0]) else supported[bisect.bisect_left(supported, True, key=fits)]
+    return next(filter(fits, supported), None)
 
 
 def largest_micro_batch(fits: Callable[[int], bool], *, near: int = 1) -> int | None:

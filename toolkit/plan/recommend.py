@@ -39,7 +39,15 @@ from toolkit.plan.candidates import (
 from toolkit.plan.memory import FITS, memory_verdict
 from toolkit.plan.methods import check_generations
 from toolkit.plan.options import RecommendOptions
-from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size, node_memory, scaled
+from toolkit.plan.planned_job import (
+    PlannedJob,
+    check_planned_job,
+    check_size,
+    check_world_size,
+    node_memory,
+    on_gpu,
+    scaled,
+)
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, tenths_of_gib
 
@@ -86,7 +94,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         gpu=gpu,
         world_size=world_size,
         global_batch_size=global_batch_size,
-        job=replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes)),
+        job=on_gpu(job, gpu, fp16=options.fp16),
         network_bytes_per_second=scaled("--network-gb-per-second", options.network_gb_per_second, GIGA),
         nvme_bytes_per_second=scaled("--nvme-gb-per-second", options.nvme_gb_per_second, GIGA),
         host_memory_bytes=node_memory(options.host_memory_gib, options.gpu),

@@ -96,6 +96,7 @@ def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
         return shlex.join(trl_words(job, folder, output=output))
     values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
     values |= {"learning_rate": LORA_LEARNING_RATES[SFT]} if job.is_lora else {}
+    values |= {"fp16": True} if job.numerics.fp16 else {}
     return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
 
 
@@ -107,6 +108,7 @@ def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
     if not method.generates:
         values["max_length"] = job.tokens_per_row
     values["gradient_checkpointing"] = job.activation_checkpointing
+    values |= {"fp16": True} if job.numerics.fp16 else {}
     if job.lora_r is not None:
         values |= {"use_peft": True, "lora_r": job.lora_r, "lora_target_modules": "all-linear", "dtype": "bfloat16"}
         values |= {"load_in_4bit": True} if job.load_in_4bit else {}

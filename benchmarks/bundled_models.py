@@ -1,0 +1,80 @@
+"""Count the bundled models that have no formulas, as transformers builds them, into files beside their configurations.
+
+    python benchmarks/bundled_models.py                  # those without a count; as often as it takes
+    python benchmarks/bundled_models.py --again --check  # count all again, and compare: the nightly job
+
+A count takes 10 to 60 s of a processor. It is what `toolkit plan` reads in an installation without transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from toolkit.models import count_from_transformers as counting
+from toolkit.models.decoders import types_with_formulas
+from toolkit.models.read_model import COUNTED, known_models
+
+SECONDS = 150  # of a processor, for models whose layers differ in many ways
+
+
+def count(config: Path, result: Path) -> None:
+    """Write what transformers counts of a configuration; a model that cannot be counted gets no file."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    counting.ACTIVATION_SECONDS = SECONDS
+    with result.with_suffix(".part").open("w") as part, contextlib.redirect_stdout(part):
+        try:
+            counting.main([str(config)])
+            sys.stdout.flush()
+            counted = json.loads(Path(result.with_suffix(".part")).read_text())
+            if counted["why_not_counted"]:
+                print(f"{config.parent.name}: {counted['why_not_counted']}", file=sys.stderr)
+            else:
+                result.write_text(json.dumps(counted, separators=(",", ":")) + "\n")
+        except BaseException as error:
+            print(f"{config.parent.name}: {str(error)[:300]}", file=sys.stderr)
+    result.with_suffix(".part").unlink()
+    os._exit(0)
+
+
+def main() -> int:
+    """Count what is missing within the time; with `--check`, return 1 where a new count differs from the old one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="hub ids; by default all")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no count after this time")
+    parser.add_argument("--again", action="store_true", help="count those with a file too")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a count differs")
+    options = parser.parse_args()
+    start, different = time.monotonic(), []
+    for name, config in known_models().items():
+        values: dict[str, Any] = json.loads(config.read_text())
+        path = config.with_name(COUNTED)
+        if values["model_type"] in types_with_formulas() or (options.names and name not in options.names):
+            continue
+        if (path.exists() and not options.again) or time.monotonic() - start > options.seconds:
+            continue
+        result = path.with_suffix(".new") if options.check else path
+        count(config, result)
+        print(name, "counted" if result.exists() else "not counted", round(time.monotonic() - start), flush=True)
+        if options.check:
+            if not result.exists() or not path.exists() or result.read_text() != path.read_text():
+                different.append(name)
+            result.unlink(missing_ok=True)
+    print("\n".join(f"differs: {name}" for name in different))
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    AutoConfig  # noqa: B018 - imported before the first fork
+    sys.exit(main())

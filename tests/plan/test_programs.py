@@ -1,0 +1,179 @@
+"""The numerics of programs: bytes compared with what torch, peft and bitsandbytes hold, and the table of defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from command_line import run_command
+from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
+
+from toolkit.models.shape import linear
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.model_states import QuantizedBase, job_weights, model_states
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.programs import PROGRAMS, Numerics
+from toolkit.presets import load_preset
+from toolkit.units import GIB
+from toolkit.versions import is_importable
+
+needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
+
+
+def planned(preset: str = "single", ranks: int = 1, **options: Any) -> MemoryPlan:
+    job = PlannedJob.from_options(
+        PlanOptions(per_device_train_batch_size=1, gradient_accumulation_steps=1, **options), full_length=True
+    )
+    return plan_memory(llama_8b(), load_preset(preset), world_size=ranks, job=job)
+
+
+def test_without_fp32_masters_weights_gradients_and_states_take_2_bytes_each() -> None:
+    for preset, ranks in (("single", 1), ("ddp", 8), ("fsdp2", 8)):
+        states = planned(preset, ranks, pure_bf16=True).states
+        share = ranks if preset == "fsdp2" else 1
+        found = states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes
+        assert [part * share / LLAMA_8B_PARAMS for part in found] == [2, 2, 4]
+    assert planned("zero2", 8, pure_bf16=True).states == planned("zero2", 8).states  # DeepSpeed has masters
+
+
+def test_torch_holds_what_is_planned_of_bf16_weights() -> None:
+    import torch
+
+    layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    held = sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+    small = replace(llama_8b(), layers=(linear("mlp", 64, 64),), outer=(), num_layers=1)
+    engine = engine_settings(load_preset("single"), world_size=1, hidden_size=64, pure_bf16=True)
+    states = model_states(engine, job_weights(small))
+    assert (states.parameter_bytes, states.optimizer_bytes) == (layer.weight.nbytes, held)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("double", [True, False])
+def test_bitsandbytes_holds_the_planned_constants_with_and_without_double_quantization(double: bool) -> None:
+    import bitsandbytes
+    import torch
+
+    rows, columns = 256, 512
+    _, state = bitsandbytes.functional.quantize_4bit(
+        torch.ones(rows, columns, dtype=torch.bfloat16), compress_statistics=double, quant_type="nf4"
+    )
+    tensors = [state.absmax, state.code]
+    if double:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    small = replace(llama_8b(), layers=(linear("mlp", rows, columns),), outer=(), num_layers=1)
+    weights = job_weights(small, 8, True, base=None if double else QuantizedBase(double_quantization=False))
+    assert weights.constant_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+@needs_bitsandbytes
+def test_bitsandbytes_holds_the_planned_bytes_of_8_bit_weights() -> None:
+    import bitsandbytes
+    import torch
+
+    rows, columns = 256, 512
+    codes, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(torch.ones(rows, columns, dtype=torch.float16))
+    small = replace(llama_8b(), layers=(linear("mlp", rows, columns),), outer=(), num_layers=1)
+    weights = job_weights(small, 8, base=QuantizedBase(bits=8))
+    held = weights.held_bytes(2) - 4 * weights.num_trained
+    assert held == codes.nbytes + scales.nbytes
+
+
+def test_peft_makes_fp32_what_is_planned_of_kbit_training() -> None:
+    import torch
+    from peft import prepare_model_for_kbit_training
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).to(torch.bfloat16)
+    linear_layers = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    quantized = sum(module.weight.numel() for module in linear_layers)
+    model.is_loaded_in_4bit = True
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    small = llama_8b()
+    weights = job_weights(small, 8, True, base=QuantizedBase(upcast_rest=True))
+    rest = small.num_params - sum(tensor.num_elements * count for tensor, count in weights.in_4bit)
+    assert weights.num_upcast == rest  # and nothing that is quantized
+    assert sum(parameter.numel() for parameter in model.parameters()) > quantized
+
+
+def test_kbit_training_adds_2_bytes_to_embeddings_and_head_and_doubles_checkpoints() -> None:
+    job: dict[str, Any] = {"lora_r": 16, "load_in_4bit": True, "activation_checkpointing": True}
+    job |= {"max_seq_length": 4096, "loss": "cut"}
+    before, after = planned(**job), planned(**job, kbit_training=True)
+    outer = 2 * 128_256 * 4096
+    weights = after.states.parameter_bytes - before.states.parameter_bytes
+    assert weights == pytest.approx(2 * outer, rel=0.001)  # norms are few
+    forwards = [next(each for each in plan.phases if each.phase == "forward") for plan in (before, after)]
+    assert forwards[1].activation_bytes - forwards[0].activation_bytes == pytest.approx(2 * 4096 * 4096 * 32, rel=0.05)
+
+
+def test_expandable_segments_lower_the_range_only() -> None:
+    job: dict[str, Any] = {"max_seq_length": 8192, "loss": "full", "lora_r": 16}
+    before, after = planned(**job), planned(**job, expandable_segments=True)
+    assert after.peak == before.peak
+    assert after.overhead_bytes < before.overhead_bytes - GIB
+
+
+def test_liger_counts_only_for_architectures_that_it_patches() -> None:
+    def peak(model_type: str, **options: Any) -> int:
+        job = PlannedJob.from_options(PlanOptions(per_device_train_batch_size=8, **options), full_length=True)
+        shape = replace(llama_8b(), model_type=model_type)
+        return plan_memory(shape, load_preset("fsdp2"), world_size=8, job=job).peak.logits_bytes
+
+    assert peak("llama", use_liger_kernel=True) < peak("llama", loss="full") // 4
+    for unpatched in ("gpt_neox", "stablelm", "phi"):
+        assert peak(unpatched, use_liger_kernel=True) == peak(unpatched, loss="full")
+
+
+def test_each_program_has_a_source_and_plans_the_same_job_as_its_numerics() -> None:
+    for name, program in PROGRAMS.items():
+        assert bool(program.source) == (name != "toolkit")
+        job: dict[str, Any] = {"max_seq_length": 1024, "activation_checkpointing": True}
+        assert planned("ddp", 8, program=name, **job).planned_peak_bytes > 0
+    axolotl, ours = planned("ddp", 8, program="axolotl"), planned("ddp", 8)
+    assert axolotl.states.optimizer_bytes == ours.states.optimizer_bytes / 2  # it trains in bf16
+    given = planned("ddp", 8, program="axolotl", pure_bf16=False)  # an option wins
+    assert given.states.optimizer_bytes == ours.states.optimizer_bytes
+
+
+def test_trl_prepares_4_bit_models_of_orpo_and_simpo_only() -> None:
+    def numerics(method: str) -> Numerics:
+        options = PlanOptions(program="trl", method=method, lora_r=16, load_in_4bit=True)
+        return PlannedJob.from_options(options, full_length=True).numerics
+
+    assert [numerics(method).kbit_training for method in ("sft", "orpo", "simpo", "dpo")] == [False, True, True, False]
+
+
+def test_contradictions_are_refused_and_a_gpu_without_bf16_is_planned_in_fp16(capsys: Any) -> None:
+    plan = ["plan", str(LLAMA_8B_CONFIG), "--num-processes", "2", "--preset", "ddp", "--gpu"]
+    for words, message in (
+        (["--program", "axolot"], "--program is 'axolot', expected"),
+        (["--load-in-8bit"], "--load-in-8bit needs --lora-r"),
+        (["--kbit-training", "--lora-r", "8"], "--kbit-training needs quantized weights"),
+    ):
+        code, _, err = run_command([*plan, "h100", *words], capsys)
+        assert (code, message in err) == (2, True), err
+    code, out, _ = run_command([*plan, "t4", "--lora-r", "8", "--load-in-4bit"], capsys)
+    assert code == 0
+    assert "; fp16; " in out
+    assert "n/a" not in out
+    words = ["--num-processes", "2", "--gpu", "t4", "--lora-r", "8", "--load-in-4bit"]
+    code, out, _ = run_command(["recommend", "Qwen3-4B", *words], capsys)
+    assert (code, "--fp16 true" in out) == (0, True)
+
+
+def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_that_fit(capsys: Any) -> None:
+    words = ["--gpu", "rtx-4090", "--num-processes", "1", "--preset", "single", "--per-device-train-batch-size", "2"]
+    job = ["--max-seq-length", "3000", "--lora-r", "32", "--load-in-4bit", "--loss", "full"]
+    _, out, _ = run_command(["plan", str(LLAMA_8B_CONFIG), *words, *job, "--activation-checkpointing"], capsys)
+    first = out.splitlines()[0]
+    assert first.startswith("too close to call on 1 x rtx-4090 with `single`: ")
+    assert "(margin: everything but model states); it fits with `--loss chunked` or `--expandable-segments`" in first

@@ -1,0 +1,160 @@
+"""The numerics of the program that trains: what it holds in which dtype, and what it allocates beside the toolkit.
+
+`--program NAME` takes the defaults of a program; each of them is an option too, which wins. Every cell of `PROGRAMS`
+was read in the source at the version named. What is known to differ and is not planned is in `notes`, with its size
+where somebody measured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import check_word
+
+TOOLKIT = "toolkit"
+FSDP1 = (
+    "FSDP1 is planned as FSDP2: with adapters it held 14 to 37 % more (26 published jobs), with offload 34 to 59 % (3)"
+)
+COMPILED = "torch.compile is not planned: plans of compiled jobs were 19 to 33 % too high (five of torchtune, one GPU)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """What a program's numerics decide in a plan."""
+
+    program: str = TOOLKIT
+    pure_bf16: bool = False
+    """Trained weights in bf16 without fp32 masters, so their gradients and AdamW's states are bf16 too."""
+    load_in_8bit: bool = False
+    kbit_training: bool = False
+    """peft's `prepare_model_for_kbit_training`: embeddings, head, norms and the residual stream are fp32."""
+    double_quantization: bool = True
+    fp16: bool = False
+    """fp16 with a loss scale in the place of bf16: the same bytes, other kernels."""
+    peft_input_cast: bool = False
+    """Inputs of adapters cast to their fp32, which autocast casts back: a copy for each adapter."""
+    lora_dropout: float = 0.0
+    expandable_segments: bool = False
+    torch_compile: bool = False
+    fsdp1: bool = False
+
+
+OURS = Numerics()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """The defaults of one program, and its source."""
+
+    source: str
+    numerics: Mapping[str, Any]
+    loss: str = "full"  # without its own option for another
+    full_numerics: Mapping[str, Any] = field(default_factory=dict)
+    """Of a full fine-tune alone."""
+    quantized_numerics: Mapping[str, Any] = field(default_factory=dict)
+    """Of adapters beside quantized weights alone."""
+    kbit_methods: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+_NONE: Mapping[str, Any] = {}
+_BF16 = {"pure_bf16": True}
+PROGRAMS: Mapping[str, Program] = {
+    TOOLKIT: Program(source="", numerics=_NONE, loss="chunked"),
+    "trl": Program(
+        source="TRL 1.16.0: trainer/model_config.py:90 (float32), :165 (no nested quantization), "
+        "trainer/sft_trainer.py:911, experimental/orpo/orpo_trainer.py:232, experimental/cpo/cpo_trainer.py:222",
+        numerics={"double_quantization": False, "peft_input_cast": True},
+        quantized_numerics={"peft_input_cast": False},  # the adapters are bf16
+        loss="chunked",
+        kbit_methods=("orpo", "simpo"),
+    ),
+    "axolotl": Program(
+        source="axolotl 0.18.0: loaders/model.py:473 (norms and embeddings cast back), :606 (bf16), :718; "
+        "utils/__init__.py:84",
+        numerics={"peft_input_cast": True, "expandable_segments": True},
+        full_numerics=_BF16,
+        notes=("its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned",),
+    ),
+    "llama-factory": Program(
+        source="LLaMA-Factory 0.9.5: hparams/model_args.py:291, model/adapter.py:349 (trained weights in fp32)",
+        numerics={"peft_input_cast": True},
+        notes=("GaLore, APOLLO and BAdam are not planned: their states are a fraction of AdamW's 8 bytes",),
+    ),
+    "ms-swift": Program(
+        source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135, pipelines/train/tuner.py:402 "
+        "(trained weights in fp32 without DeepSpeed and FSDP)",
+        numerics={"peft_input_cast": True},
+    ),
+    "unsloth": Program(
+        source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
+        numerics=_NONE,
+        loss="cut",
+        notes=("its checkpoints in host memory are not planned: 2 bytes per token, hidden size and layer less",),
+    ),
+    "torchtune": Program(
+        source="torchtune 0.6.1: recipes/configs/*/*_single_device.yaml (`dtype: bf16`), modules/loss",
+        numerics=_BF16,
+        loss="chunked_output",
+        notes=("8-bit optimizers of torchao and an optimizer step inside of the backward are not planned",),
+    ),
+    "trainer": Program(
+        source='transformers 5.23: `from_pretrained(dtype="auto")` keeps a bf16 checkpoint\'s dtype',
+        numerics={"peft_input_cast": True},
+        full_numerics=_BF16,
+    ),
+}
+NUMERICS_OPTIONS = tuple(field.name for field in fields(Numerics) if field.name != "program")
+
+
+def numerics_of(options: object, *, method: str, lora: bool, in_4bit: bool) -> Numerics:
+    """Return the numerics of a command's options: those given, and for the others the program's.
+
+    Raises ToolkitError for an unknown program.
+    """
+    name = getattr(options, "program", None) or TOOLKIT
+    check_word("--program", name, list(PROGRAMS))
+    program = PROGRAMS[name]
+    given = {each: value for each in NUMERICS_OPTIONS if (value := getattr(options, each, None)) is not None}
+    quantized = in_4bit or bool(given.get("load_in_8bit"))
+    chosen = dict(program.numerics) | dict(_NONE if lora else program.full_numerics)
+    if quantized:
+        chosen |= dict(program.quantized_numerics) | {"kbit_training": method in program.kbit_methods}
+    return Numerics(program=name, **(chosen | given))
+
+
+def numerics_text(numerics: Numerics) -> str:
+    """Return what differs from the toolkit's numerics, for people; empty where nothing does."""
+    words = {
+        "pure_bf16": "trained weights and states in bf16",
+        "kbit_training": "fp32 embeddings, norms and residual stream",
+        "fp16": "fp16",
+        "expandable_segments": "expandable segments",
+        "torch_compile": "compiled",
+        "fsdp1": "FSDP1",
+    }
+    parts = [f"numerics of {numerics.program}"] if numerics.program != TOOLKIT else []
+    parts += [text for name, text in words.items() if getattr(numerics, name)]
+    parts += [] if numerics.double_quantization else ["no double quantization"]
+    return ", ".join(parts)
+
+
+def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
+    """Raise ToolkitError for numerics that contradict the job."""
+    if numerics.load_in_8bit and in_4bit:
+        raise ToolkitError("--load-in-8bit and --load-in-4bit are both given", hint="leave one out")
+    for option, is_given in {"8bit": numerics.load_in_8bit, "kbit": numerics.kbit_training}.items():
+        if is_given and not lora:
+            name = {"8bit": "--load-in-8bit", "kbit": "--kbit-training"}[option]
+            raise ToolkitError(f"{name} needs --lora-r: quantized weights are not trained", hint="add `--lora-r 16`")
+    if numerics.kbit_training and not (in_4bit or numerics.load_in_8bit):
+        raise ToolkitError("--kbit-training needs quantized weights", hint="add `--load-in-4bit`")
+
+
+def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
+    """Return what of a program is known to differ from the plan."""
+    others = {COMPILED: numerics.torch_compile, FSDP1: numerics.fsdp1}
+    return (*PROGRAMS[numerics.program].notes, *(note for note, holds in others.items() if holds))
