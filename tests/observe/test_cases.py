@@ -71,6 +71,7 @@ NIGHTLY = [
     Case("gc_direct", says=note("activation_checkpointing")),
     Case("kbit_prepare", says=note("activation_checkpointing")),
     Case("grad_noise", says=note("gradient norm at the optimizer, after what the script does")),
+    Case("lora_auto", says=note("compute_dtype")),
     Case("lion_bf16", says=note("optimizer_dtype")),
     Case("fsdp2_plain", says=("no Trainer was made",), status="failed", code=1, trainings=0),
     Case("exit3", says=("the script called sys.exit(3)",), status="failed", code=1),

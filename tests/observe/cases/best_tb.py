@@ -1,4 +1,4 @@
-# eval during training, save_steps, load_best_model_at_end, tensorboard, neftune, group by length, accumulation, save_total_limit
+# eval during training, save_steps, load_best_model_at_end, neftune, group by length, accumulation, save_total_limit
 import sys
 from common import *
 
@@ -14,7 +14,7 @@ t = Trainer(
         save_total_limit=1,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
-        report_to="tensorboard",
+        
         neftune_noise_alpha=5.0,
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,

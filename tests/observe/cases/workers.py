@@ -1,4 +1,4 @@
-# loader workers, a lambda collator, datasets.map with num_proc from a function of the script
+# loader workers, a lambda collator
 import sys
 from common import *
 import datasets
@@ -9,7 +9,7 @@ def double(row):
 
 
 if __name__ == "__main__":
-    d = datasets.Dataset.from_dict({"input_ids": Rows().x.tolist()}).map(double, num_proc=2)
+    d = datasets.Dataset.from_dict({"input_ids": Rows().x.tolist()}).map(double)
     t = Trainer(
         model=model(),
         args=args(sys.argv[1], dataloader_num_workers=2, dataloader_persistent_workers=True),

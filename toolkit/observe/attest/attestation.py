@@ -256,6 +256,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             return False
         if name == "optimizer_dtype":
             return known_optimizer(expected, self.trainer) is None
+        if name == "compute_dtype":  # adapters on a model that the script has loaded in 16 bits, without `bf16=True`
+            frozen = (self.reading or {}).get("frozen_dtype")
+            return bool(difference.expected == "float32" and difference.found == frozen)
         checkpoints = name == "activation_checkpointing" and difference.expected is False
         return checkpoints or name == CHANGED_AFTER_CLIPPING
 
