@@ -123,6 +123,7 @@ def test_a_preset_that_the_run_contradicts_ends_it_after_the_first_step_with_bot
 @pytest.mark.launch
 def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "__init__.py").touch()
     (tmp_path / "toolkit" / "helpers.py").write_text("VALUE = 41")
     lines = ["import sys", "from toolkit.helpers import VALUE", f"sys.path.insert(0, {str(CASES)!r})"]
     lines += ["from common import *", "def train(steps): Trainer(model=model(), train_dataset=Rows(),"]
