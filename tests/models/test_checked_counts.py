@@ -113,7 +113,7 @@ def test_a_mixture_is_checked_with_experts(model_type: str, folders: Path) -> No
 
 def test_a_model_that_peft_refuses_is_refused_with_its_reason(tmp_path: Path) -> None:
     shape = planned(config_file(tmp_path, "mamba", TINY))
-    with pytest.raises(ToolkitError, match=r"peft cannot adapt .* mamba: .*'out_proj' is incompatible"):
+    with pytest.raises(ToolkitError, match=r"peft cannot adapt .* mamba: it refuses out_proj"):
         check_lora_targets(shape, ALL_LINEAR)
 
 

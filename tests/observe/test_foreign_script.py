@@ -131,7 +131,7 @@ def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Pa
     lines += ["train(2)", "train(1)", "raise ValueError(VALUE)"]
     (tmp_path / "script.py").write_text("\n".join(lines))
     own = ["--output-dir", str(tmp_path / "run"), str(tmp_path / "script.py"), str(tmp_path / "out")]
-    ended = run_warm([sys.executable, "-m", "toolkit.observe", *own], cpu_environment() | {"OMP_NUM_THREADS": "1"})
+    ended = run_captured([sys.executable, "-m", "toolkit.observe", *own], cpu_environment() | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.count("ValueError: 41") == 2, "its line, and the traceback"
     assert 'script.py", line 9, in <module>' in ended.stderr

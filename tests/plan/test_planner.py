@@ -287,10 +287,10 @@ def test_invalid_input_is_refused_in_two_lines(words: list[str], message: str, c
 @pytest.mark.parametrize("command", ["plan", "recommend"])
 def test_an_unknown_model_and_an_unknown_gpu_are_both_reported(command: str, monkeypatch: Any, capsys: Capsys) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    code, out, err = run_command([command, "Qwen/Qwen3-8b", "--num-processes", "8", "--gpu", "h1000"], capsys)
+    code, out, err = run_command([command, "Qwen/Qwen3-8b", "--num-processes", "8", "--gpu", "h100-smx"], capsys)
     assert (code, out) == (2, "")
     assert "'Qwen/Qwen3-8b' is not a folder here" in err
-    assert "unknown GPU 'h1000'" in err
+    assert "unknown GPU 'h100-smx'" in err
     assert "did you mean `Qwen/Qwen3-8B`? " in err
     assert "did you mean `h100-sxm`? " in err
     assert "did you mean" not in run_command([command, "foo/bar", "--num-processes", "8", "--gpu", "h100"], capsys)[2]

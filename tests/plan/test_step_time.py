@@ -160,7 +160,7 @@ def test_speeds_of_sources_that_were_not_fitted_lie_inside_as_often_as_intervals
         print(f"{source:17} {len(jobs):4} {sum(inside) / len(inside):6.0%} {statistics.median(errors):.3f}")
         alone = source == "QwenLM"  # the only source of steps that wait for launches: their seconds are a guess without
         assert sum(inside) / len(inside) >= (0.8 if alone else 0.88), source
-        assert statistics.median(widths) <= 2.6, source
+        assert statistics.median(widths) <= 2.8, source
         assert statistics.median(errors) <= (0.15 if alone else 0.12), source
         everything += zip(*rows, strict=True)
     inside, widths, errors = zip(*everything, strict=True)

@@ -11,6 +11,7 @@ Our own script's collator adds them to its batches, with the numbers of the rows
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
@@ -130,7 +131,8 @@ def counted_batches(loader: Any, count: CountBatch) -> Iterator[tuple[Any, Batch
     def base_batches() -> Iterator[Any]:
         del inner.__iter__  # what follows sees the loader as it is
         collate = inner.collate_fn
-        if inner.num_workers and not inner.persistent_workers:
+        # A worker that is spawned imports this module by name, which a script's own package may have.
+        if inner.num_workers and not inner.persistent_workers and __name__ in sys.modules:
             inner.collate_fn = _CountingCollator(collate, count)
         try:
             batches = begin()

@@ -14,7 +14,6 @@ t = Trainer(
         save_total_limit=1,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
-        
         neftune_noise_alpha=5.0,
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,
