@@ -269,7 +269,7 @@ def kernels(check: Check) -> Step:
         lines = [line for line in read_lines(log) if isinstance(line, dict) and "kernel" in line]
         return [{**row_of(each["kernel"], "kernel", None, each["seconds"]), "note": each["note"]} for each in lines]
 
-    return "kernels", [sys.executable, str(ROOT / "benchmarks" / "gpu" / "kernels.py")], read
+    return "kernels", [sys.executable, str(ROOT / "benchmarks" / "gpu" / "kernel_times.py")], read
 
 
 def again(check: Check, minutes: float) -> Iterator[Step]:

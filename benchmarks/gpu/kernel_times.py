@@ -2,14 +2,13 @@
 
 Then, for inputs of each kind, which attention torch dispatches, and whether the verification of a run reads the same.
 
-python benchmarks/gpu/kernels.py            # on a GPU in bf16; without one a few tiny ones, to try the script
+python benchmarks/gpu/kernel_times.py            # on a GPU in bf16; without one a few tiny ones, to try the script
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from torch.autograd.profiler import profile
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.pop(0)  # transformers looks for a package `kernels`, and would import this file
 from toolkit.observe.kernels.read_kernels import LossGraph
 
 ON_GPU = torch.cuda.is_available()
