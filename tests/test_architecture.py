@@ -131,16 +131,6 @@ def test_no_module_has_a_name_that_could_hold_anything() -> None:
     assert not parts & {"utils", "util", "helpers", "helper", "common", "manager", "misc", "runs", "door"}
 
 
-def test_no_two_modules_share_a_name() -> None:
-    """Two files of one name are one concept cut in half. Commands and lint rules are named after what they serve.
-
-    `options` is the dataclass of a command's options, next to the work that takes it.
-    """
-    named_after_others = {PACKAGE / "cli", PACKAGE / "lint" / "rules"}
-    names = [path.stem for path in MODULES if not path.stem.startswith("__") and path.parent not in named_after_others]
-    assert sorted(name for name in set(names) - {"options"} if names.count(name) > 1) == []
-
-
 def test_no_two_public_classes_share_a_name() -> None:
     names = [
         node.name

@@ -62,9 +62,10 @@ QUICK = [  # one for each behaviour
     Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1),
     Case("rank0_after", says=("ValueError: my real error",), status="failed", code=1),
     Case("slow_callback", words=("20",), variables={"TOOLKIT_HANG_TIMEOUT_MINUTES": "0.1"}),
-    Case("plain_loop", says=("no Trainer was made",), status="failed", code=1, trainings=0),
 ]
 NIGHTLY = [
+    # Alone, torch 2.13 may hang in `destroy_process_group` of gloo: it is not launched alone.
+    Case("plain_loop", says=("no Trainer was made",), status="failed", code=1, trainings=0),
     *(Case(name) for name in VERIFIED),
     Case("two_trainers", trainings=2),
     Case("auto_find"),
@@ -98,11 +99,11 @@ def files(out: Path) -> set[str]:
 @pytest.mark.parametrize("case", [*QUICK, *nightly(*NIGHTLY)], ids=lambda case: case.name)
 def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
-    alone = launch(case.name, tmp_path / "alone", *case.words)
+    alone = launch(case.name, tmp_path / "alone", *case.words) if case.trainings else None
     ended = launch(case.name, tmp_path / "out", *case.words, run=run.path, **case.variables)
     text = ended.stdout + ended.stderr
     assert ended.returncode == case.code, text[-3000:]
-    if case.trainings:
+    if alone is not None:
         assert alone.returncode == ended.returncode
         assert files(tmp_path / "out") == files(tmp_path / "alone")
         assert {line.replace("/alone", "/out") for line in lines(alone)} <= lines(ended)
@@ -112,7 +113,7 @@ def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -
     folders = [RunFolder(path.parent) for path in sorted(run.path.rglob("attestation.json"))]
     assert [read(folder.attestation_json)["differences"] for folder in folders] == [[]] * case.trainings
     assert all(read_rows(folder.rank_rows(0)) for folder in folders)
-    if case.code and case.trainings:
+    if case.code and alone is not None:
         assert text.count(TRACEBACK) <= alone.stderr.count(TRACEBACK)
 
 

@@ -132,7 +132,7 @@ class PlanOptions(JobAndGpuOptions):
     program: Annotated[
         str | None,
         Option(
-            help="whose numerics: toolkit, trl, axolotl, llama-factory, ms-swift, unsloth, torchtune or trainer; the"
+            help="whose numerics: llama-factory, ms-swift, toolkit, trl, axolotl, unsloth, torchtune or trainer; the"
             " options below win"
         ),
     ] = None
