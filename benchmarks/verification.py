@@ -183,6 +183,7 @@ NOT_INJECTED = {
     "pipeline_stages": "the same",
     "micro_batches": "the same",
     "activation_dtype": "the same",
+    "kernels": "`tests/observe/kernels/test_read_kernels.py` injects 21 faults",
 }
 """Field -> why no deviation is injected from outside."""
 
@@ -193,6 +194,7 @@ CHECKS = {
     "differences": (EXPECTED,),
     "rank_differences": (EQUAL_ON_ALL_RANKS,),
     "replica_differences": ("replicas",),
+    "kernel_differences": ("kernels",),
     "byte_differences": (BYTES,),
     "byte_limit_differences": (BYTES,),
     "pipeline_differences": ("layers of all stages", "parameter_bytes of all stages"),

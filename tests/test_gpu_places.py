@@ -25,6 +25,8 @@ NO_GPU_NEEDED = {
     "toolkit/compare/build_results.py": {"unfinished_results"},
     "toolkit/versions.py": {"torch_cuda_version"},
     "toolkit/plan/which_gpus.py": {"gpus_for.fewest"},
+    "toolkit/plan/planner.py": {"plan_request"},
+    "toolkit/plan/recommend.py": {"recommend_request"},
     "toolkit/plan/step_time.py": {"step_time"},
     "toolkit/job/job_checks.py": {"_check_on_cpu"},
 }

@@ -124,14 +124,14 @@ def test_where_no_preset_fits_a_layout_is_planned_with_memory_by_stage(capsys: p
     layout = found["pipeline_layout"]
     assert found["choice"] is None
     assert found["why_no_choice"].startswith("nothing fits on 16")
-    assert layout["degrees"] == {"dp": 1, "tp": 4, "pp": 4}
-    assert len(layout["planned_peak_bytes"]) == 4
+    assert layout["degrees"] == {"dp": 1, "tp": 8, "pp": 2}
+    assert len(layout["planned_peak_bytes"]) == 2
     preset = found["trained_pipeline"]
     assert preset["command"] is None
     assert preset["why_not"] == "needs 32.6 GiB of host memory per node, which has 30.0"
     text = run_command(NO_PRESET, capsys)[1]
     assert "Preset pipeline_1f1b, which has neither tensor parallelism nor" in text
-    assert "dp 1 x tp 4 x pp 4 (data x tensor x pipeline parallelism)" in text
+    assert "dp 1 x tp 8 x pp 2 (data x tensor x pipeline parallelism)" in text
     assert "; with more GPUs: `--num-processes 32`." in text
 
 
