@@ -1,0 +1,51 @@
+"""Libraries out of the range that the toolkit declares are named before a run, with the line that brings them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from launching import ROOT
+
+from toolkit import installation
+from toolkit.errors import ToolkitError
+from toolkit.launch import preflight
+from toolkit.presets import load_preset
+
+
+def test_the_ranges_are_those_of_the_package() -> None:
+    """torch alone has no upper end there."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for line in (*extras["train"], *extras["deepspeed"]):
+        name, least, below = re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?", line).groups()  # type: ignore[union-attr]
+        if name in installation.RANGES:
+            assert installation.RANGES[name] == (least, below or "3"), name
+    assert {*installation.TRAIN, "deepspeed"} == installation.RANGES.keys()
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("5.17.0", True), ("5.23.0", False), ("6.0.0", True)])
+def test_a_version_out_of_range_is_refused_with_the_line_to_type(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "installed_version", {"transformers": version}.get)
+    if not is_refused:
+        installation.require_versions("transformers")
+        return
+    with pytest.raises(ToolkitError, match=f"transformers {version} is installed, expected at least 5.23") as refused:
+        installation.require_versions("transformers")
+    assert str(refused.value.hint).endswith("'transformers>=5.23,<6'")
+
+
+@pytest.mark.parametrize(("preset", "gpus", "is_refused"), [("zero2_cpu_offload", 1, True), ("zero2", 1, False)])
+def test_letters_in_an_architecture_list_are_refused_where_deepspeed_compiles_for_it(
+    preset: str, gpus: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a+PTX")
+    monkeypatch.setattr(preflight, "count_gpus", lambda: gpus)
+    if not is_refused:
+        preflight.check_libraries(load_preset(preset), runs_script=False)
+        return
+    with pytest.raises(ToolkitError, match=r"TORCH_CUDA_ARCH_LIST is '8\.0;9\.0a") as refused:
+        preflight.check_libraries(load_preset(preset), runs_script=False)
+    assert refused.value.hint == "export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'"
