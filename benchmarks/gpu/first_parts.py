@@ -95,8 +95,7 @@ def job_of_ranks(check: Check) -> Row:
 
 
 def alone(check: Check, name: str, model: Path) -> Step:
-    given = {"model": model, "options": ["--untimed-steps", "0"], "per_device_train_batch_size": GLOBAL_BATCH}
-    return comparison(check, f"ranks-{name}", {name: Variant()}, **given, **job_of_ranks(check))
+    return ranks_of(check, f"ranks-{name}", 1, model, {name: Variant()})
 
 
 def ranks_of(

@@ -395,14 +395,8 @@ NO_TRAINER = {"with_tracking", "checkpointing_steps", "num_warmup_steps", "max_t
 # Keys that hardly any script has unless it reads TrainingArguments.
 TRAINER_EVIDENCE = {
     *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit", "ddp_timeout"),
-    *(
-        "per_device_eval_batch_size",
-        "load_best_model_at_end",
-        "overwrite_output_dir",
-        "do_train",
-        "do_eval",
-        "do_predict",
-    ),
+    *("per_device_eval_batch_size", "load_best_model_at_end", "overwrite_output_dir"),
+    *("do_train", "do_eval", "do_predict"),
     *("bf16", "fp16", "tf32", "optim", "group_by_length", "remove_unused_columns", "save_only_model", "fsdp_config"),
     *("per_device_train_batch_size", "dataloader_num_workers", "logging_first_step", "report_to", "output_dir"),
 }

@@ -24,12 +24,12 @@ from toolkit.files import write_text
 from toolkit.files.documents import parse_json, read_json
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.installation import install_line
+from toolkit.installation import missing_package
 from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
-from toolkit.versions import installed_version, is_importable, model_types
+from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
@@ -41,28 +41,11 @@ COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 ACTIVATION_SECONDS = 30  # of processor time: linear attention in Python would take longer
 MAX_REASON = 300  # characters of what transformers says
 # Fields of a configuration that decide no tensor and nothing that is saved.
-NO_DIMENSIONS = frozenset(
-    (
-        *(
-            "architectures",
-            "auto_map",
-            "dtype",
-            "torch_dtype",
-            "transformers_version",
-            "initializer_range",
-            "use_cache",
-        ),
-        *(
-            "quantization_config",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "image_token_id",
-            "max_position_embeddings",
-            "model_max_length",
-        ),
-    )
-)
+NO_DIMENSIONS = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
+    *("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"),
+    *("max_position_embeddings", "model_max_length"),
+}
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -92,11 +75,9 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
     path = cached_count(values)
     with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
         return shape_from_counted(read_json(path))
-    missing = [name for name in COUNTING_LIBRARIES if not is_importable(name)]
-    if missing:
-        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        message = f"{values['model_type']} has no formulas, no bundled model has these dimensions, and {names}"
-        raise ToolkitError(message, hint=install_line(*missing))
+    if error := missing_package(*COUNTING_LIBRARIES):
+        message = f"{values['model_type']} has no formulas, no bundled model has these dimensions, and {error.message}"
+        raise ToolkitError(message, hint=error.hint)
     print(f"counting {values['model_type']}, up to {ACTIVATION_SECONDS} s of a processor, once", file=sys.stderr)
     counted = _run_child(config)
     shape = shape_from_counted(counted)

@@ -140,10 +140,11 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
     if model is not None and not left.keys() & {"model", "base_model", "model_name_or_path"}:
         left["base_model" if program == "axolotl" else "model_name_or_path"] = model
     left = {key: value for key, value in left.items() if not key.startswith("torch_compile")}  # which may be refused
-    for what in (what for key, what in load_dialect(program).refused.items() if left.get(key)):
+    refused = load_dialect(program).refused
+    for what in (what for key, what in refused.items() if left.get(key)):
         if "method" not in given:
             raise ToolkitError(f"{file} trains {what}", hint="`--method sft` plans its text alone")
-    left = {key: value for key, value in left.items() if key not in load_dialect(program).refused}
+    left = {key: value for key, value in left.items() if key not in refused}
     adapter, rank = ADAPTERS.get("v1" if "peft_config" in left else program, ("", ""))
     named = left["peft_config"].get("name") if isinstance(left.get("peft_config"), dict) else left.get(adapter)
     if "lora_r" in given and adapter:
@@ -212,14 +213,15 @@ def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
     if conversion is None or program is None:
         return
     schema = program_schema(program)
-    for key in schema.unknown(values):
+    unknown = schema.unknown(values)
+    for key in unknown:
         instead, used = schema.replacement(key), key in conversion.converted
         if not used and (option := _option(instead or key)):
             yield key, option, f"{schema.named} has no such setting" + (f", but {instead}" if instead else "")
     if is_true(values.get("torch_compile") or False):
         yield "torch_compile", None, ""
     for each in (each for each in conversion.not_converted if each.key not in METHOD_SETTINGS):
-        option = _option(each.key) if each.has_effect and each.key not in schema.unknown(values) else None
+        option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
         is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
         if option is not None and not is_off:

@@ -57,9 +57,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             if count == 0 and (name == "logging" or (name == "eval" and steps["logging"] == 0)):
                 yield Match(f"{name}_steps", "0 is refused where the strategy is steps", f'`{name}_strategy: "no"`')
     is_known = doc.is_complete and not any(map(is_template, strategies.values())) and doc.program != "ms-swift"
-    evaluates = str(doc.get("evaluation_strategy", strategies["eval"])) != "no"
+    evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
-        evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
         every, saved = steps["eval"], steps["save"]
         if evaluation in ("False", "no", "steps", "epoch") and evaluation != strategies["save"]:
             fix = f"`eval_strategy: {strategies['save']}`, or `load_best_model_at_end: false`"
@@ -70,7 +69,7 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             message = f"{saved:g} is not a multiple of eval_steps {every:g}, as load_best_model_at_end needs"
             yield Match("save_steps" if doc.has("save_steps") else "eval_steps", message, f"a multiple of {every:g}")
     schedule = str(doc.get("lr_scheduler_type"))
-    if schedule in ("reduce_lr_on_plateau", "greedy") and not evaluates and is_known:
+    if schedule in ("reduce_lr_on_plateau", "greedy") and evaluation == "no" and is_known:
         yield Match("lr_scheduler_type", f"{schedule} needs an evaluation", "`eval_strategy: epoch`")
     words = doc.get("fsdp").split() if isinstance(doc.get("fsdp"), str) and as_bool(doc.get("fsdp")) is None else []
     version = as_int(fsdp_setting(doc, "version", 2))
