@@ -381,17 +381,22 @@ Groups = dict[str, dict[str, Variant]]
 def supported(ranks: int, device: Device) -> tuple[Groups, list[Row]]:
     """Return every preset that so many ranks run, by what it needs: nothing, experts or a disk; and why others do not.
 
-    Each preset's degrees of parallelism are 2.
+    Each preset's degrees of parallelism are 2. On a CPU, where only the check itself is tried, one preset of each kind.
     """
     groups: Groups = {"presets": {}, "experts": {}, "nvme": {}}
-    left_out = []
+    left_out, kinds = list[Row](), set[object]()
     for preset in list_presets():
         degrees = {name: 2 for name in preset.degrees}
+        kind = (preset.engine, preset.sharding, tuple(degrees), preset.uses_nvme)
         degrees |= {"gradient_accumulation_steps": 2} if "pp" in degrees else {}  # as many micro-batches as stages
         reason = unsupported(preset, Job().with_values(**degrees), world_size=ranks, device=device)
         if reason is not None:
             left_out += unmeasured(preset.name, f"left out: {reason.message}")
             continue
+        if device.type == "cpu" and kind in kinds:
+            left_out += unmeasured(preset.name, "left out on a CPU: another preset of its kind ran")
+            continue
+        kinds.add(kind)
         group = "experts" if "ep" in degrees else "nvme" if preset.uses_nvme else "presets"
         groups[group][preset.name] = Variant(preset=preset.name, arguments=" ".join(words(degrees)), planned=degrees)
     return groups, left_out
