@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from published_runs import MPT
 
+from toolkit.engines.zero import Zero
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
@@ -21,7 +22,6 @@ from toolkit.plan.memory import DOES_NOT_FIT, FITS, MemoryPlan, memory_verdict, 
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
-from toolkit.presets.characteristics import STATE_BYTES
 from toolkit.units import GIB
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -119,7 +119,7 @@ STAGES = {"shard_optimizer_gb": "zero1", "shard_grad_op_gb": "zero2", "full_shar
     "row", rows("zero_paper_table1"), ids=lambda row: f"{row['model']}-{row['data_parallel_size']}"
 )
 def test_table_1_of_the_zero_paper(row: dict[str, str]) -> None:
-    parts = dict(zip(("parameter", "gradient", "optimizer"), STATE_BYTES["deepspeed"], strict=True))
+    parts = dict(zip(("parameter", "gradient", "optimizer"), Zero.state_bytes, strict=True))
     for column, name in STAGES.items():
         ranks, sharded = int(row["data_parallel_size"]), load_preset(name).sharded_parts
         each = sum(size / (ranks if part in sharded else 1) for part, size in parts.items())

@@ -128,7 +128,7 @@ def _convert_schedule(path: Path, groups: list[list[str]], preset: PresetSpec) -
     if not isinstance(state, dict):
         raise ToolkitError(f"scheduler.pt is {type(state).__name__}, expected keys and values")
     every, with_parameters = list(range(len(groups))), [position for position, names in enumerate(groups) if names]
-    wanted = with_parameters if preset.engine == "deepspeed" or preset.sharded_at_load else every
+    wanted = every if preset.traits.keeps_empty_groups else with_parameters
     for name in RATES:
         values = state.get(name)
         if not isinstance(values, list):
@@ -157,20 +157,19 @@ def _converted_manifest(
             # Only the global batch is recorded; the run chooses its factors.
             factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "data_parallel_size")
             batch = dict.fromkeys(factors) | {"global_batch_size": manifest.sequences_per_step}
-    engine = "none" if preset.engine == "ddp" and num_processes == 1 else preset.engine
     return {
         "step": read_step(files.path / "trainer_state.json"),
         "adapter": files.adapter,
         "model_name_or_path": files.base,
         **recorded,
         "preset": preset.name,
-        "engine": engine,
+        "engine": preset.traits.in_effect(num_processes),
         "sharding": preset.sharding,
         "world_size": num_processes,
         "layout": None if layout is None else layout.degrees(),
         "sharded_at_load": preset.sharded_at_load,
         **batch,
-        "universal": preset.engine == "deepspeed",
+        "universal": preset.traits.writes_universal,
         "converted_from": {
             "path": str(files.path.absolute()),
             "preset": recorded.get("preset"),

@@ -29,6 +29,7 @@ from toolkit.compare.ledger import LedgerRecord, completed_sizes, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
+from toolkit.engines.registry import engine_named
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_secrets, hide_words
@@ -230,10 +231,11 @@ class ComparisonSpec(BaseModel):
         whose layers all ranks share.
         """
         expected, layout = self.expected[row.preset], self.layout(row)
-        unwrapped = expected.engine == "ddp" and row.world_size == 1 and not self.cpu
-        unwrapped |= layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1
+        engine = expected.engine if self.cpu else engine_named(expected.engine).in_effect(row.world_size)
+        if layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1:
+            engine = "none"
         return {
-            "engine": "none" if unwrapped else expected.engine,
+            "engine": engine,
             "sharding": expected.sharding,
             "layout": None if layout is None else str(layout),
         }

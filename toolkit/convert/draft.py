@@ -286,7 +286,7 @@ class Draft:
         # A switch that the preset does not support is listed; the method itself is not among them, and is refused.
         for reason in list(reasons(spec, Job.from_values(self.arguments))):
             self.take_back(reason.rule.replace("-", "_"), f"does not work under preset {preset!r}: {reason.why}")
-        if spec.engine == "fsdp2":
+        if spec.traits.gathers_layers:
             self.take_back("activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself")
         check_supported(spec, Job.from_values(self.arguments))
         return Conversion(

@@ -72,7 +72,7 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
 
 def compile_for_run(presets: Iterable[PresetSpec], *, on_cpu: bool) -> None:
     """Compile what ranks on a CPU would compile in their first step, silently; ops for a GPU are left to DeepSpeed."""
-    used = [preset for preset in presets if on_cpu and preset.engine == "deepspeed"]
+    used = [preset for preset in presets if on_cpu and preset.traits.compiles_ops]
     ops = {op: builder for op, builder in CPU_OPS.items() if op != "cpu_adam" or any(each.offloads for each in used)}
     if used and not are_compiled(ops):
         compile_ops(ops)

@@ -153,7 +153,7 @@ def launch_command(
     script = [*program, *shown_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: any free port
     launcher = ["-m", "accelerate.commands.launch", *options, *port]
-    if preset.engine == "none" and tuple(program[:2]) == ("-m", "toolkit.train"):
+    if not preset.traits.needs_launcher and tuple(program[:2]) == ("-m", "toolkit.train"):
         launcher = []  # it would import torch to set this rank's environment, and wait: 2 CPU-seconds and 150 MiB
     run_id = new_run_id()
     variables: dict[str, Any] = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
@@ -236,7 +236,7 @@ def launcher_environment(preset: PresetSpec, *, world_size: int) -> dict[str, st
         # launch_command sets this field before it builds the environment
         arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         _, environment = launch.prepare_deepspeed_cmd_env(arguments)
-    elif preset.engine == "none":
+    elif not preset.traits.needs_launcher:
         _, environment = launch.prepare_simple_launcher_cmd_env(arguments)
     else:
         environment = launch.prepare_multi_gpu_env(arguments)

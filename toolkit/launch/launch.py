@@ -102,7 +102,7 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
     check_script_preset(preset)
     check_script(options.script, options.module)
     _check_trl_on_cpu(options)
-    flag, wins = bf16_switched_off(options.training_arguments), preset.engine != "deepspeed"
+    flag, wins = bf16_switched_off(options.training_arguments), preset.traits.launcher_decides_precision
     if flag is not None and wins and (precision := preset.mixed_precision) != "no":
         on_message(
             f"warning: `{flag}` has no effect: mixed precision is the preset's, {precision} under {preset.name!r}"

@@ -100,7 +100,7 @@ def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
 
     And for a variable that names GPUs in a way that DeepSpeed, which compiles its ops for them, does not read.
     """
-    engine = ("deepspeed", "ninja") * (preset.engine == "deepspeed")
+    engine = preset.traits.libraries
     if runs_script:  # which may need other versions than our own script
         require(*TRAIN[:3], *engine)
     else:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.engines.engine import Engine
+from toolkit.engines.registry import ENGINES
 from toolkit.errors import ToolkitError, printed_errors
 from toolkit.job.argument_values import as_list
 from toolkit.job.global_batch import global_batch_size
@@ -83,7 +85,7 @@ class TrainingRun:
             "model": (holds[found.sharded_at_load], holds[preset.sharded_at_load]),
             "layout": (_degrees(then), _degrees(now)),
         }
-        every_rank_loads_the_same = {preset.engine, found.engine} <= {"none", "ddp"}
+        every_rank_loads_the_same = preset.traits.is_loaded_whole and _engine(found).is_loaded_whole
         if every_rank_loads_the_same:
             del values["engine"]
         if then == now and (every_rank_loads_the_same or _fits_any_world_size(found)):
@@ -94,10 +96,16 @@ class TrainingRun:
 def _fits_any_world_size(found: Manifest) -> bool:
     """True where each rank finds its shard by itself: in DeepSpeed's universal layout, or in a distributed checkpoint
     of states that have one fp32 number per element of a parameter."""
-    if found.engine == "deepspeed":
-        return found.universal
     optimizer = OPTIMIZERS.get(found.optim or "")
-    return found.sharding != "hybrid_shard" and optimizer is not None and optimizer.is_fp32_adamw
+    one_number_each = optimizer is not None and optimizer.is_fp32_adamw
+    return _engine(found).fits_any_world_size(
+        universal=found.universal, sharding=found.sharding, one_number_each=one_number_each
+    )
+
+
+def _engine(found: Manifest) -> Engine:
+    """The engine that wrote a checkpoint; one that is not known loads shards."""
+    return ENGINES.get(found.engine or "", ENGINES["fsdp2"])
 
 
 def _degrees(degrees: Mapping[str, int] | None) -> str:

@@ -134,18 +134,18 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
+def on_fake_tensors(memory: LiveMemory, *, gathers_layers: bool) -> Iterator[None]:
     """Give tensors made inside shapes but no memory, and track them in `memory`."""
-    with patched_for(memory, engine=engine), FakeTensorMode(allow_non_fake_inputs=True), memory:
+    with patched_for(memory, gathers_layers=gathers_layers), FakeTensorMode(allow_non_fake_inputs=True), memory:
         yield
 
 
 @contextlib.contextmanager
-def patched_for(memory: LiveMemory, *, engine: str) -> Iterator[None]:
+def patched_for(memory: LiveMemory, *, gathers_layers: bool) -> Iterator[None]:
     """Patch what reads values of tensors, or saves on a CPU what a GPU does not, and tag what FSDP2 gathers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_on_gpu())
-        for owner, name, context in _fsdp_contexts(memory) if engine == "fsdp2" else ():
+        for owner, name, context in _fsdp_contexts(memory) if gathers_layers else ():
             stack.enter_context(replaced(owner, name, context()(getattr(owner, name))))
         yield
 

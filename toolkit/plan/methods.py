@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from toolkit.engines.zero import PERSISTENCE_THRESHOLD
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word
 from toolkit.models.activations import ATTENTION_INPUTS, MLP_INPUTS, Activations
@@ -23,7 +24,7 @@ from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.model_states import job_weights, total
 from toolkit.presets.compatibility import Reason
-from toolkit.presets.shard_bytes import PERSISTENCE_THRESHOLD, partition_share, rows_share
+from toolkit.presets.shard_bytes import partition_share, rows_share
 from toolkit.presets.spec import PresetSpec
 
 SFT = "sft"

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from toolkit.engines.zero import OFFLOADED_GRADIENT_BYTES
 from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
 from toolkit.models.nf4 import constant_bytes, packed_layer, packed_layer_8bit
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.presets.shard_bytes import OFFLOADED_GRADIENT_BYTES, flat_share, partition_share, rows_share
+from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
 
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 FP32_BYTES = 4

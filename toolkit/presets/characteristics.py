@@ -17,51 +17,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from toolkit.presets.shard_bytes import OFFLOADED_GRADIENT_BYTES
+from toolkit.engines.engine import PARTS
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import limitations
 
-# parameter, gradient, optimizer. DeepSpeed holds a bf16 parameter, and an fp32 master weight, momentum and variance
-# (ZeRO paper, section 3.1, https://arxiv.org/abs/1910.02054). Under DDP and FSDP2 the fp32 parameter is its own master
-# weight (docs/concepts/numerics.md).
-STATE_BYTES = {"deepspeed": (2, 2, 12)} | dict.fromkeys(("fsdp2", "ddp", "none", "pipeline"), (4, 4, 8))
-PARTS = ("parameter", "gradient", "optimizer")
-
-# (engine, sharding): communication, FSDP1's name of the sharding, the equivalent in another engine.
-# Communication is in elements that a rank sends and receives, in multiples of the trained model's parameters P, without
-# the ring's factor (N-1)/N: as the installed engines communicate, which docs/concepts/communication.md checks against
-# counted runs; ZeRO++ from table 1 of its paper (https://arxiv.org/abs/2306.10209). FSDP2's is with gradients that stay
-# sharded between accumulation steps, the default; `--accumulate whole` reduces once.
-SHARDINGS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
-    ("none", "replicate"): ("0", None, None),
-    ("ddp", "replicate"): ("2 P per step", "NO_SHARD", "ZeRO-0"),
-    ("pipeline", "replicate"): ("2 P/K between replicas per step", None, None),
-    ("deepspeed", "replicate"): ("2 P per step", "NO_SHARD", "DDP"),
-    ("deepspeed", "shard_optimizer"): ("3 P per step", None, None),
-    ("deepspeed", "shard_grad_op"): (
-        "2 P per accumulation step, 1 P per step",
-        "SHARD_GRAD_OP",
-        "close to FSDP2 without resharding",
-    ),
-    ("deepspeed", "full_shard"): ("2 to 3 P per accumulation step", "FULL_SHARD", "FSDP2"),
-    ("deepspeed", "hybrid_shard"): (
-        "0.75 P per accumulation step between nodes",
-        "close to HYBRID_SHARD",
-        "ZeRO++ (hpZ, qwZ, qgZ)",
-    ),
-    ("fsdp2", "full_shard"): ("3 P per accumulation step", "FULL_SHARD", "ZeRO-3"),
-    ("fsdp2", "shard_grad_op"): (
-        "2 P per accumulation step",
-        "SHARD_GRAD_OP",
-        "close to ZeRO-2, but parameters are shards between steps",
-    ),
-    ("fsdp2", "hybrid_shard"): (
-        "3 P, and 2 P/S between replicas, per accumulation step",
-        "HYBRID_SHARD",
-        "close to ZeRO++'s hpZ",
-    ),
-    ("fsdp2", "replicate"): ("2 P/T between replicas per accumulation step", None, None),
-}
 # Ranks that share rows exchange activations in each layer, forward and backward, in addition.
 ACTIVATION_COMMUNICATION = {
     "pp": "activations to the next stage and their gradients back, per accumulation step",
@@ -126,7 +85,7 @@ class Characteristics:
 
 def characteristics(preset: PresetSpec) -> Characteristics:
     """Derive the characteristics of a preset, shipped or a user's own."""
-    volume, fsdp1_name, other_name = SHARDINGS[preset.engine, preset.sharding]
+    volume, fsdp1_name, other_name = preset.traits.shardings[preset.sharding]
     if "tp" in preset.parallel:  # gathered are the parameters of one rank of T, or of E
         volume = volume.replace("3 P", "3 P/T")
     if "ep" in preset.parallel:
@@ -147,15 +106,15 @@ def characteristics(preset: PresetSpec) -> Characteristics:
 
 
 def _state_bytes(preset: PresetSpec, part: str) -> StateBytes:
-    unsharded = dict(zip(PARTS, STATE_BYTES[preset.engine], strict=True))[part]
+    unsharded = dict(zip(PARTS, preset.traits.state_bytes, strict=True))[part]
     # Under `tp` alone every rank also holds the norms, and under `pp` stages differ in size: both are left out.
     shards = "K" if "pp" in preset.parallel else "T" if "tp" in preset.parallel else "1"
     if part in preset.sharded_parts:
         shards = "S" if preset.replicas > 1 or "dp_replicate" in preset.parallel else "N"
     # Gradients are reduced to the device of the optimizer.
     device = preset.offload_param if part == "parameter" else preset.offload_optimizer
-    if part == "gradient" and device and preset.engine == "deepspeed":
-        unsharded = OFFLOADED_GRADIENT_BYTES.get(preset.sharding, unsharded)
+    if part == "gradient" and device:
+        unsharded = preset.traits.offloaded_gradient_bytes(preset.sharding)
     if part == "gradient" and device == "nvme":
         device = "cpu"
     return StateBytes(unsharded_bytes=unsharded, shards=shards, device=device or "gpu")
@@ -170,10 +129,9 @@ def _needs(preset: PresetSpec) -> tuple[str, ...]:
         needs.append("`--dp_replicate`, if it is not 2: S = N/replicas")
     if preset.sharded_at_load:
         needs.append(f"a model that transformers has a plan for ({', '.join(preset.degrees)})")
-    if preset.engine == "deepspeed":
-        needs.append("deepspeed")
-    if preset.engine == "deepspeed" and preset.offload_optimizer:
-        needs.append("a C++ compiler, for DeepSpeed's CPU Adam")
+    needs += preset.traits.needs
+    if preset.offload_optimizer:
+        needs += preset.traits.needs_to_offload
     if preset.needs_gpu is not None:
         needs.append("a GPU and nvcc, for DeepSpeed's CUDA quantiser")
     if "cpu" in (preset.offload_optimizer, preset.offload_param):

@@ -37,13 +37,14 @@ def preset_text(preset: Preset, form: str) -> str:
         return trainer_text(preset)
     if form != "deepspeed":
         raise ToolkitError(f"--as {form} is not one of {', '.join(FORMS)}")
-    if preset.engine != "deepspeed":
+    settings = preset.deepspeed_config()
+    if settings is None:
         raise ToolkitError(
             f"preset {preset.name!r} has no DeepSpeed JSON: its engine is {preset.engine}",
             hint=f"`toolkit preset show {preset.name}`",
         )
     json_path = preset.deepspeed_config_path
-    return json.dumps(preset.deepspeed_config(), indent=2) + "\n" if json_path is None else read_text(json_path)
+    return json.dumps(settings, indent=2) + "\n" if json_path is None else read_text(json_path)
 
 
 def accelerate_text(preset: Preset, json_path: Path | None) -> str:
@@ -92,7 +93,7 @@ def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> l
     """
     texts: dict[Path, str] = {}
     for preset in presets:
-        json_path = folder / f"{preset.name}.json" if preset.engine == "deepspeed" else None
+        json_path = None if preset.deepspeed_config() is None else folder / f"{preset.name}.json"
         texts[folder / f"{preset.name}.yaml"] = accelerate_text(preset, json_path)
         if json_path is not None:
             texts[json_path] = preset_text(preset, "deepspeed")

@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.files.documents import unexpected
-from toolkit.parallel.layout import DIMENSIONS
+from toolkit.parallel.layout import DIMENSIONS, PARALLEL_KEY
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -84,8 +84,6 @@ PARALLEL = ValueType(
     f"a list of {', '.join(DIMENSIONS)}",
     lambda value: isinstance(value, list) and all(name in DIMENSIONS for name in value),
 )
-# Read by the toolkit alone, in the block of the engine: accelerate's launcher passes over it.
-PARALLEL_KEY = "parallel"
 
 Types = Mapping[str, ValueType]
 

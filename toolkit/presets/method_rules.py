@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from toolkit.engines.ddp import Single
+from toolkit.engines.engine import Engine
+from toolkit.engines.registry import ENGINES
 from toolkit.errors import did_you_mean
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
 from toolkit.models.optimizers import OPTIMIZERS
@@ -12,21 +15,6 @@ _GPU_ONLY_METHODS = {
     "use_liger_kernel": ("its kernels are written in Triton", "leave it out on a CPU"),
     "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
     "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
-}
-_NO_COMM_HOOK = {
-    "deepspeed": "DeepSpeed reduces gradients itself",
-    "fsdp2": "FSDP2 reduce-scatters gradients itself, without DDP's buckets",
-    "none": "there is nothing to communicate",
-    "pipeline": "gradients between pipelines are reduced without DDP's buckets",
-}
-_NO_ASYNC_SAVE = {
-    "deepspeed": "DeepSpeed writes its checkpoints itself",
-    "pipeline": "its stages write their checkpoints themselves",
-}
-_FIXED_ACCUMULATION = {
-    ("ddp", "sharded"): "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
-    ("deepspeed", "sharded"): "below ZeRO-2, gradients are reduced in the last accumulation step only",
-    ("deepspeed", "whole"): "ZeRO-2 and ZeRO-3 reduce and shard gradients in every accumulation step",
 }
 
 
@@ -85,9 +73,8 @@ def gpu_only_method(case: Case) -> Answers:
 
 
 def compiled_zero3(case: Case, preset: PresetSpec) -> Answers:
-    if preset.engine == "deepspeed" and preset.shards_parameters and case.uses("torch_compile"):
-        # docs/evidence/speed-and-memory.md: 15 graph breaks in a model of two layers, and nothing is fused
-        why = "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
+    why = preset.traits.breaks_compiled_graphs(preset.sharding)
+    if why is not None and case.uses("torch_compile"):
         yield method_answer(case, "torch_compile", why, "`--preset fsdp2` shards the same")
 
 
@@ -96,17 +83,17 @@ def comm_hook(case: Case) -> Answers:
         return
     if case.purpose in ("rehearse", "trace"):
         yield job_answer("--ddp_comm_hook cannot be rehearsed: a hook reads what the other ranks send", "leave it out")
-    elif case.preset is not None and case.preset.engine in _NO_COMM_HOOK:
-        yield method_answer(case, "ddp_comm_hook", _NO_COMM_HOOK[case.preset.engine], "`--preset ddp`")
+    elif case.preset is not None and (why := case.preset.traits.no_comm_hook) is not None:
+        yield method_answer(case, "ddp_comm_hook", why, "`--preset ddp`")
     elif case.world_size == 1:
-        yield job_answer(f"--ddp_comm_hook with one process: {_NO_COMM_HOOK['none']}", "`--num-processes 2`")
+        yield job_answer(f"--ddp_comm_hook with one process: {Single.no_comm_hook}", "`--num-processes 2`")
 
 
 def accumulation(case: Case, preset: PresetSpec) -> Answers:
     chosen = case.job.chosen_accumulate
-    if preset.engine == "fsdp2" or chosen in (None, default_accumulate(preset)):
+    if preset.traits.chooses_accumulation or chosen in (None, default_accumulate(preset)):
         return
-    why = _FIXED_ACCUMULATION["deepspeed" if preset.engine == "deepspeed" else "ddp", str(chosen)]
+    why = preset.traits.fixed_accumulation[chosen]
     yield method_answer(case, f"accumulate {chosen}", why, "leave it out, or `--preset fsdp2`")
 
 
@@ -181,8 +168,7 @@ def async_save(case: Case, preset: PresetSpec) -> Answers:
     if not case.job.async_save or preset.sharded_at_load:
         return
     if not preset.uses_fsdp_plugin:
-        why = _NO_ASYNC_SAVE.get(preset.engine, "rank 0 writes its checkpoints alone, and no rank has a shard")
-        yield method_answer(case, "async_save", why, "leave it out, or `--preset fsdp2`")
+        yield method_answer(case, "async_save", preset.traits.no_async_save, "leave it out, or `--preset fsdp2`")
     elif (kind := _fsdp_state_dict_type(preset)) != "SHARDED_STATE_DICT":
         why = f"its fsdp_state_dict_type is {kind}, which rank 0 writes alone"
         yield method_answer(case, "async_save", why, "`fsdp_state_dict_type: SHARDED_STATE_DICT`")
@@ -200,37 +186,6 @@ def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
 
 # Presets to name where a preset that offloads, or splits layers, cannot run an optimizer, and their engines.
 _WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
-# engine -> name or library of an optimizer -> why it does not work there, and what does.
-# tests/train/test_training_methods.py shows those of FSDP2.
-_NO_OPTIMIZER = {
-    "deepspeed": {
-        "adafactor": (
-            "DeepSpeed flattens parameters, and only matrices have rows and columns to factor",
-            "`--preset ddp`, or `--optim adamw_bnb_8bit`",
-        ),
-        "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
-        "muon": ("DeepSpeed flattens parameters, and Muon orthogonalises matrices", "`--preset ddp` or `fsdp2`"),
-        "torchao": (
-            "torchao quantizes whole blocks of 256, and DeepSpeed's flat partitions seldom are",
-            "`--optim adamw_bnb_8bit`",
-        ),
-    },
-    "fsdp2": {
-        "bitsandbytes": (
-            "bitsandbytes' kernels take no DTensors",
-            "`--optim adamw_torch_8bit`, or `--preset zero2` or `zero3`",
-        ),
-        "adafactor": (
-            "transformers' Adafactor makes plain tensors beside DTensors",
-            "`--optim adamw_torch_8bit`, or `--preset ddp`",
-        ),
-        "adagrad": (
-            "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
-            "`--optim rmsprop`, or `--preset ddp`",
-        ),
-        "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
-    },
-}
 
 
 def planned_optimizer(case: Case) -> Answers:
@@ -257,8 +212,8 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
     optim = case.job.optim
     if survives_offload(optim):  # which works under every preset
         return
-    found = _no_optimizer(preset.engine, optim)
-    if preset.engine == "deepspeed" and preset.offload_optimizer:
+    found = _no_optimizer(preset.traits, optim)
+    if preset.traits.replaces_offloaded_optimizer and preset.offload_optimizer:
         # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
         # regularisation in place of decoupled weight decay; 8-bit and paged states become plain fp32 ones.
         why = "accelerate replaces an offloaded optimizer by DeepSpeed's CPU Adam"
@@ -268,14 +223,14 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
         yield why, f"--optim {optim} does not work under preset {preset.name!r}: {why}", hint
 
 
-def _no_optimizer(engine: str, optim: str) -> tuple[str, str] | None:
-    answers = _NO_OPTIMIZER.get(engine, {})
+def _no_optimizer(engine: Engine, optim: str) -> tuple[str, str] | None:
+    answers = engine.no_optimizer
     return answers.get(optim) or answers.get(optimizer_library(optim))
 
 
 def preset_that_runs(optim: str) -> str:
     """Name a preset that can run an optimizer."""
-    running = (name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(engine, optim) is None)
+    running = (name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(ENGINES[engine], optim) is None)
     return f"`--preset {next(running)}`"
 
 

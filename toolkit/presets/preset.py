@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engines.zero import SHARDING_OF_STAGE
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files.documents import read_configuration, read_text, settings_for_path, unexpected
 from toolkit.files.paths import is_file, user_path
-from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, PARALLEL_KEY, check_keys_and_values
+from toolkit.parallel.layout import DIMENSIONS, PARALLEL_KEY, SAME_ROWS
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, check_keys_and_values
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import from_pretrained_arguments, training_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
 # What each engine can divide beside its own data parallelism: `ddp` is what accelerate calls a model sharded at load,

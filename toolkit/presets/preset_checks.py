@@ -46,7 +46,7 @@ def check_arguments(
     check_supported(preset, job, world_size=num_processes, device=device, purpose=purpose)
     # The Trainer cannot load the best model where a sharded checkpoint holds only the model.
     only_model = job.save_only_model and job.load_best_model_at_end
-    if only_model and preset is not None and preset.engine in ("deepspeed", "fsdp2"):
+    if only_model and preset is not None and preset.traits.rejects_best_of_weights:
         raise ToolkitError(
             f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}",
             hint="leave `--save_only_model` out",
@@ -65,7 +65,7 @@ def _ineffective_under(preset: PresetSpec | None, job: Job) -> list[str]:
     lines = [
         f"--{name} has no effect: preset {preset.name!r} does not train with DDP"
         for name in DDP_ARGUMENTS
-        if name in job.given and preset.engine != "ddp"
+        if name in job.given and not preset.traits.uses_ddp
     ]
     if preset.uses_fsdp_plugin and job.uses_activation_checkpointing and job.activation_checkpointing_kwargs:
         lines.append("--activation_checkpointing_kwargs has no effect: FSDP2 checkpoints each layer itself")

@@ -9,12 +9,7 @@ from typing import Any
 
 from toolkit.presets.spec import PresetSpec
 
-# With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
-# an fp32 copy of it (deepspeed 0.19.8, `stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
-OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
-
 ADAM_STATES = 2  # momentum and variance
-PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (deepspeed 0.19.8, `runtime/zero/config.py`)
 PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 
 
@@ -61,10 +56,7 @@ def persistence_threshold(preset: PresetSpec, *, hidden_size: int | None) -> int
     `auto` is 10 x the hidden size, which the libraries read from the model's configuration (transformers 5,
     `integrations/deepspeed.py`).
     """
-    if preset.engine != "deepspeed" or not preset.shards_parameters:
-        return 0
-    value = zero_block(preset).get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
-    return 10 * (hidden_size or 0) if value == "auto" else int(value)
+    return preset.traits.persistence_threshold(zero_block(preset), preset.sharding, hidden_size=hidden_size)
 
 
 def shard_byte_limits(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.engines.engine import Engine
+from toolkit.engines.registry import engine_named
 from toolkit.files.documents import read_configuration, read_text
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
@@ -58,13 +60,14 @@ class PresetSpec:
     """The settings that the YAML has itself, as JSON."""
 
     @property
+    def traits(self) -> Engine:
+        """What is true of its engine."""
+        return engine_named(self.engine, sharded_at_load=self.sharded_at_load)
+
+    @property
     def sharded_parts(self) -> tuple[str, ...]:
         """The model states of which each rank holds only a shard between steps."""
-        if self.sharding == "shard_grad_op" and self.engine == "fsdp2":
-            return ("parameter", "gradient", "optimizer")  # gathered parameters live from forward to backward only
-        return {"replicate": (), "shard_optimizer": ("optimizer",), "shard_grad_op": ("gradient", "optimizer")}.get(
-            self.sharding, ("parameter", "gradient", "optimizer")
-        )
+        return self.traits.sharded_parts(self.sharding)
 
     @property
     def offloads(self) -> bool:
@@ -84,7 +87,7 @@ class PresetSpec:
     @property
     def uses_fsdp_plugin(self) -> bool:
         """True if accelerate's FSDP plugin shards the model."""
-        return self.engine == "fsdp2" and not self.sharded_at_load
+        return self.traits.uses_fsdp_plugin
 
     def layout(self, world_size: int, degrees: Mapping[str, int | None]) -> ParallelLayout | None:
         """Return how a run divides its ranks; None for data parallelism alone."""
@@ -147,7 +150,7 @@ def default_accumulate(preset: PresetSpec) -> str:
 
     FSDP2 reduces them in every accumulation step, also where it shards over one rank, beside tensor parallelism.
     """
-    return SHARDED if "gradient" in preset.sharded_parts or preset.engine == "fsdp2" else WHOLE
+    return SHARDED if "gradient" in preset.sharded_parts or preset.traits.chooses_accumulation else WHOLE
 
 
 def uses_fsdp() -> bool:

@@ -90,13 +90,7 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
     lines = [f"{label}: {reason.why}" for label, reason in found if reason is not None]
     if preset.uses_fsdp_plugin:
         lines.append("the Trainer's activation checkpointing together with FSDP's own")
-    if preset.engine == "deepspeed" and preset.shards_parameters:
-        lines.append(
-            "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)"
-        )
-    if preset.engine == "deepspeed" and preset.sharding == "shard_grad_op":
-        lines.append("`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)")
-    return tuple(lines)
+    return (*lines, *preset.traits.upstream_bugs(preset.sharding))
 
 
 def _needs_gpu(case: Case, preset: PresetSpec) -> Answers:
@@ -152,7 +146,7 @@ def _rehearsal(case: Case, preset: PresetSpec) -> Answers:
 def _fake_tensors(case: Case, preset: PresetSpec) -> Answers:
     if case.purpose != "trace":
         return
-    if preset.engine == "deepspeed":
+    if not preset.traits.can_be_traced:
         why = "DeepSpeed reads the values and addresses of its tensors"
     elif preset.parallel:
         why = "fake tensors were never run where layers or sequences are split"
@@ -192,7 +186,7 @@ def _recommendation(case: Case, preset: PresetSpec) -> Answers:
         yield preset_answer(preset, f"quantises its communication, {problem}", None)
     elif "pp" in preset.parallel:
         yield preset_answer(preset, "has no step time measured on GPUs yet: choose it manually", None)
-    elif preset.engine == "ddp" and case.world_size == 1:
+    elif preset.traits.uses_ddp and case.world_size == 1:
         yield preset_answer(preset, "is `single` where there is one process", None)
 
 

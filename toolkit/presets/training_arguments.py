@@ -19,30 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
+from toolkit.engines.fsdp2 import FSDP_CONFIG_KEYS
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.job.accumulation import chosen_accumulate, with_accumulate
 from toolkit.job.job import Job
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel import sharded_at_load, split_sequences
-from toolkit.parallel.layout import DEGREES, ParallelLayout
+from toolkit.parallel.layout import DEGREES, PARALLEL_KEY, ParallelLayout
 from toolkit.presets.compatibility import CPU
-from toolkit.presets.known_keys import PARALLEL_KEY
 from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate, uses_fsdp
 from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# accelerate's key -> the key of `TrainingArguments.fsdp_config` (transformers 5.23, `_process_fsdp_args`), which
-# silently drops every other one.
-FSDP_CONFIG_KEYS = {
-    f"fsdp_{name}": name
-    for name in (
-        *("version", "reshard_after_forward", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap"),
-        *("cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing"),
-    )
-} | {"fsdp_offload_params": "cpu_offload"}
 # Only the environment carries these: accelerate's plugin reads them there, whoever constructs it.
 FSDP_ENVIRONMENT_KEYS = ("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules")
 # What a preset may set at the YAML's top level; anything else is read by the launcher only.
@@ -93,15 +84,9 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
             hint="start the script with `accelerate launch --config_file`, or remove the key",
         )
     arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-    if preset.engine == "deepspeed":
-        arguments["deepspeed"] = preset.deepspeed_config()
-    if preset.uses_fsdp_plugin:
-        fsdp = {FSDP_CONFIG_KEYS[key]: value for key, value in config["fsdp_config"].items() if key in FSDP_CONFIG_KEYS}
-        arguments |= {"fsdp": True, "fsdp_config": fsdp}
-    if preset.engine == "fsdp2":
+    arguments |= preset.traits.training_arguments(config, preset.deepspeed_config())
+    if preset.traits.chooses_accumulation:
         arguments["accelerator_config"] = with_accumulate({}, default_accumulate(preset))
-    if preset.engine == "ddp":
-        arguments["ddp_find_unused_parameters"] = False  # the Trainer's default traverses the graph again every step
     return arguments
 
 
@@ -110,18 +95,10 @@ def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | 
 
     A test compares it with `launcher_environment`, which derives everything with accelerate's own functions.
     """
-    environment = {"ACCELERATE_MIXED_PRECISION": precision}
-    if preset.engine == "deepspeed":
-        environment["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = preset.accelerate_config()
+    environment = {"ACCELERATE_MIXED_PRECISION": precision} | preset.traits.variables(config)
     if not preset.uses_fsdp_plugin:
         return environment
-    config = preset.accelerate_config()
-    environment["ACCELERATE_USE_FSDP"] = "true"
-    for key, value in config["fsdp_config"].items():
-        if key == PARALLEL_KEY:
-            continue
-        name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
-        environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
     mesh = dict(config.get("parallelism_config") or {})
     shard_size = preset.dp_shard_size(world_size) if world_size else None
     if shard_size is not None:
@@ -155,7 +132,7 @@ def training_arguments(
     from transformers import TrainingArguments  # after the variables are set
 
     arguments = (arguments_class or TrainingArguments)(**{**decided, **accumulation_arguments(preset, given)})
-    if preset.engine == "none":
+    if not preset.traits.needs_launcher:
         arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     _presets_in_effect[preset.accelerate_config_path] = layout
     return arguments
@@ -217,7 +194,7 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
     chosen = chosen_accumulate(given.get("accumulate"), configured)
     check_supported(preset, Job(accumulate=chosen), purpose="script")
     others = {name: value for name, value in given.items() if name != "accumulate"}
-    if preset.engine != "fsdp2":
+    if not preset.traits.chooses_accumulation:
         return others
     return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
 
@@ -264,7 +241,7 @@ def _check_given(preset: PresetSpec, given: Mapping[str, Any], degrees: Mapping[
                 f"{name} is set by the preset: {preset.name!r} uses {preset.engine}",
                 hint="`toolkit preset export DIR` copies the files, to change there and load by path",
             )
-    if "LOCAL_RANK" not in os.environ and preset.engine != "none":
+    if "LOCAL_RANK" not in os.environ and preset.traits.needs_launcher:
         raise ToolkitError(
             f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment",
             hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`",
@@ -312,11 +289,9 @@ def _refuse_late_call(preset: PresetSpec) -> None:
 def _prepare_cpu(preset: PresetSpec) -> None:
     """Make each engine run without a GPU, where accelerate would silently fall back to DDP."""
     check_supported(preset, device=CPU, purpose="script")
-    # With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP.
-    os.environ["ACCELERATE_USE_CPU"] = "false" if preset.engine == "deepspeed" else "true"
-    if preset.engine == "fsdp2":
-        enable_fsdp_on_cpu()
-    if preset.engine == "deepspeed":
+    os.environ["ACCELERATE_USE_CPU"] = preset.traits.accelerate_uses_cpu
+    enable_fsdp_on_cpu()
+    if preset.traits.compiles_ops:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         use_cached_extensions()
         check_extensions_folder()

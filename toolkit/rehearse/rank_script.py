@@ -76,7 +76,7 @@ def trace_job(args: Arguments, launch: LaunchContext) -> Facts:
     assert launch.preset is not None
     vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
     memory = LiveMemory(vocab_size=vocabulary)
-    with on_fake_tensors(memory, engine=launch.preset.engine):
+    with on_fake_tensors(memory, gathers_layers=launch.preset.traits.gathers_layers):
         model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
         with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
             trainer = Trainer(model=model, args=args.training)

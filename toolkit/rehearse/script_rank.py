@@ -64,7 +64,9 @@ class RehearsedScript(ScriptRun):
         join_fake_world(rehearsed, words.require_preset)
         super().__init__(words)
         self.rehearsed, self.writes = rehearsed, True
-        self.fake = FakeModels(words.require_preset.engine) if rehearsed.fake_tensors else None
+        self.fake = (
+            FakeModels(gathers_layers=words.require_preset.traits.gathers_layers) if rehearsed.fake_tensors else None
+        )
 
     def run(self) -> int:
         with _shards_filled() if self.fake is None else self.fake.patches():
@@ -148,8 +150,9 @@ def _shards_filled() -> Iterator[None]:
 class FakeModels:
     """Models on fake tensors in a process that otherwise computes as always: its data, tokenizers and collators."""
 
-    def __init__(self, engine: str) -> None:
-        self.engine, self.memory, self.answers = engine, LiveMemory(), ValueAnswers()
+    def __init__(self, *, gathers_layers: bool) -> None:
+        self.gathers_layers = gathers_layers
+        self.memory, self.answers = LiveMemory(), ValueAnswers()
         self.mode, self.generates = FakeTensorMode(allow_non_fake_inputs=True), False
 
     @contextlib.contextmanager
@@ -188,7 +191,7 @@ class FakeModels:
         reports = logging.getLogger("transformers.modeling_utils")
         reports.addFilter(lambda record: "seem corrupted" not in str(record.msg))  # all weights are missing
         with (
-            patched_for(self.memory, engine=self.engine),
+            patched_for(self.memory, gathers_layers=self.gathers_layers),
             replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
             replaced(PreTrainedModel, "_from_config", classmethod(from_config)),
             replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(no_weights)),

@@ -58,9 +58,9 @@ def join_fake_world(rehearsed: RehearsedRank, preset: PresetSpec) -> None:
     os.environ.update(launcher_environment(preset, world_size=rehearsed.world_size))
     if rehearsed.fake_tensors:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, which fake tensors take for another device
-        if preset.engine == "ddp":
+        if preset.traits.uses_ddp:
             return  # its reducer takes no fake tensors: the model is traced without it
-    if preset.engine != "none":
+    if preset.traits.needs_launcher:
         from accelerate.utils.other import get_free_port
 
         place = {"world_size": rehearsed.world_size, "rank": rehearsed.rank}

@@ -94,7 +94,7 @@ def trace_step(
     what the preset specifies.
     """
     trained = [parameter for parameter in trainer.model_wrapped.parameters() if parameter.requires_grad]
-    has_buckets = expected.preset is not None and expected.preset.engine == "ddp" and expected.world_size != 1
+    has_buckets = expected.preset is not None and expected.preset.traits.uses_ddp and expected.world_size != 1
     with memory.tagged("buckets"):
         buckets = [torch.empty_like(parameter) for parameter in trained] if has_buckets else []
     views = buckets if getattr(trainer.accelerator.ddp_handler, "gradient_as_bucket_view", False) else []
@@ -178,7 +178,7 @@ def verified_facts(trainer: Any, expected: ExpectedRun) -> Facts:
     values = expected_values(replace(expected, world_size=None), trainer)
     for of_gradients in ("gradient_dtype", "reduce_dtype"):  # the engine alone is read
         values.pop(of_gradients, None)
-    if expected.preset is not None and expected.preset.engine == "ddp":
+    if expected.preset is not None and expected.preset.traits.uses_ddp:
         del values["engine"]  # its buckets are counted, and nothing wraps the model
     found = differences(values, [own])
     if found:

@@ -77,7 +77,7 @@ class LaunchContext:
                     hint=f"ask for {requested} GPUs, and start torchrun on every node;"
                     f" or change `{WORLD_SIZE_VARIABLE}`",
                 )
-            if started_by_torchrun and started is None and preset.engine != "none":
+            if started_by_torchrun and started is None and preset.traits.needs_launcher:
                 raise ToolkitError(
                     f"{command.PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
                     hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
@@ -222,7 +222,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     training = _training_arguments(job.trainer_values | values)
     if training.deepspeed_plugin is not None:
         import_muon_uncompiled()
-    if launch.preset is not None and launch.preset.engine == "none":
+    if launch.preset is not None and not launch.preset.traits.needs_launcher:
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     attention = choose_attention(job, compute_dtype=compute_dtype(training), on_cpu=bool(training.use_cpu))
     notes = [f"warning: {line}" for line in warnings]

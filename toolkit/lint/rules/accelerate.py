@@ -22,7 +22,7 @@ from toolkit.lint.rules.settings import (
     shorten,
     zero_stage,
 )
-from toolkit.presets.known_keys import PARALLEL_KEY
+from toolkit.parallel.layout import PARALLEL_KEY
 
 # Keys that fit a single cluster only, and the value of each that is portable.
 MACHINE_FACTS: dict[str, object] = {

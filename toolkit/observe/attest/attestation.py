@@ -291,7 +291,7 @@ def check_master_dtype(expected: ExpectedRun, wrapped: Any) -> None:
     transformers 5 loads a bf16 checkpoint so. DeepSpeed and FSDP2 under mixed precision keep fp32 masters beside it.
     """
     preset, dtype = expected.preset, dtype_names(p for p in wrapped.parameters() if p.requires_grad)
-    if preset is None or preset.engine == "deepspeed" or not expected.of_script:
+    if preset is None or preset.traits.keeps_masters or not expected.of_script:
         return
     if dtype not in (None, "float32", expected.allowed.get("master_dtype")):
         raise AttestationFailed(

@@ -26,8 +26,6 @@ from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
 
-DEEPSPEED_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
 
 def expected_values(run: ExpectedRun, trainer: Any) -> Values:
     """Return the values that every rank must read; without a preset the settings and the world size alone."""
@@ -40,13 +38,14 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
     if preset.replicas > 1 and run.dp_shard_size is not None:
         expected["dp_shard_size"] = run.dp_shard_size
     # accelerate 1.15 wraps a single process in DDP on a CPU only.
-    unwrapped = preset.engine == "ddp" and world_size == 1 and trainer.args.device.type != "cpu"
+    engine = preset.engine if trainer.args.device.type == "cpu" else preset.traits.in_effect(world_size)
     if layout is not None:
         expected["layout"] = layout.degrees()
-        unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
+        if preset.sharded_at_load and layout.data_parallel_size == 1:  # nothing is left to shard
+            engine = "none"
     dtype = dtype_name(compute_dtype(trainer.args))
     return expected | {
-        "engine": "none" if unwrapped else preset.engine,
+        "engine": engine,
         "sharding": preset.sharding,
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
@@ -60,16 +59,11 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
 
 def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> Values:
     """The dtypes of gradients and of their reduction (docs/concepts/numerics.md), as far as they are known."""
-    if preset.engine == "deepspeed":  # stage and offload decide which buffer holds a gradient
-        config = preset.deepspeed_config() or {}
-        if "sp" in preset.degrees:  # DeepSpeed 0.19: a sequence's parts are summed in fp32, whatever the compute dtype
-            sent = config.get("seq_parallel_communication_data_type", "fp32")
-        else:
-            sent = config.get("communication_data_type")
-        return {"reduce_dtype": DEEPSPEED_DTYPES.get(str(sent).lower(), compute)}
-    reduced = compute if preset.engine == "fsdp2" and run.layout_at_load is None else "float32"
     sent_by_hook = run.settings.get("ddp_comm_hook") is not None
-    return {"gradient_dtype": "float32"} | ({} if sent_by_hook else {"reduce_dtype": reduced})
+    facts = preset.traits.gradient_facts(
+        compute_dtype=compute, deepspeed_config=preset.deepspeed_config(), splits_sequences="sp" in preset.degrees
+    )
+    return {name: dtype for name, dtype in facts.items() if name != "reduce_dtype" or not sent_by_hook}
 
 
 def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradient: Container[int] = ()) -> Values:
@@ -168,7 +162,7 @@ def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Value
     contract = {"optimizer_dtype": "float32"}
     if spec is None:
         return contract
-    if preset.engine == "deepspeed" and preset.offload_optimizer:
+    if preset.traits.replaces_offloaded_optimizer and preset.offload_optimizer:
         return contract | {"optimizer_class": "deepspeed.DeepSpeedCPUAdam", "adam_w_mode": True}
     named = {"optimizer_class": spec.class_name, "optimizer_paged": spec.paged}
     return contract | named if spec.is_fp32_adamw else named

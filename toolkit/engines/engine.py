@@ -1,0 +1,135 @@
+"""What presets, launches, checks, plans and checkpoints ask of an engine; one subclass each, without torch.
+
+An engine's module has what the installed version of its library does: deepspeed 0.19.8, accelerate 1.15,
+transformers 5.23, torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+PARTS = ("parameter", "gradient", "optimizer")
+
+
+class Sharding(NamedTuple):
+    """What ranks send under one sharding of an engine, and what others call it."""
+
+    communication: str
+    """Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's
+    factor (N-1)/N: as the engine communicates, which docs/concepts/communication.md checks against counted runs."""
+    fsdp1_name: str | None
+    other_name: str | None
+    """The same in another engine."""
+
+
+class Engine:
+    """The facts of an engine, as those of a single process are; each engine states what differs."""
+
+    name = "none"
+    shardings: Mapping[str, Sharding] = {"replicate": Sharding("0", None, None)}
+    state_bytes = (4, 4, 8)
+    """Of parameter, gradient and AdamW's states, for each parameter: the fp32 parameter is its own master weight."""
+    libraries: tuple[str, ...] = ()
+    """Packages that ranks import beside the training script's."""
+    needs: tuple[str, ...] = ()
+    needs_to_offload: tuple[str, ...] = ()
+    needs_launcher = True
+    """False where a plain `python` starts it."""
+    compiles_ops = False
+    keeps_masters = False
+    """True if trained weights are 16-bit copies, beside fp32 master weights of the engine's own."""
+    launcher_decides_precision = True
+    """False where `bf16: false` of a script's arguments wins."""
+    is_loaded_whole = True
+    """True if every rank loads the same checkpoint."""
+    keeps_empty_groups = True
+    """False if parameter groups without parameters are dropped."""
+    writes_universal = False
+    """True if a converted checkpoint has DeepSpeed's universal layout."""
+    uses_fsdp_plugin = False
+    uses_ddp = False
+    chooses_accumulation = False
+    """True if gradients may wait for the last accumulation step either way, sharded or whole."""
+    gathers_layers = False
+    """True if FSDP2 gathers each layer where it is used."""
+    can_be_traced = True
+    """False if it reads values and addresses of its tensors, which fake ones have not."""
+    replaces_offloaded_optimizer = False
+    rejects_best_of_weights = False
+    """True if the Trainer cannot load the best of checkpoints that hold only weights."""
+    accelerate_uses_cpu = "true"
+    """What `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect."""
+
+    no_comm_hook: str | None = "there is nothing to communicate"
+    no_async_save = "rank 0 writes its checkpoints alone, and no rank has a shard"
+    no_optimizer: Mapping[str, tuple[str, str]] = {}
+    """Name or library of an optimizer -> why it does not work, and what does."""
+    fixed_accumulation: Mapping[str, str] = {
+        "sharded": "every GPU holds all gradients, so a reduction in each accumulation step would save nothing"
+    }
+
+    def in_effect(self, world_size: int | None) -> str:
+        """Return the name of the engine that wraps the model of so many processes on GPUs."""
+        del world_size
+        return self.name
+
+    def sharded_parts(self, sharding: str) -> tuple[str, ...]:
+        """Return the model states of which each rank holds only a shard between steps."""
+        few = {"replicate": (), "shard_optimizer": ("optimizer",), "shard_grad_op": ("gradient", "optimizer")}
+        return few.get(sharding, PARTS)
+
+    def offloaded_gradient_bytes(self, sharding: str) -> int:
+        """Return the bytes of a gradient whose optimizer is offloaded."""
+        del sharding
+        return self.state_bytes[1]
+
+    def breaks_compiled_graphs(self, sharding: str) -> str | None:
+        """Return why `torch_compile` does not pay, or None where it may."""
+        del sharding
+        return None
+
+    def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
+        """Return what does not work, and the upstream issue."""
+        del sharding
+        return ()
+
+    def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
+        """Return True where each rank finds its shard of a checkpoint by itself.
+
+        In a distributed checkpoint it does if optimizer states have one fp32 number for each element of a parameter.
+        """
+        del universal
+        return sharding != "hybrid_shard" and one_number_each
+
+    # -- what each rank must read
+
+    def gradient_facts(
+        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+    ) -> dict[str, str]:
+        """Return what is known of the dtypes of gradients and of their reduction (docs/concepts/numerics.md)."""
+        del compute_dtype, deepspeed_config, splits_sequences
+        return {"gradient_dtype": "float32", "reduce_dtype": "float32"}
+
+    def largest_shard(self, shapes: Sequence[tuple[int, ...]], *, ranks: int) -> int:
+        """Return the elements of the largest shard that one rank may hold, including padding."""
+        raise NotImplementedError(f"{self.name} shards nothing")
+
+    def persistence_threshold(self, zero_block: Mapping[str, Any], sharding: str, *, hidden_size: int | None) -> int:
+        """Return the elements up to which a gathered parameter is never released."""
+        del zero_block, sharding, hidden_size
+        return 0
+
+    # -- what puts it in effect in a script of one's own
+
+    def training_arguments(
+        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the `TrainingArguments` that the preset's files stand for."""
+        del config, deepspeed_config
+        return {}
+
+    def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return the variables of the launcher's environment that `TrainingArguments` cannot carry."""
+        del config
+        return {}

@@ -1,0 +1,112 @@
+"""FSDP2: torch's `fully_shard`, as accelerate's plugin calls it, or transformers while it loads a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.engines.engine import PARTS, Engine, Sharding
+from toolkit.parallel.layout import PARALLEL_KEY
+
+# accelerate's key -> the key of `TrainingArguments.fsdp_config` (transformers 5.23, `_process_fsdp_args`), which
+# silently drops every other one.
+FSDP_CONFIG_KEYS = {
+    f"fsdp_{name}": name
+    for name in (
+        *("version", "reshard_after_forward", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap"),
+        *("cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing"),
+    )
+} | {"fsdp_offload_params": "cpu_offload"}
+
+
+class Fsdp2(Engine):
+    """accelerate's FSDP plugin, version 2. Between accumulation steps gradients stay sharded, if the user agrees."""
+
+    name = "fsdp2"
+    shardings: Mapping[str, Sharding] = {
+        "full_shard": Sharding("3 P per accumulation step", "FULL_SHARD", "ZeRO-3"),
+        "shard_grad_op": Sharding(
+            "2 P per accumulation step", "SHARD_GRAD_OP", "close to ZeRO-2, but parameters are shards between steps"
+        ),
+        "hybrid_shard": Sharding(
+            "3 P, and 2 P/S between replicas, per accumulation step", "HYBRID_SHARD", "close to ZeRO++'s hpZ"
+        ),
+        "replicate": Sharding("2 P/T between replicas per accumulation step", None, None),
+    }
+    is_loaded_whole = False
+    uses_fsdp_plugin = True
+    chooses_accumulation = True
+    gathers_layers = True
+    rejects_best_of_weights = True
+    no_comm_hook = "FSDP2 reduce-scatters gradients itself, without DDP's buckets"
+    # tests/train/test_training_methods.py shows these.
+    no_optimizer: Mapping[str, tuple[str, str]] = {
+        "bitsandbytes": (
+            "bitsandbytes' kernels take no DTensors",
+            "`--optim adamw_torch_8bit`, or `--preset zero2` or `zero3`",
+        ),
+        "adafactor": (
+            "transformers' Adafactor makes plain tensors beside DTensors",
+            "`--optim adamw_torch_8bit`, or `--preset ddp`",
+        ),
+        "adagrad": (
+            "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
+            "`--optim rmsprop`, or `--preset ddp`",
+        ),
+        "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
+    }
+
+    def sharded_parts(self, sharding: str) -> tuple[str, ...]:
+        """Return all parts, also without resharding: gathered parameters live from forward to backward only."""
+        return PARTS if sharding == "shard_grad_op" else super().sharded_parts(sharding)
+
+    def gradient_facts(
+        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+    ) -> dict[str, str]:
+        """Return fp32 gradients, which are reduced in the compute dtype."""
+        del deepspeed_config, splits_sequences
+        return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
+
+    def training_arguments(
+        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return `fsdp` and `fsdp_config`."""
+        del deepspeed_config
+        block = config["fsdp_config"]
+        given = {FSDP_CONFIG_KEYS[key]: value for key, value in block.items() if key in FSDP_CONFIG_KEYS}
+        return {"fsdp": True, "fsdp_config": given}
+
+    def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return accelerate's `FSDP_*` variables."""
+        environment = {"ACCELERATE_USE_FSDP": "true"}
+        for key, value in config["fsdp_config"].items():
+            if key != PARALLEL_KEY:
+                name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
+                environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        return environment
+
+
+class ShardedAtLoad(Fsdp2):
+    """transformers shards the model while it loads it (`DistributedConfig`); accelerate only starts the ranks."""
+
+    keeps_empty_groups = False
+    uses_fsdp_plugin = False
+
+    def gradient_facts(
+        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+    ) -> dict[str, str]:
+        """Return fp32 gradients, reduced as they are."""
+        del compute_dtype, deepspeed_config, splits_sequences
+        return {"gradient_dtype": "float32", "reduce_dtype": "float32"}
+
+    def training_arguments(
+        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return nothing: the model's `distributed_config` says all."""
+        del config, deepspeed_config
+        return {}
+
+    def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return nothing."""
+        del config
+        return {}
