@@ -54,8 +54,8 @@ def test_bitsandbytes_holds_the_measured_bytes(architecture: str, tmp_path: Path
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from toolkit.engines.tensors import constant_bytes, local_bytes, quantized_modules
     from toolkit.job.argument_fields import ModelArguments
-    from toolkit.observe.attest.tensors import constant_bytes, local_bytes, quantized_modules
     from toolkit.train.model.loading import load_model
 
     row = next(row for row in MEASURED["rows"] if row["architecture"] == architecture)

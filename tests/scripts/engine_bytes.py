@@ -26,10 +26,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.training_args import OptimizerNames
 
+from toolkit.engines import zero_live
+from toolkit.engines.live_engine import live_engine
+from toolkit.engines.tensors import local_bytes
 from toolkit.models.optimizers import MUON
-from toolkit.observe.attest import read_deepspeed
-from toolkit.observe.attest.read_rank import read_torch
-from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.rank_process import prepare_environment
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
@@ -124,7 +124,7 @@ def stepped(model: Any, optim: str) -> dict[str, int]:
     optimizer.step()
     accelerator, args = SimpleNamespace(mixed_precision="bf16"), SimpleNamespace(max_grad_norm=1.0)
     trainer: Any = SimpleNamespace(optimizer=optimizer, accelerator=accelerator, args=args)
-    return of(read_torch(trainer, model, list(model.parameters())), gradients)
+    return of(live_engine(model).read(trainer, list(model.parameters())), gradients)
 
 
 def run_fsdp2(preset: Preset, model: Any, optim: str) -> dict[str, int]:
@@ -185,13 +185,13 @@ def step_deepspeed(engine: Any, sharding: str) -> dict[str, int]:
     original = getattr(engine.optimizer, watched)
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        seen.setdefault("gradients", local_bytes(read_deepspeed.gradients(engine)))
+        seen.setdefault("gradients", local_bytes(zero_live.gradients(engine)))
         return original(*args, **kwargs)
 
     setattr(engine.optimizer, watched, look)
     backward(engine.module, engine)
     engine.step()
-    return of(read_deepspeed.read(engine, list(engine.module.parameters())), seen["gradients"])
+    return of(zero_live.read(engine, list(engine.module.parameters())), seen["gradients"])
 
 
 def gathered(engine: Any) -> dict[str, int]:

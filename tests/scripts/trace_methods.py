@@ -228,8 +228,8 @@ def trace(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoConfig
 
+    from toolkit.engines.tensors import local, optimizer_state_tensors
     from toolkit.models.fake_tensors import LiveMemory, on_fake_tensors, replaced
-    from toolkit.observe.attest.tensors import local, optimizer_state_tensors
     from toolkit.rehearse.trace import TracedModelStates
 
     AcceleratorState._reset_state()

@@ -30,6 +30,7 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.engines.registry import engine_named
+from toolkit.engines.zero import QUANTIZED_KEYS
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_json_object
 from toolkit.files.secrets import hide_secrets, hide_words
@@ -40,7 +41,7 @@ from toolkit.launch.command import LaunchCommand, command_of
 from toolkit.launch.options import TrainOptions
 from toolkit.observe.script_file import check_script
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
-from toolkit.presets.preset import QUANTIZED_KEYS, load_preset
+from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.columns import Count, NonNegativeReal, PositiveCount
 from toolkit.record.folder import write_json

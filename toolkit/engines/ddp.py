@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.engines.engine import Engine, Sharding
+from toolkit.engines.fsdp2 import ShardedAtLoad
 
 
 class Ddp(Engine):
@@ -13,8 +14,15 @@ class Ddp(Engine):
 
     name = "ddp"
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("2 P per step", "NO_SHARD", "ZeRO-0")}
+    dimensions: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp", "ep", "pp")
     uses_ddp = True
     no_comm_hook = None
+
+    def with_dimensions(self, names: Sequence[str]) -> Engine:
+        """Return the toolkit's pipeline, or transformers' sharding at load: accelerate only starts their ranks."""
+        if "pp" in names:
+            return Pipeline()
+        return ShardedAtLoad() if names else self
 
     def in_effect(self, world_size: int | None) -> str:
         """Return `none` for one process: there is no other rank to reduce with."""
@@ -33,6 +41,7 @@ class Pipeline(Engine):
 
     name = "pipeline"
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("2 P/K between replicas per step", None, None)}
+    dimensions: tuple[str, ...] = ("dp_replicate", "pp")
     is_loaded_whole = False
     no_comm_hook = "gradients between pipelines are reduced without DDP's buckets"
     no_async_save = "its stages write their checkpoints themselves"
@@ -41,4 +50,5 @@ class Pipeline(Engine):
 class Single(Engine):
     """One process."""
 
+    max_world_size = 1
     needs_launcher = False

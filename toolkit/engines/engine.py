@@ -9,6 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+Values = dict[str, Any]
+"""Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
+
+One rank's reading lacks a key where the engine or the run has no such thing. `byte_limits` has the lowest and highest
+bytes that the preset's sharding allows this rank, by part of the model states; `whole_bytes` those of the unsharded
+part.
+"""
 PARTS = ("parameter", "gradient", "optimizer")
 
 
@@ -34,6 +41,10 @@ class Engine:
     """Packages that ranks import beside the training script's."""
     needs: tuple[str, ...] = ()
     needs_to_offload: tuple[str, ...] = ()
+    dimensions: tuple[str, ...] = ()
+    """Dimensions of parallelism that a preset's file may list."""
+    max_world_size: int | None = None
+    reads_deepspeed_settings = False
     needs_launcher = True
     """False where a plain `python` starts it."""
     compiles_ops = False
@@ -69,6 +80,24 @@ class Engine:
         "sharded": "every GPU holds all gradients, so a reduction in each accumulation step would save nothing"
     }
 
+    def with_dimensions(self, names: Sequence[str]) -> Engine:
+        """Return the engine that divides its ranks by these dimensions."""
+        del names
+        return self
+
+    def preset_fields(
+        self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return what accelerate's configuration and DeepSpeed's settings specify, as fields of a `PresetSpec`."""
+        del settings, parallel
+        return {
+            "sharding": "replicate",
+            "min_world_size": 1,
+            "offload_optimizer": None,
+            "offload_param": None,
+            "mixed_precision": config.get("mixed_precision") or "no",
+        }
+
     def in_effect(self, world_size: int | None) -> str:
         """Return the name of the engine that wraps the model of so many processes on GPUs."""
         del world_size
@@ -101,6 +130,9 @@ class Engine:
         """
         del universal
         return sharding != "hybrid_shard" and one_number_each
+
+    def expect_no_other_ranks(self) -> None:
+        """Let it start in a rehearsal, where no other rank sends anything."""
 
     # -- what each rank must read
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.engines.engine import PARTS, Engine, Sharding
@@ -33,6 +33,7 @@ class Fsdp2(Engine):
         ),
         "replicate": Sharding("2 P/T between replicas per accumulation step", None, None),
     }
+    dimensions: tuple[str, ...] = ("dp_shard", "cp")
     is_loaded_whole = False
     uses_fsdp_plugin = True
     chooses_accumulation = True
@@ -55,6 +56,23 @@ class Fsdp2(Engine):
         ),
         "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
     }
+
+    def preset_fields(
+        self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the fields; the replicas of a hybrid mesh are in `parallelism_config`."""
+        block = config.get("fsdp_config") or {}
+        replicas = int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
+        sharding = "full_shard" if block.get("fsdp_reshard_after_forward", True) else "shard_grad_op"
+        offload = "cpu" if block.get("fsdp_offload_params") else None
+        return super().preset_fields(config, settings, parallel) | {
+            "sharding": "hybrid_shard" if replicas > 1 else sharding,
+            "replicas": replicas,
+            "min_world_size": 2 * replicas,
+            "world_size_multiple": replicas,
+            "offload_optimizer": offload,
+            "offload_param": offload,
+        }
 
     def sharded_parts(self, sharding: str) -> tuple[str, ...]:
         """Return all parts, also without resharding: gathered parameters live from forward to backward only."""
@@ -89,8 +107,19 @@ class Fsdp2(Engine):
 class ShardedAtLoad(Fsdp2):
     """transformers shards the model while it loads it (`DistributedConfig`); accelerate only starts the ranks."""
 
+    dimensions: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp", "ep")
     keeps_empty_groups = False
     uses_fsdp_plugin = False
+
+    def preset_fields(
+        self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the fields: the dimensions say how it shards."""
+        sharding = "full_shard" if "dp_shard" in parallel else "replicate"
+        if {"dp_replicate", "dp_shard"} <= set(parallel):
+            sharding = "hybrid_shard"
+        fields = Engine.preset_fields(self, config, settings, parallel)
+        return fields | {"sharding": sharding, "sharded_at_load": True}
 
     def gradient_facts(
         self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool

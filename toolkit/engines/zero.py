@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.engines.engine import Engine, Sharding
 
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
+QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+OFFLOAD_BLOCKS = ("offload_optimizer", "offload_param")
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/config.py`)
@@ -35,6 +37,8 @@ class Zero(Engine):
     # A bf16 parameter, and an fp32 master weight, momentum and variance (ZeRO paper, section 3.1,
     # https://arxiv.org/abs/1910.02054).
     state_bytes = (2, 2, 12)
+    dimensions: tuple[str, ...] = ("dp_shard", "sp")
+    reads_deepspeed_settings = True
     libraries = ("deepspeed", "ninja")
     needs = ("deepspeed",)
     needs_to_offload = ("a C++ compiler, for DeepSpeed's CPU Adam",)
@@ -67,6 +71,26 @@ class Zero(Engine):
         ),
     }
 
+    def preset_fields(
+        self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the fields, from DeepSpeed's settings."""
+        zero = settings.get("zero_optimization", {})
+        # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
+        hpz = int(zero.get("zero_hpz_partition_size", 1))
+        quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
+        devices = {block: (zero.get(block) or {}).get("device", "none") for block in OFFLOAD_BLOCKS}
+        # `auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision.
+        enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled") in (True, "auto")]
+        return super().preset_fields(config, settings, parallel) | {
+            "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[zero.get("stage", 0)],
+            "min_world_size": hpz,
+            "world_size_multiple": hpz,
+            "needs_gpu": f"{quantized[0]} runs CUDA kernels of DeepSpeed's" if quantized else None,
+            "mixed_precision": enabled[0] if enabled else "no",
+            **{block: None if device == "none" else device for block, device in devices.items()},
+        }
+
     def offloaded_gradient_bytes(self, sharding: str) -> int:
         """Return the bytes of a gradient on the host."""
         return OFFLOADED_GRADIENT_BYTES.get(sharding, self.state_bytes[1])
@@ -91,6 +115,12 @@ class Zero(Engine):
         """Return True for the universal layout."""
         del sharding, one_number_each
         return universal
+
+    def expect_no_other_ranks(self) -> None:
+        """Let ZeRO-3 start in a rehearsal."""
+        from toolkit.engines import zero_live
+
+        zero_live.expect_no_other_ranks()
 
     def gradient_facts(
         self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool

@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from transformers import TrainerControl, TrainerState
 
+from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import (
@@ -127,7 +128,7 @@ class ObservedLoop:
         self.forwarded: list[BatchFacts] = []
         self.trains_in_mode: bool | None = None  # `model.training` in the loop's first forward
         self.between_steps, self.clock_restarted = True, False
-        self.is_deepspeed = hasattr(model, "zero_optimization_stage")
+        self.is_deepspeed = live_engine(model).reduces_itself
         self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
         self.undo: list[Callable[[], None]] = []
         self._start()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 
-from toolkit.observe.attest.tensors import raw_bytes, without_adapters
+from toolkit.engines.tensors import raw_bytes, without_adapters
 
 IGNORED = -100  # the label that PyTorch's cross entropy ignores
 BATCH_FACTS = "batch_facts"

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import modeling_utils
 from transformers.trainer_utils import rotate_checkpoints
 
+from toolkit.engines.engine import Values
+from toolkit.engines.live_engine import live_engine
 from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.models.nf4 import as_in_training
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.differences import Values
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
@@ -71,8 +72,7 @@ class CheckpointSaver:
         trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
         record, began = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited), time.monotonic()
-        if hasattr(trainer.model_wrapped, "zero_optimization_stage"):
-            leave_out_tied_weights(trainer.model_wrapped)
+        live_engine(trainer.model_wrapped).leave_out_tied_weights()
         self.staging = saving_folder(Path(trainer.args.output_dir), step)
         folder = self.staging / f"checkpoint-{step}"
         with contextlib.nullcontext() if self.background is None else self.background.deferred_writes():
@@ -208,23 +208,6 @@ class CheckpointSaver:
             )
         how = {name: reading[name] for name in ("compute_dtype", "load_in_4bit")}
         return {"input_ids": input_ids, "logits": logits, **how, "four_bit_matmul": four_bit_matmul}
-
-
-def leave_out_tied_weights(engine: Any) -> None:
-    """Leave frozen weights out of DeepSpeed's adapter checkpoints under every one of their names.
-
-    deepspeed 0.19.8 leaves out the first name of a tied weight only (ZeRO-1 and 2): the head would be saved.
-    """
-    frozen = [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]
-
-    def module_state_dict(*args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
-        how = kwargs | {"exclude_frozen_parameters": exclude_frozen_parameters}
-        state = type(engine).module_state_dict(engine, *args, **how)
-        for name in frozen if exclude_frozen_parameters else ():
-            state.pop(name, None)
-        return state
-
-    engine.module_state_dict = module_state_dict
 
 
 class BackgroundSaver:

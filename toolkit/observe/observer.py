@@ -24,10 +24,11 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer, TrainerCallback
 
+from toolkit.engines.seams import OBSERVED_METHODS, check_methods
+from toolkit.engines.tensors import innermost_optimizer
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.attest.expected import optimizer_class
-from toolkit.observe.attest.tensors import innermost_optimizer
 from toolkit.observe.batches import (
     BatchFacts,
     CountBatch,
@@ -129,10 +130,10 @@ class TrainerHooks:
         self.trainer, self.observer = trainer, observer
 
     def install(self) -> None:
-        """Stand for the methods until the observer leaves."""
-        for name, hook in vars(TrainerHooks).items():
-            if callable(hook) and name not in ("__init__", "install") and hasattr(self.trainer, name):
-                self.observer.undo.append(wrap_method(self.trainer, name, getattr(self, name)))
+        """Stand for the methods until the observer leaves. Raises ToolkitError where the Trainer lacks one."""
+        check_methods(self.trainer)
+        for name in OBSERVED_METHODS:
+            self.observer.undo.append(wrap_method(self.trainer, name, getattr(self, name)))
 
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         observer, iterate = self.observer, DataLoaderShard.__iter__

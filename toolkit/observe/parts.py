@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from toolkit.observe.attest.differences import Values
+from toolkit.engines.engine import Values
 from toolkit.observe.batches import CountBatch
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec

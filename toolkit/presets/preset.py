@@ -14,27 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.zero import SHARDING_OF_STAGE
+from toolkit.engines.engine import Engine
+from toolkit.engines.registry import ENGINES
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files.documents import read_configuration, read_text, settings_for_path, unexpected
 from toolkit.files.paths import is_file, user_path
 from toolkit.parallel.layout import DIMENSIONS, PARALLEL_KEY, SAME_ROWS
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, check_keys_and_values
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, check_keys_and_values
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import from_pretrained_arguments, training_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
-# What each engine can divide beside its own data parallelism: `ddp` is what accelerate calls a model sharded at load,
-# and one whose layers form a pipeline.
-PARALLEL_DIMENSIONS = {
-    "ddp": {"dp_replicate", "dp_shard", "tp", "ep"},
-    "pipeline": {"dp_replicate", "pp"},
-    "fsdp2": {"dp_shard", "cp"},
-    "deepspeed": {"dp_shard", "sp"},
+ENGINE_OF_TYPE = {
+    "NO": ENGINES["none"],
+    "MULTI_GPU": ENGINES["ddp"],
+    "MULTI_CPU": ENGINES["ddp"],
+    "DEEPSPEED": ENGINES["deepspeed"],
+    "FSDP": ENGINES["fsdp2"],
 }
 
 
@@ -117,18 +115,18 @@ def read_preset(path: Path) -> Preset:
     """
     config = read_configuration(path)
     check_keys_and_values(config, ACCELERATE_BLOCKS, path)
-    engine = _engine(config, path)
     json_path, text = _deepspeed_source(config, path)
-    parallel = _parallel(config, engine, path)
+    engine, parallel = _engine(config, path)
     first = read_text(path).split("\n", 1)[0]
-    is_deepspeed = engine == "deepspeed"
-    fields = _deepspeed_fields(json_path, text, path) if is_deepspeed else _torch_fields(config, engine, parallel)
+    settings = _deepspeed_settings(json_path, text, path) if engine.reads_deepspeed_settings else {}
+    fields = engine.preset_fields(config, settings, parallel)
     if parallel:
         fields |= {"min_world_size": _smallest_layout(parallel), "world_size_multiple": 1}
     return Preset(
         name=path.stem,
         summary=first.lstrip("# ").strip() if first.startswith("#") else "",
-        max_world_size=1 if engine == "none" else None,
+        engine=engine.name,
+        max_world_size=engine.max_world_size,
         parallel=parallel,
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
@@ -137,30 +135,22 @@ def read_preset(path: Path) -> Preset:
     )
 
 
-def _engine(config: dict[str, Any], path: Path) -> str:
+def _engine(config: dict[str, Any], path: Path) -> tuple[Engine, tuple[str, ...]]:
+    """The engine, and the dimensions that its block lists under `parallel`: accelerate passes over that key."""
     distributed_type = config.get("distributed_type")
     if distributed_type not in ENGINE_OF_TYPE:
         raise unexpected(path, "distributed_type", distributed_type, f"one of {', '.join(ENGINE_OF_TYPE)}")
     if distributed_type == "FSDP" and str((config.get("fsdp_config") or {}).get("fsdp_version")) != "2":
         raise ToolkitError(f"{path}: this is FSDP1, which presets do not use", hint="add `fsdp_version: 2`")
-    return ENGINE_OF_TYPE[distributed_type]
-
-
-def _parallel(config: dict[str, Any], engine: str, path: Path) -> tuple[str, ...]:
-    """The dimensions that the engine's block lists under `parallel`: accelerate passes over that key."""
-    for block in ("fsdp_config", "deepspeed_config"):
-        names = (config.get(block) or {}).get(PARALLEL_KEY)
-        if not names:
-            continue
-        if sorted(set(names), key=DIMENSIONS.index) != names:
-            raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
-        if not set(names) <= PARALLEL_DIMENSIONS.get(
-            "pipeline" if engine == "ddp" and "pp" in names else engine, set()
-        ):
-            possible = " or ".join(f"{kind} ({', '.join(sorted(dims))})" for kind, dims in PARALLEL_DIMENSIONS.items())
-            raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {possible}")
-        return tuple(names)
-    return ()
+    blocks = {block: (config.get(block) or {}).get(PARALLEL_KEY) for block in ("fsdp_config", "deepspeed_config")}
+    block, names = next(((block, names) for block, names in blocks.items() if names), ("", []))
+    engine = ENGINE_OF_TYPE[distributed_type].with_dimensions(names)
+    if sorted(set(names), key=DIMENSIONS.index) != names:
+        raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
+    if not set(names) <= set(engine.dimensions):
+        possible = (f"{each.name} ({', '.join(sorted(each.dimensions))})" for each in ENGINES.values())
+        raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {' or '.join(possible)}")
+    return engine, tuple(names)
 
 
 def _deepspeed_source(config: dict[str, Any], path: Path) -> tuple[Path | None, str | None]:
@@ -198,60 +188,16 @@ def _deepspeed_path(named: str, path: Path) -> Path:
     return Path(os.path.realpath(found))
 
 
-def _deepspeed_fields(json_path: Path | None, text: str | None, path: Path) -> dict[str, Any]:
+def _deepspeed_settings(json_path: Path | None, text: str | None, path: Path) -> dict[str, Any]:
     if json_path is None and text is None:
         raise ToolkitError(
             f"{path}: deepspeed_config names no deepspeed_config_file",
             hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`",
         )
-    deepspeed = read_configuration(json_path) if text is None and json_path is not None else json.loads(text or "")
-    check_keys_and_values(deepspeed, DEEPSPEED_BLOCKS, path if json_path is None else json_path)
-    zero = deepspeed.get("zero_optimization", {})
-    # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
-    hpz = int(zero.get("zero_hpz_partition_size", 1))
-    quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
-    devices = {block: (zero.get(block) or {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
-    # `auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision.
-    enabled = [name for name in ("bf16", "fp16") if deepspeed.get(name, {}).get("enabled") in (True, AUTO)]
-    return {
-        "engine": "deepspeed",
-        "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[zero.get("stage", 0)],
-        "min_world_size": hpz,
-        "world_size_multiple": hpz,
-        "needs_gpu": f"{quantized[0]} runs CUDA kernels of DeepSpeed's" if quantized else None,
-        "mixed_precision": enabled[0] if enabled else "no",
-        **{block: None if device == "none" else device for block, device in devices.items()},
-    }
-
-
-def _torch_fields(config: dict[str, Any], engine: str, parallel: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a preset without DeepSpeed, whose YAML specifies everything.
-
-    With `parallel` under MULTI_GPU, accelerate only starts the ranks: the toolkit's own loop runs the stages of a
-    pipeline, and transformers shards any other model while it loads it.
-    """
-    fsdp = (config.get("fsdp_config") or {}) if engine == "fsdp2" else {}
-    replicas = 1
-    if engine == "fsdp2":
-        replicas = int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
-    at_load = engine == "ddp" and bool(parallel) and "pp" not in parallel
-    sharding = "replicate"
-    if replicas > 1 or (at_load and {"dp_replicate", "dp_shard"} <= set(parallel)):
-        sharding = "hybrid_shard"
-    elif engine == "fsdp2" or (at_load and "dp_shard" in parallel):
-        sharding = "full_shard" if fsdp.get("fsdp_reshard_after_forward", True) else "shard_grad_op"
-    offload = "cpu" if fsdp.get("fsdp_offload_params") else None
-    return {
-        "engine": "fsdp2" if at_load else "pipeline" if "pp" in parallel else engine,
-        "sharding": sharding,
-        "sharded_at_load": at_load,
-        "replicas": replicas,
-        "min_world_size": 2 * replicas if engine == "fsdp2" else 1,
-        "world_size_multiple": replicas,
-        "offload_optimizer": offload,
-        "offload_param": offload,
-        "mixed_precision": config.get("mixed_precision") or "no",
-    }
+    settings: dict[str, Any]
+    settings = read_configuration(json_path) if text is None and json_path is not None else json.loads(text or "")
+    check_keys_and_values(settings, DEEPSPEED_BLOCKS, path if json_path is None else json_path)
+    return settings
 
 
 def _smallest_layout(parallel: tuple[str, ...]) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig, Trainer, set_seed
 
+from toolkit.engines.tensors import compute_dtype
 from toolkit.models.fake_tensors import LiveMemory, on_fake_tensors
-from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.parts import ExpectedRun
 from toolkit.observe.progress import Progress
 from toolkit.presets.spec import PresetSpec

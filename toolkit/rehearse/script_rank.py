@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.initialization import no_init_weights
 
+from toolkit.engines.live_engine import held_tensors
+from toolkit.engines.tensors import local_bytes
 from toolkit.errors import EXIT_DONE, ToolkitError
 from toolkit.models.fake_tensors import LiveMemory, patched_for, replaced
 from toolkit.models.fake_values import WITHOUT_TRACE, ValueAnswers, unanswered
 from toolkit.observe.accelerate_loop import LoopedTraining
-from toolkit.observe.attest.read_deepspeed import zero3_parameters
-from toolkit.observe.attest.tensors import local_bytes
 from toolkit.observe.foreign_script import ScriptRun, StopAfter
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import observe, with_optimizer
@@ -323,8 +323,7 @@ def other_models(trainer: Any) -> dict[str, Any]:
 
 
 def _held_bytes(model: Any) -> int:
-    parameters = list(model.parameters())
-    return local_bytes(zero3_parameters(parameters) if hasattr(parameters[0], "ds_tensor") else parameters)
+    return local_bytes(held_tensors(list(model.parameters())))
 
 
 def largest_batches(trainer: Any) -> tuple[list[Any], Any, str]:

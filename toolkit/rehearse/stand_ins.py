@@ -19,10 +19,12 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.initialization import no_init_weights
 
+from toolkit.engines.engine import Values
+from toolkit.engines.live_engine import live_engine
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.differences import Difference, Values, byte_limit_differences, differences
+from toolkit.observe.attest.differences import Difference, byte_limit_differences, differences
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import Observer
 from toolkit.observe.timer import StepTimer
@@ -71,11 +73,7 @@ def join_fake_world(rehearsed: RehearsedRank, preset: PresetSpec) -> None:
 
         dist.init_process_group("fake", store=FakeStore(), rank=rehearsed.rank, world_size=rehearsed.world_size)
         dist.all_gather_object = _own_object  # pickles of the other ranks would be empty
-    if preset.engine == "deepspeed":  # ZeRO-3 compares the order of parameters with rank 0's, which nobody sends
-        from deepspeed.runtime.zero import utils
-
-        utils.assert_lst_len_same_as_other_ranks = lambda _: None
-        utils.get_lst_from_rank0 = lambda own: own
+    preset.traits.expect_no_other_ranks()
 
 
 def _own_object(objects: list[Any], own: Any, group: Any = None) -> None:
@@ -122,7 +120,7 @@ class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
         wrapped = self.trainer.model_wrapped
         if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
             wrapped.register_comm_hook(None, _own_bucket)
-        if not hasattr(wrapped, "zero_optimization_stage"):
+        if not live_engine(wrapped).reduces_itself:
             fill_shards(wrapped)
 
 

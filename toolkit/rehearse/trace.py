@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from toolkit.engines.tensors import full_size, local, num_trainable_params, optimizer_state_tensors
 from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensors import LiveMemory, MemoryPeak
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
-from toolkit.observe.attest.tensors import full_size, local, num_trainable_params, optimizer_state_tensors
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.train.model.chunked_loss import read_loss

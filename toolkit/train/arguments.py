@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
+from toolkit.engines.tensors import compute_dtype
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file, user_path
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
@@ -31,7 +32,6 @@ from toolkit.launch import command
 from toolkit.launch.nvme import ACCELERATE_VARIABLES, swap_folder
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
-from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.observe.rank_process import import_muon_uncompiled
 from toolkit.parallel.layout import ParallelLayout

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import set_seed
 
-from toolkit.observe.attest.tensors import compute_dtype
+from toolkit.engines.tensors import compute_dtype
 from toolkit.observe.progress import Progress
 from toolkit.observe.rank_process import keep_freed_pages, share_one_heap
 from toolkit.train.active_run import open_run

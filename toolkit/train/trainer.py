@@ -14,12 +14,12 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from toolkit.engines.engine import Values
+from toolkit.engines.tensors import compute_dtype, dtype_name, num_trainable_params
 from toolkit.job.job_checks import profiled_steps
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
 from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import compute_dtype, dtype_name, num_trainable_params
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.observer import observe

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.engines.tensors import num_trainable_params
 from toolkit.errors import AttestationFailed
 from toolkit.job.job import Job
 from toolkit.observe.attest import attestation
 from toolkit.observe.attest.differences import differences
-from toolkit.observe.attest.tensors import num_trainable_params
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.train.engine.comm_hooks import hook_name
 from toolkit.train.trainer import observer_parts

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.engines.engine import Values
 from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
-from toolkit.observe.attest.differences import Values
 from toolkit.parallel.layout import ParallelLayout
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from launching import cpu_environment
 
+from toolkit.engines.tensors import compiled_modules
 from toolkit.job.job import Compilation
-from toolkit.observe.attest.tensors import compiled_modules
 from toolkit.observe.timer import CompilerEvents
 from toolkit.train.engine.compiled_layers import compile_layers
 

@@ -11,8 +11,8 @@ from model_configs import TINY
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.engines.tensors import without_adapters
 from toolkit.models.fake_tensors import LiveMemory
-from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
 from toolkit.plan.logits import logits_bytes
 from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS

@@ -17,6 +17,10 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from toolkit.engines.engine import Values
+from toolkit.engines.live_engine import live_engine
+from toolkit.engines.tensors import compiled_modules, compute_dtype, dtype_names
+from toolkit.engines.zero_live import remove_shared_buffer
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.clipping import (
     CHANGED_AFTER_CLIPPING,
@@ -27,7 +31,6 @@ from toolkit.observe.attest.clipping import (
 )
 from toolkit.observe.attest.differences import (
     Difference,
-    Values,
     byte_differences,
     differences,
     kernel_differences,
@@ -37,10 +40,8 @@ from toolkit.observe.attest.differences import (
     replica_differences,
 )
 from toolkit.observe.attest.expected import expected_bytes, expected_values, known_optimizer
-from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak, remove_shared_buffer
 from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.attest.replicas import ReplicaCheck
-from toolkit.observe.attest.tensors import compiled_modules, compute_dtype, dtype_names
 from toolkit.observe.attest.weights_digest import weights_digest
 from toolkit.observe.kernels.packed_documents import document_rows
 from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
@@ -101,8 +102,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if self.strict:
             check_master_dtype(self.parts.expected, wrapped)
         self.before_training = self.read_before_training(plain)
-        if hasattr(wrapped, "zero_optimization_stage"):
-            call_at_gradient_peak(wrapped, self.on_pre_optimizer_step)
+        live_engine(wrapped).call_at_gradient_peak(self.on_pre_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
             self.forwards.start(plain)

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from toolkit.observe.attest.differences import Difference, Readings, Values
-from toolkit.observe.attest.read_fsdp2 import is_shard
-from toolkit.observe.attest.tensors import local
+from toolkit.engines.engine import Values
+from toolkit.engines.fsdp2_live import is_shard
+from toolkit.engines.live_engine import live_engine
+from toolkit.engines.tensors import local
+from toolkit.observe.attest.differences import Difference, Readings
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
 
@@ -53,7 +55,7 @@ class NormReader:
         self.trainer, self.layout = trainer, layout_at_load
         self.reading["rank"] = trainer.args.process_index
         wrapped = trainer.model_wrapped
-        outer = wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else trainer.optimizer
+        outer = live_engine(wrapped).optimizer(trainer)
         for optimizer in (getattr(outer, "optimizer", outer), getattr(outer, "backup_optimizer", None)):
             if isinstance(optimizer, Optimizer):
                 self.hooks.append(optimizer.register_step_pre_hook(self._on_step))
@@ -64,7 +66,7 @@ class NormReader:
             return
         self.reading |= grad_norm_facts(grad_norm)
         wrapped = self.trainer.model_wrapped
-        if not hasattr(wrapped, "zero_optimization_stage"):
+        if not live_engine(wrapped).reduces_itself:
             self.reading["clipped_norm"] = self._norm(wrapped.parameters())
 
     def stop(self, *, tries_clipping: bool) -> None:
@@ -82,7 +84,7 @@ class NormReader:
 
     def _norm(self, parameters: Iterable[Any]) -> float:
         gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters if p.grad is not None]
-        if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):  # flat, and with offload in host memory
+        if live_engine(self.trainer.model_wrapped).reduces_itself:  # flat, and with offload in host memory
             gradients = [part for gradient in gradients for part in gradient.flatten().split(ACCURATE_ELEMENTS)]
         return float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
 
@@ -105,12 +107,9 @@ def clip_synthetic_gradient(trainer: Any) -> float | None:
     threshold, wrapped = trainer.args.max_grad_norm, trainer.model_wrapped
     if not threshold or trainer.args.fp16:  # fp16's loss scaler would count the second look as an overflow check
         return None
-    if hasattr(wrapped, "zero_optimization_stage"):
-        if hasattr(wrapped.optimizer, "fp32_partitioned_groups_flat"):
-            return None  # ZeRO-3 clips only its own gradients, which are freed after the step
-        gradient = torch.tensor([SYNTHETIC_NORM * threshold], device=wrapped.optimizer.device)
-        wrapped.optimizer.unscale_and_clip_grads([gradient], gradient.clone())
-        return float(gradient)
+    live = live_engine(wrapped)
+    if live.reduces_itself:
+        return live.clip_synthetic_gradient(SYNTHETIC_NORM * threshold)
     # The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it. A loop
     # may look at those that it has.
     held = [(p, p.grad) for p in wrapped.parameters() if p.grad is not None]

@@ -11,16 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.engines.engine import Values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.kernel_table import DIFFERS
 
-Values = dict[str, Any]
-"""Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
-
-One rank's reading lacks a key where the engine or the run has no such thing. `byte_limits` has the lowest and highest
-bytes that the preset's sharding allows this rank, by part of the model states; `whole_bytes` those of the unsharded
-part.
-"""
 Readings = Sequence[Values]
 """One rank's reading each, in rank order."""
 

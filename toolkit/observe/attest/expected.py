@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, optimizer_spec
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.read_deepspeed import master_weights
-from toolkit.observe.attest.tensors import (
+from toolkit.engines.engine import Values
+from toolkit.engines.live_engine import live_engine
+from toolkit.engines.tensors import (
     compute_dtype,
     constant_bytes,
     dtype_name,
@@ -22,6 +21,7 @@ from toolkit.observe.attest.tensors import (
     quantized_modules,
     uncompiled,
 )
+from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
@@ -78,7 +78,7 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradien
     trained = [p for p in model.parameters() if p.requires_grad]
     in_4bit = [module.weight for module in quantized_modules(model)]
     # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
-    deepspeed = reading["engine"] == "deepspeed"
+    deepspeed = live_engine(model).reduces_itself
     used = stepped = trained
     if run.of_script and not deepspeed:
         states = innermost_optimizer(trainer.optimizer).state
@@ -171,8 +171,9 @@ def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Value
 def updated_tensors(trainer: Any) -> list[UpdatedTensor]:
     """Return the tensors that this rank's optimizer updates: parameters, their shards, or DeepSpeed's partitions."""
     wrapped = uncompiled(trainer.model_wrapped)
-    if hasattr(wrapped, "zero_optimization_stage"):
-        return [UpdatedTensor(shape=(master.numel(),)) for master in master_weights(wrapped)]
+    flat = live_engine(wrapped).flat_masters()
+    if flat is not None:
+        return [UpdatedTensor(shape=(master.numel(),)) for master in flat]
     embeddings = {id(m.weight) for m in wrapped.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = hidden_matrices(trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False))
     return [

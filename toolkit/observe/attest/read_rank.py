@@ -11,17 +11,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.engines import tensors
+from toolkit.engines.engine import Values
+from toolkit.engines.fsdp2_live import is_shard, parameter_groups
+from toolkit.engines.live_engine import held_tensors, live_engine
+from toolkit.engines.torch_live import mesh_sizes
 from toolkit.job.accumulation import SHARDED, WHOLE
-from toolkit.observe.attest import read_deepspeed, read_fsdp2, tensors
-from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.expected import optimizer_class
 from toolkit.observe.timer import CompilerEvents
 from toolkit.parallel.layout import DIMENSIONS
 
-_WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"}
 _OUTSIDE_BACKWARD = -1  # torch's graph task id when autograd is idle
-# transformers calls the ranks that share a copy of the model `fsdp`, accelerate `dp_shard`, as here.
-DIMENSION_OF_MESH = {"fsdp": "dp_shard", "efsdp": "expert_shard"}
 
 
 def read_rank(
@@ -38,8 +38,6 @@ def read_rank(
     engine = read_engine(trainer, wrapped, parameters)
     compiled, compiler = tensors.compiled_modules(plain), CompilerEvents.read()
     in_4bit = [module.weight for module in tensors.quantized_modules(plain)]
-    zero3 = any(hasattr(weight, "ds_id") for weight in in_4bit)
-    held_in_4bit = read_deepspeed.zero3_parameters(in_4bit) if zero3 else in_4bit
     reading = {
         "rank": trainer.args.process_index,
         "world_size": trainer.args.world_size,
@@ -48,7 +46,7 @@ def read_rank(
         **engine,
         **gradients,
         "compute_dtype": forwards.compute_dtype(engine["compute_dtype"]),
-        "quantized_bytes": tensors.local_bytes(held_in_4bit) if in_4bit else None,
+        "quantized_bytes": tensors.local_bytes(held_tensors(in_4bit)) if in_4bit else None,
         "quantization_constant_bytes": tensors.constant_bytes(plain) if in_4bit else None,
         "quantized_storage_dtype": tensors.dtype_names(in_4bit),
         "load_in_4bit": bool(in_4bit),
@@ -106,10 +104,10 @@ def read_other_models(trainer: Any, plain: Any) -> Values:
 
 
 def _read_other_model(module: Any, parameters: list[Any]) -> Values:
-    zero3 = any(hasattr(p, "ds_id") for p in parameters)
-    held = read_deepspeed.zero3_parameters(parameters) if zero3 else parameters
-    is_divided = zero3 or any(map(read_fsdp2.is_shard, (d for p in parameters for d in getattr(p, "placements", ()))))
-    groups = read_fsdp2.parameter_groups(module)
+    held = held_tensors(parameters)
+    is_divided = held is not parameters
+    is_divided |= any(map(is_shard, (d for p in parameters for d in getattr(p, "placements", ()))))
+    groups = parameter_groups(module)
     return {
         "sharding": "full_shard" if is_divided else "replicate",
         "dtype": tensors.dtype_names(held),
@@ -121,35 +119,12 @@ def _read_other_model(module: Any, parameters: list[Any]) -> Values:
 
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
     """Read the engine that wraps the model."""
-    if hasattr(wrapped, "zero_optimization_stage"):
-        reading, optimizer = read_deepspeed.read(wrapped, parameters), wrapped.optimizer
-    else:
-        reading, optimizer = read_torch(trainer, wrapped, parameters), trainer.optimizer
-    inner = tensors.innermost_optimizer(optimizer)
-    return reading | {
+    live = live_engine(wrapped)
+    inner = tensors.innermost_optimizer(live.optimizer(trainer))
+    return live.read(trainer, parameters) | {
         "optimizer_class": optimizer_class(inner),
         "optimizer_paged": bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
         "frozen_dtype": tensors.dtype_names(tensors.frozen_weights(wrapped)),
-    }
-
-
-def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
-    """Read FSDP2, DDP, or a model that nothing wraps: the parameter is its own fp32 master weight."""
-    states = tensors.optimizer_state_tensors(trainer.optimizer)
-    trained = [p for p in parameters if p.requires_grad]
-    precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
-    return {
-        "engine": next((engine for kind, engine in _WRAPPERS.items() if isinstance(wrapped, kind)), "none"),
-        "sharding": "replicate",
-        "parameter_bytes": tensors.local_bytes(parameters),
-        "optimizer_bytes": tensors.local_bytes(states),
-        "compute_dtype": precision or tensors.dtype_names(trained),
-        "master_dtype": tensors.dtype_names(trained),
-        "optimizer_dtype": tensors.dtype_names(states),
-        "offload_optimizer": None,
-        "offload_param": None,
-        "gradient_clipping": trainer.args.max_grad_norm,
-        **(read_fsdp2.read(wrapped, parameters) if read_fsdp2.is_fsdp2(wrapped) else {}),
     }
 
 
@@ -158,14 +133,9 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
 
     `sent_dtype` returns the dtype that ranks exchange where the script itself sends the wrapped model's gradients.
     """
-    wrapped = tensors.uncompiled(trainer.model_wrapped)
-    if hasattr(wrapped, "zero_optimization_stage"):
-        held = read_deepspeed.gradients(wrapped)
-        reduce_dtype: str | None = tensors.dtype_name(wrapped.communication_data_type)
-    else:
-        held = [p.grad for p in wrapped.parameters() if p.grad is not None]
-        of_fsdp2 = read_fsdp2.reduce_dtype(wrapped) if read_fsdp2.is_fsdp2(wrapped) else None
-        reduce_dtype = sent_dtype(wrapped) or of_fsdp2 or tensors.dtype_names(held)
+    live = live_engine(trainer.model_wrapped)
+    held = live.gradients()
+    reduce_dtype = sent_dtype(live.wrapped) or live.reduce_dtype(held)
     dtypes = {"gradient_dtype": tensors.dtype_names(held), "reduce_dtype": reduce_dtype}
     return {"gradient_bytes": tensors.local_bytes(held), **dtypes}
 
@@ -238,14 +208,7 @@ def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
 
 def read_accumulated(trainer: Any) -> Values:
     """Read the gradients that wait for the next accumulation step: `sharded`, `whole`, or both names joined by `+`."""
-    wrapped = tensors.uncompiled(trainer.model_wrapped)
-    shards, whole = [], [p.grad for p in wrapped.parameters() if p.grad is not None]
-    if hasattr(wrapped, "zero_optimization_stage"):
-        shards = read_deepspeed.accumulated_gradients(wrapped)
-    elif read_fsdp2.is_fsdp2(wrapped):
-        shards = [gradient for gradient in whole if not read_fsdp2.is_replicated_over_data_parallelism(gradient)]
-        whole = [gradient for gradient in whole if read_fsdp2.is_replicated_over_data_parallelism(gradient)]
-        whole += read_fsdp2.unsharded_gradients(wrapped)
+    shards, whole = live_engine(trainer.model_wrapped).accumulated()
     names = "+".join(name for name, held in ((SHARDED, shards), (WHOLE, whole)) if held)
     return {"accumulate": names or None, "accumulated_gradient_bytes": tensors.local_bytes([*shards, *whole])}
 
@@ -261,23 +224,13 @@ def read_layout(trainer: Any, model: Any) -> Values:
     manager = getattr(tensors.without_adapters(model), "_mesh_manager", None)
     config = getattr(trainer.accelerator, "parallelism_config", None)
 
-    def sizes(mesh: Any) -> dict[str, int]:
-        names = [DIMENSION_OF_MESH.get(name, name) for name in mesh.mesh_dim_names]
-        return dict(zip(names, map(int, mesh.shape), strict=True))
-
     if manager is not None:
-        degrees = sizes(manager._dense_mesh) | {"ep": sizes(manager._expert_mesh)["ep"]}
+        degrees = mesh_sizes(manager._dense_mesh) | {"ep": mesh_sizes(manager._expert_mesh)["ep"]}
         group = manager._dense_mesh["tp"].get_group()
     elif config is None or max(config.cp_size, config.sp_size) == 1:
         return {"layout": None, "batch_group": None}
-    elif hasattr(trainer.model_wrapped, "zero_optimization_stage"):
-        from deepspeed.utils import groups
-
-        group = groups._get_sequence_parallel_group()
-        degrees = {"sp": dist.get_world_size(group), "dp_shard": dist.get_world_size() // dist.get_world_size(group)}
     else:
-        mesh = trainer.accelerator.torch_device_mesh
-        degrees, group = sizes(mesh), mesh["cp"].get_group()
+        degrees, group = live_engine(trainer.model_wrapped).sequence_ranks(trainer.accelerator)
     return {
         "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
         "batch_group": list(map(int, dist.get_process_group_ranks(group))),

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.read_fsdp2 import is_fsdp2, is_shard
-from toolkit.observe.attest.tensors import clean_name, innermost_optimizer, local, uncompiled, without_adapters
+from toolkit.engines.engine import Values
+from toolkit.engines.fsdp2_live import is_shard
+from toolkit.engines.live_engine import live_engine
+from toolkit.engines.tensors import clean_name, innermost_optimizer, local, uncompiled, without_adapters
+from toolkit.engines.zero_live import is_zero3
 from toolkit.observe.attest.weights_digest import checksum
 
 COMPUTED_APART = ("pp", "tp", "ep")  # mesh dimensions whose ranks have other layers, or compute gradients apart
@@ -46,8 +47,7 @@ class ReplicaCheck:
         self.rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
     def _optimizer(self) -> Any:
-        wrapped = self.trainer.model_wrapped
-        return innermost_optimizer((wrapped if hasattr(wrapped, "zero_optimization_stage") else self.trainer).optimizer)
+        return innermost_optimizer(live_engine(self.trainer.model_wrapped).optimizer(self.trainer))
 
     def read(self) -> Values:
         """Return this rank's `replicas`, learning rates, and its optimizer's own count of steps, 0 without. Collective.
@@ -109,15 +109,14 @@ def trained_pieces(trainer: Any) -> dict[str, dict[str, torch.Tensor]]:
     here = {
         name: mesh.get_local_rank(name) for mesh in meshes for name in COMPUTED_APART if name in mesh.mesh_dim_names
     }
-    is_ddp = isinstance(wrapped, DistributedDataParallel)
-    if not (is_ddp or here or is_fsdp2(wrapped) or hasattr(wrapped, "zero_optimization_stage")):
+    if not (here or live_engine(wrapped).holds_copies):
         return {}
     if any(isinstance(module, FullyShardedDataParallel) for module in wrapped.modules()):
         return {}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""  # another GPU's kernels round otherwise
     for name, parameter in sorted((clean_name(name), p) for name, p in plain.named_parameters()):
         held, place = local(parameter.data), dict(here)
-        is_gathered = not hasattr(parameter, "ds_id") or parameter.ds_status.name == "AVAILABLE"
+        is_gathered = not is_zero3(parameter) or parameter.ds_status.name == "AVAILABLE"
         is_expert = getattr(parameter, "allreduce", True) is False  # of DeepSpeed's mixtures of experts
         if not parameter.requires_grad or not is_gathered or is_expert or hasattr(held, "__tensor_flatten__"):
             continue

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from toolkit.observe.attest.read_deepspeed import is_on_disk
-from toolkit.observe.attest.tensors import clean_name, constants, quantized_modules
+from toolkit.engines.tensors import clean_name, constants, quantized_modules
+from toolkit.engines.zero_live import is_on_disk, is_zero3
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Values that are integers of 8 bytes at one time.
@@ -119,7 +119,7 @@ def _sums(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, d
         yield from ((name, checksum(whole.to(dtype=dtype)), None) for name, whole in model.whole_weights())
         return
     for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
-        if hasattr(parameter, "ds_id"):
+        if is_zero3(parameter):
             yield name, *_sum_of_zero3(parameter, dtype)
         elif isinstance(parameter, DTensor):
             yield name, *_sum_of_dtensor(parameter, dtype)

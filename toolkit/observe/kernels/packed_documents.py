@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.observe.attest.tensors import clean_name, without_adapters
+from toolkit.engines.live_engine import live_engine
+from toolkit.engines.tensors import clean_name, without_adapters
 from toolkit.observe.observed_run import gather_from_ranks
 from toolkit.record.kernel_table import KernelRow, row
 
@@ -41,7 +41,7 @@ def document_rows(trainer: Any, plain: Any, inputs: Any) -> list[KernelRow]:
     The model runs twice without gradients, in evaluation mode, and is left as it was.
     """
     wrapped, packed = trainer.model_wrapped, boundary(inputs)
-    is_sharded = hasattr(wrapped, "zero_optimization_stage") or isinstance(wrapped, FSDPModule)
+    is_sharded = live_engine(wrapped).is_divided
     if not any(gather_from_ranks(packed is not None) if is_sharded else [packed]):
         return []
     caller = wrapped if is_sharded else plain.forward  # no hook of the model is called without need

@@ -16,9 +16,10 @@ import torch
 from torch.nn import ModuleList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.engines import tensors
+from toolkit.engines.engine import Values
+from toolkit.engines.live_engine import live_engine
 from toolkit.models.attention import missing_attention_package
-from toolkit.observe.attest import tensors
-from toolkit.observe.attest.differences import Values
 from toolkit.observe.attest.read_rank import ForwardDetector
 from toolkit.record.kernel_table import KernelRow, row
 from toolkit.units import gib
@@ -208,13 +209,12 @@ def _blocks(graph: LossGraph, model: Any, forwards: ForwardDetector, width: int,
 
 def _optimizer(trainer: Any, *, own: bool) -> Iterator[KernelRow]:
     """Yield the path of torch's optimizer by its flags, by which it chooses in each step."""
-    wrapped = tensors.uncompiled(trainer.model_wrapped)
-    by_deepspeed = hasattr(wrapped, "zero_optimization_stage")
-    inner = tensors.innermost_optimizer(wrapped.optimizer if by_deepspeed else trainer.optimizer)
+    live = live_engine(trainer.model_wrapped)
+    inner = tensors.innermost_optimizer(live.optimizer(trainer))
     groups, ran = getattr(inner, "param_groups", None) or [{}], type(inner).__module__.partition(".")[0]
     off_cpu, launches = trainer.args.device.type != "cpu", UPDATE_OPERATIONS * sum(len(g["params"]) for g in groups)
     named = str(getattr(getattr(trainer.args, "optim", ""), "value", ""))
-    asked = "fused" if named.endswith("torch_fused") and not own and not by_deepspeed else None
+    asked = "fused" if named.endswith("torch_fused") and not own and not live.reduces_itself else None
     if ran == "torch":  # `foreach` is None by default, which means a GPU's path
         foreach = all(g.get("foreach") or (off_cpu and g.get("foreach", False) is None) for g in groups)
         ran = "fused" if all(g.get("fused") for g in groups) else "foreach" if foreach else "one by one"

@@ -21,9 +21,9 @@ import datasets
 import torch
 from transformers import AttentionMaskInterface
 
+from toolkit.engines.engine import Values
+from toolkit.engines.tensors import compute_dtype, dtype_name, without_adapters
 from toolkit.errors import AttestationFailed, ToolkitError
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import compute_dtype, dtype_name, without_adapters
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, PackCollator
 

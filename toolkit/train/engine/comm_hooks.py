@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from transformers import TrainerCallback
 
+from toolkit.engines.tensors import dtype_name, uncompiled
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
-from toolkit.observe.attest.tensors import dtype_name, uncompiled
 from toolkit.observe.observed_run import ObservedRun
 
 PLAIN_HOOKS = {

@@ -19,9 +19,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import pad
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from toolkit.engines.engine import Values
+from toolkit.engines.tensors import dtype_names
 from toolkit.files.safe_loading import torch_load
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import dtype_names
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B

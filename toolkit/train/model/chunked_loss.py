@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from toolkit.engines.tensors import without_adapters
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
-from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, Collator, next_labels, supervised_positions
 

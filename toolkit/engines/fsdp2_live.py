@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import dtype_name, without_adapters
+from toolkit.engines.engine import Values
+from toolkit.engines.tensors import dtype_name, without_adapters
+from toolkit.engines.torch_live import TorchLive
 
 SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
 """Mesh dimensions that divide layers or experts."""
@@ -24,6 +25,33 @@ def is_shard(placement: Any) -> bool:
 def is_fsdp2(model: Any) -> bool:
     """Return True if `fully_shard` manages this model, or the one inside peft's, which was sharded at load."""
     return isinstance(model, FSDPModule) or isinstance(without_adapters(model), FSDPModule)
+
+
+class Fsdp2Live(TorchLive):
+    """A model that `fully_shard` manages."""
+
+    holds_copies = True
+
+    @property
+    def is_divided(self) -> bool:
+        """True unless the sharded model is inside peft's."""
+        return isinstance(self.wrapped, FSDPModule)
+
+    def read(self, trainer: Any, parameters: list[Any]) -> Values:
+        """Return what is in effect after the first step."""
+        return super().read(trainer, parameters) | read(self.wrapped, parameters)
+
+    def reduce_dtype(self, held: list[Any]) -> str | None:
+        """Return the dtypes of the reduce-scatter."""
+        del held
+        return reduce_dtype(self.wrapped)
+
+    def accumulated(self) -> tuple[list[Any], list[Any]]:
+        """Return sharded gradients, and those that wait whole for their reduction."""
+        held = self.gradients()
+        shards = [gradient for gradient in held if not is_replicated_over_data_parallelism(gradient)]
+        whole = [gradient for gradient in held if is_replicated_over_data_parallelism(gradient)]
+        return shards, [*whole, *unsharded_gradients(self.wrapped)]
 
 
 def read(model: Any, parameters: list[Any]) -> Values:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from toolkit.observe.attest import read_deepspeed
+from toolkit.engines import zero_live
 
 MIB_OF_FLOATS = 2**18
 
@@ -38,20 +38,20 @@ def optimizer(path: Path, *, numel: int, in_memory: bool) -> Any:
 def test_swapped_states_count_only_the_bytes_in_their_files_and_only_out_of_memory(tmp_path: Path) -> None:
     path = tmp_path / "7_param.tensor.swp"
     path.write_bytes(bytes(4096))  # padded: 1,000 floats are 4,000 bytes
-    assert read_deepspeed.swapped_parameter_bytes([parameter(path, numel=1000, on_disk=True)]) == 4000
-    assert read_deepspeed.swapped_parameter_bytes([parameter(path, numel=2000, on_disk=True)]) == 4096
-    assert read_deepspeed.swapped_parameter_bytes([parameter(tmp_path / "gone", numel=1000, on_disk=True)]) == 0
-    assert read_deepspeed.swapped_parameter_bytes([parameter(path, numel=1000, on_disk=False)]) == 0
-    assert read_deepspeed.swapped_optimizer_bytes(optimizer(path, numel=1000, in_memory=False)) == 4000
-    assert read_deepspeed.swapped_optimizer_bytes(optimizer(path, numel=1000, in_memory=True)) == 0
-    assert read_deepspeed.swapped_optimizer_bytes(SimpleNamespace()) == 0  # an engine that swaps nothing
+    assert zero_live.swapped_parameter_bytes([parameter(path, numel=1000, on_disk=True)]) == 4000
+    assert zero_live.swapped_parameter_bytes([parameter(path, numel=2000, on_disk=True)]) == 4096
+    assert zero_live.swapped_parameter_bytes([parameter(tmp_path / "gone", numel=1000, on_disk=True)]) == 0
+    assert zero_live.swapped_parameter_bytes([parameter(path, numel=1000, on_disk=False)]) == 0
+    assert zero_live.swapped_optimizer_bytes(optimizer(path, numel=1000, in_memory=False)) == 4000
+    assert zero_live.swapped_optimizer_bytes(optimizer(path, numel=1000, in_memory=True)) == 0
+    assert zero_live.swapped_optimizer_bytes(SimpleNamespace()) == 0  # an engine that swaps nothing
 
 
 def test_only_large_states_must_be_out_of_memory(tmp_path: Path) -> None:
     small = parameter(None, numel=MIB_OF_FLOATS - 1, on_disk=False)
     in_memory = parameter(None, numel=MIB_OF_FLOATS, on_disk=False)
     out = parameter(tmp_path, numel=MIB_OF_FLOATS, on_disk=True)
-    assert read_deepspeed.swaps_every_large_shard([small, out])
-    assert not read_deepspeed.swaps_every_large_shard([out, in_memory])
-    assert read_deepspeed.swaps_every_large_group(optimizer(tmp_path, numel=100, in_memory=True))
-    assert not read_deepspeed.swaps_every_large_group(optimizer(tmp_path, numel=MIB_OF_FLOATS, in_memory=True))
+    assert zero_live.swaps_every_large_shard([small, out])
+    assert not zero_live.swaps_every_large_shard([out, in_memory])
+    assert zero_live.swaps_every_large_group(optimizer(tmp_path, numel=100, in_memory=True))
+    assert not zero_live.swaps_every_large_group(optimizer(tmp_path, numel=MIB_OF_FLOATS, in_memory=True))

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from toolkit.observe.attest.differences import Values
-from toolkit.observe.attest.tensors import device_types, dtype_names, local_bytes, optimizer_state_tensors
+from toolkit.engines.engine import Values
+from toolkit.engines.tensors import device_types, dtype_name, dtype_names, local_bytes, optimizer_state_tensors
+from toolkit.engines.torch_live import TorchLive
 
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
 
@@ -23,6 +25,98 @@ def remove_shared_buffer(rank: int) -> None:
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"  # csrc/cpu/comm/shm.cpp
     Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def is_zero(wrapped: Any) -> bool:
+    """Return True for a DeepSpeed engine."""
+    return hasattr(wrapped, "zero_optimization_stage")
+
+
+def is_zero3(parameter: Any) -> bool:
+    """Return True for a parameter of ZeRO-3, which is empty where it is not gathered."""
+    return hasattr(parameter, "ds_id")
+
+
+class ZeroLive(TorchLive):
+    """A DeepSpeed engine."""
+
+    reduces_itself = True
+    holds_copies = True
+    is_divided = True
+
+    def optimizer(self, trainer: Any) -> Any:
+        """Return DeepSpeed's own, around the one that steps."""
+        del trainer
+        return self.wrapped.optimizer
+
+    def read(self, trainer: Any, parameters: list[Any]) -> Values:
+        """Return what is in effect after the first step."""
+        del trainer
+        return read(self.wrapped, parameters)
+
+    def gradients(self) -> list[Any]:
+        """Return the gradients that this rank holds, without reduction buckets."""
+        return gradients(self.wrapped)
+
+    def reduce_dtype(self, held: list[Any]) -> str | None:
+        """Return the engine's own."""
+        del held
+        return dtype_name(self.wrapped.communication_data_type)
+
+    def accumulated(self) -> tuple[list[Any], list[Any]]:
+        """Return ZeRO-2's and ZeRO-3's partitions, and what parameters hold beside them."""
+        return accumulated_gradients(self.wrapped), super().gradients()
+
+    def call_at_gradient_peak(self, callback: Callable[[], None]) -> None:
+        """Call it when the engine reduces or steps."""
+        call_at_gradient_peak(self.wrapped, callback)
+
+    def flat_masters(self) -> list[torch.Tensor] | None:
+        """Return the fp32 partitions."""
+        return master_weights(self.wrapped)
+
+    def clip_synthetic_gradient(self, norm: float) -> float | None:
+        """Return the norm after clipping; None under ZeRO-3, which clips only gradients that are freed in the step."""
+        zero = self.wrapped.optimizer
+        if hasattr(zero, "fp32_partitioned_groups_flat"):
+            return None
+        gradient = torch.tensor([norm], device=zero.device)
+        zero.unscale_and_clip_grads([gradient], gradient.clone())
+        return float(gradient)
+
+    def sequence_ranks(self, accelerator: Any) -> tuple[dict[str, int], dist.ProcessGroup]:
+        """Return the degrees of Ulysses, and the group that shares a sequence."""
+        del accelerator
+        from deepspeed.utils import groups
+
+        group = groups._get_sequence_parallel_group()
+        size = dist.get_world_size(group)
+        return {"sp": size, "dp_shard": dist.get_world_size() // size}, group
+
+    def leave_out_tied_weights(self) -> None:
+        """Leave frozen weights out of adapter checkpoints under every one of their names.
+
+        deepspeed 0.19.8 leaves out the first name of a tied weight only (ZeRO-1 and 2): the head would be saved.
+        """
+        engine = self.wrapped
+        frozen = [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+
+        def module_state_dict(*args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
+            how = kwargs | {"exclude_frozen_parameters": exclude_frozen_parameters}
+            state = type(engine).module_state_dict(engine, *args, **how)
+            for name in frozen if exclude_frozen_parameters else ():
+                state.pop(name, None)
+            return state
+
+        engine.module_state_dict = module_state_dict
+
+
+def expect_no_other_ranks() -> None:
+    """Let ZeRO-3 start where no rank sends anything: it compares the order of parameters with rank 0's."""
+    from deepspeed.runtime.zero import utils
+
+    utils.assert_lst_len_same_as_other_ranks = lambda _: None
+    utils.get_lst_from_rank0 = lambda own: own
 
 
 def read(engine: Any, parameters: list[Any]) -> Values:

@@ -1,0 +1,84 @@
+"""Every private name of a library that the toolkit uses is a row of `seams.py`, and the installed versions have it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from launching import ROOT
+
+from toolkit.engines import seams
+from toolkit.errors import ToolkitError
+
+TREES = {path: ast.parse(path.read_text()) for path in (ROOT / "toolkit").rglob("*.py")}
+# Documented although they begin with an underscore, or put there by the toolkit itself.
+PUBLIC = {"_exit", "_replace", "_schema", "_local_scalar_dense", "_input_metadata", "_averaged"}
+NAMED_IN_CALLS = {"getattr", "hasattr", "setattr", "replaced", "delattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    names = set()
+    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+def private_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Yield the private names of others that a module uses: attributes, imports, and words given to `getattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("toolkit", "__future__")):
+            from_private = any(map(is_private, (node.module or "").split(".")))
+            yield from (alias.name for alias in node.names if from_private or is_private(alias.name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMED_IN_CALLS:
+            words = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
+            yield from (word for word in words if isinstance(word, str) and is_private(word) and word not in own)
+
+
+def test_the_installed_versions_have_every_private_name_that_is_used() -> None:
+    assert [seam.name for seam in seams.missing()] == []
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    gone = ("torch:no_such_name", "torch.no_such_module:name", "transformers.trainer::_no_such_attribute")
+    assert not any(seams.Seam(name, "").is_there() for name in gone)
+
+
+def test_every_private_name_of_a_library_has_a_row() -> None:
+    known, own = {seam.attribute for seam in seams.SEAMS} | PUBLIC, own_names()
+    found = {name: path for path, tree in TREES.items() for name in private_names(tree, own)}
+    assert {name: str(path) for name, path in found.items() if name not in known} == {}
+
+
+def test_every_row_is_used() -> None:
+    text = "".join(path.read_text() for path in TREES if path.name != "seams.py")
+    unused = [seam.name for seam in seams.SEAMS if not re.search(rf"\b{seam.attribute}\b", text)]
+    assert [name for name in unused if name.rpartition(".")[2] not in seams.OBSERVED_METHODS] == []
+
+
+def test_rows_are_known_in_the_versions_that_are_pinned() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert {name: pins[name] for name in seams.KNOWN_IN} == seams.KNOWN_IN
+    assert {seam.library for seam in seams.SEAMS} <= {*seams.KNOWN_IN, "threading", "atexit", "sys"}
+
+
+def test_a_trainer_without_an_observed_method_is_refused_with_the_version_to_install() -> None:
+    methods = dict.fromkeys(seams.OBSERVED_METHODS)
+    seams.check_methods(SimpleNamespace(**methods))
+    del methods["_finalize_training"]
+    with pytest.raises(ToolkitError, match="has no `_finalize_training`") as refused:
+        seams.check_methods(SimpleNamespace(**methods))
+    assert 'transformers==5.23.0"' in str(refused.value.hint)

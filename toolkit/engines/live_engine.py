@@ -1,0 +1,21 @@
+"""The live half of an engine: found by what wraps the model, never by the configuration that made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.engines import fsdp2_live, tensors, zero_live
+from toolkit.engines.torch_live import TorchLive
+
+
+def live_engine(wrapped: Any) -> TorchLive:
+    """Return what reads the model that the Trainer, or a loop, has wrapped."""
+    inner = tensors.uncompiled(wrapped)
+    if zero_live.is_zero(inner):
+        return zero_live.ZeroLive(inner)
+    return fsdp2_live.Fsdp2Live(inner) if fsdp2_live.is_fsdp2(inner) else TorchLive(inner)
+
+
+def held_tensors(parameters: list[Any]) -> list[Any]:
+    """Return what this rank holds of parameters of any engine: ZeRO-3's are empty, and their shards beside them."""
+    return zero_live.zero3_parameters(parameters) if any(map(zero_live.is_zero3, parameters)) else parameters
