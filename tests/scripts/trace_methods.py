@@ -290,7 +290,7 @@ def main() -> None:
     """Trace all cases of a file, one after the other."""
     warnings.filterwarnings("ignore")
     cases, tokenizer = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
-    from toolkit.presets.training_arguments import enable_fsdp_on_cpu
+    from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
     from toolkit.rehearse.stand_ins import join_fake_world
 
     world = RehearsedRank(world_size=cases[0]["world_size"], rank=0, fake_tensors=True)

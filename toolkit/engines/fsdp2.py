@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,3 +140,8 @@ class ShardedAtLoad(Fsdp2):
         """Return nothing."""
         del config
         return {}
+
+
+def uses_fsdp() -> bool:
+    """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
 from toolkit.observe.accelerate_loop import LINE_OF_A_LOOP, LoopedTraining, ObservedLoop, warn_of_unobserved_loops
 from toolkit.observe.early_stopping import EarlyStopping
@@ -38,7 +39,6 @@ from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.trial import StepsAlone, change, change_training_arguments
 from toolkit.observe.words import Words
-from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
 from toolkit.record.folder import (

@@ -6,7 +6,6 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,8 +150,3 @@ def default_accumulate(preset: PresetSpec) -> str:
     FSDP2 reduces them in every accumulation step, also where it shards over one rank, beside tensor parallelism.
     """
     return SHARDED if "gradient" in preset.sharded_parts or preset.traits.chooses_accumulation else WHOLE
-
-
-def uses_fsdp() -> bool:
-    """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

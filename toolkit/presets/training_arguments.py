@@ -10,7 +10,6 @@ before the model is loaded and before anything else starts a process group. `Pre
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
@@ -19,16 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
+from toolkit.engines import sharded_at_load, split_sequences
 from toolkit.engines.fsdp2 import FSDP_CONFIG_KEYS
+from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.job.accumulation import chosen_accumulate, with_accumulate
 from toolkit.job.job import Job
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
-from toolkit.parallel import sharded_at_load, split_sequences
 from toolkit.parallel.layout import DEGREES, PARALLEL_KEY, ParallelLayout
 from toolkit.presets.compatibility import CPU
-from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate, uses_fsdp
+from toolkit.presets.spec import STRATEGY_ARGUMENTS, PresetSpec, default_accumulate
 from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
@@ -197,41 +197,6 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
     if not preset.traits.chooses_accumulation:
         return others
     return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
-
-
-def enable_fsdp_on_cpu(*, for_any_script: bool = False) -> None:
-    """Let accelerate run FSDP2 on a CPU, for rehearsals and tests; a run without FSDP is not affected.
-
-    `for_any_script`: FSDP2 may also be switched on by a script's own `TrainingArguments` later.
-
-    accelerate 1.15 turns MULTI_GPU (and other accelerators) into FSDP, but keeps MULTI_CPU although an FSDP plugin was
-    given, and would silently run DDP. The run-time verification of each run checks that FSDP2 is in effect.
-    """
-    if not uses_fsdp() and not for_any_script:
-        return
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    original = AcceleratorState.__init__
-    if hasattr(original, "__wrapped__"):
-        return  # patched already
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        plugin = kwargs.get("fsdp_plugin")
-        if plugin is None or self.distributed_type != DistributedType.MULTI_CPU:
-            return
-        if self._mixed_precision != "no":
-            plugin.set_mixed_precision(self._mixed_precision)
-        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs a GPU
-        self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = plugin
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    AcceleratorState.__init__ = init
 
 
 def _check_given(preset: PresetSpec, given: Mapping[str, Any], degrees: Mapping[str, int], *, world_size: int) -> None:

@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
+from toolkit.engines.sharded_at_load import distributed_config
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
 from toolkit.observe.attest.attestation import Attestation
@@ -29,7 +30,6 @@ from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import Observer
 from toolkit.observe.timer import StepTimer
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import read_rows
 from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights

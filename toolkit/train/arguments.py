@@ -21,6 +21,8 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
+from toolkit.engines import fsdp2_on_cpu
+from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.tensors import compute_dtype
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file, user_path
@@ -39,7 +41,7 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets import training_arguments
 from toolkit.presets.preset import load_preset, read_preset
 from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.spec import PresetSpec, default_accumulate, uses_fsdp
+from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.record.folder import PREPARED_VARIABLE, WORLD_SIZE_VARIABLE
 from toolkit.train.model.loading import choose_attention
 
@@ -147,7 +149,7 @@ def set_up_libraries(progress: Progress) -> None:
     check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
-    training_arguments.enable_fsdp_on_cpu()
+    fsdp2_on_cpu.enable_fsdp_on_cpu()
     # As DeepSpeed's own launcher does: otherwise it runs `numactl` each time that it counts the devices of a CPU node.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]

@@ -29,10 +29,10 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging
 
+from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.tensors import constants, quantized_modules
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
 from toolkit.models.nf4_experts import fused_experts, stand_in
-from toolkit.presets.spec import uses_fsdp
 
 
 def load_for_shards(load: Callable[[], Any]) -> Any:

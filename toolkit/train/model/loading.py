@@ -15,6 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
+from toolkit.engines.fsdp2 import uses_fsdp
+from toolkit.engines.sharded_at_load import distributed_config
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_text
 from toolkit.files.paths import user_path
@@ -26,9 +28,7 @@ from toolkit.models.lora import ALL_LINEAR, share_inputs
 from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.observe.rank_process import without_bitsandbytes
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import ModelLimits
-from toolkit.presets.spec import uses_fsdp
 from toolkit.presets.support import check_supported
 from toolkit.train.model import varlen_attention
 
