@@ -40,11 +40,12 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "reference": ["glossary", "cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers", "gpu"],
+    "agents": ["SKILL"],
     "project": ["contributing", "changelog"],
 }
 # The how-tos, by what the reader is about to do.
 HOW_TO_GROUPS = {
-    "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "simulate", "simulate-stragglers"],
+    "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "ci", "simulate", "simulate-stragglers"],
     "Train": ["your-own-script", "data", "training", "several-ranks-on-one-gpu", "optimizers", "checkpoints"],
     "Compare": ["report"],
     "Several nodes": ["multi-node", "offline-clusters"],

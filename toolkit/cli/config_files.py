@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +22,10 @@ from toolkit.screen_text import shown_on
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
 
+if TYPE_CHECKING:
+    from toolkit.lint.findings import Finding
+
+FORMS = ("text", "json", "sarif", "github")
 DEFAULT_NAME = "train.yaml"  # of converted arguments, in the command that is printed, if the output goes to stdout
 
 
@@ -32,6 +37,12 @@ def lint(
         bool, typer.Option("--in-place", help="with --fix: change the files, and keep each old one as FILE.bak")
     ] = False,
     level: Annotated[str, typer.Option("--level", help="error, warning or note: the least that fails")] = "warning",
+    skip_others: Annotated[
+        bool, typer.Option("--skip-others", help="pass over named files that are no configuration, as in a folder")
+    ] = False,
+    form: Annotated[
+        str, typer.Option("--format", help="text, json, sarif (for code hosts), or github (workflow commands)")
+    ] = "text",
 ) -> None:
     """Find settings in configuration files that do not do what they say.
 
@@ -48,6 +59,9 @@ def lint(
 
     if level not in LEVELS:
         raise ToolkitError(f"--level is {shown(level)}, expected {', '.join(LEVELS)}")
+    form = "json" if as_json else form
+    if form not in FORMS:
+        raise ToolkitError(f"--format is {shown(form)}, expected {', '.join(FORMS)}")
     if in_place and not fix:
         raise ToolkitError("--in-place has no effect without --fix", hint="add `--fix`")
     if fix:
@@ -55,11 +69,18 @@ def lint(
         if not in_place:
             return
     with recognising(*map(str, paths)):
-        result = lint_paths(paths)
+        result = lint_paths(paths, skips_others=skip_others)
     for error in result.unreadable:
         print_message(f"error: {error}")
-    if as_json:
+    if form == "json":
         print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in result.findings]}, indent=2))
+    elif form == "sarif":
+        from toolkit.lint.sarif import sarif
+
+        print(json.dumps(sarif(result), indent=2))
+    elif form == "github":
+        for finding in result.findings:
+            print(_workflow_command(finding))
     else:
         for finding in result.findings:
             place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
@@ -72,7 +93,8 @@ def lint(
             print(shown_on(sys.stdout, "\n".join(map(visible, lines))))
     levels = Counter(finding.level for finding in result.findings)
     counts = ", ".join(counted(levels[each], each) for each in LEVELS if levels[each])
-    print_message(f"{counted(len(result.files), 'file')}: {counts or 'clean'}{'; but:' if result.not_checked else ''}")
+    counts = counts or ("clean" if result.files else "nothing to check")
+    print_message(f"{counted(len(result.files), 'file')}: {counts}{'; but:' if result.not_checked else ''}")
     for line in result.not_checked:
         print_message(f"  {visible(line)}")
     for library, checked in sorted({tuple(finding.checked_against.split(" ", 1)) for finding in result.findings}):
@@ -83,6 +105,17 @@ def lint(
         raise typer.Exit(EXIT_INVALID_INPUT)
     if any(levels[each] for each in LEVELS[: LEVELS.index(level) + 1]):
         raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def _workflow_command(finding: Finding) -> str:
+    """A line that GitHub Actions turns into an annotation of the changed line; a note is a `notice` there."""
+    level = {"note": "notice"}.get(finding.level, finding.level)
+    line = "" if finding.line is None else f",line={finding.line}"
+    key = f"{finding.key}: " if finding.key else ""
+    text = f"{key}{finding.message}. Fix: {finding.fix}"
+    escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    file = re.sub(r"[%\r\n:,]", lambda found: f"%{ord(found[0]):02X}", finding.file)
+    return f"::{level} file={file}{line},title=toolkit lint {finding.rule}::{escaped}"
 
 
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:

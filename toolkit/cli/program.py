@@ -14,6 +14,7 @@ from toolkit._version import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
 from toolkit.cli.config_files import convert_config, lint
+from toolkit.cli.diff import diff
 from toolkit.cli.doctor import doctor, env
 from toolkit.cli.options import expand_words
 from toolkit.cli.page import page
@@ -84,7 +85,7 @@ def toolkit(
 
 SECTIONS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
     "Before a run": (
-        *(recommend, plan, page, rehearse, presets, ("preset", preset_app), lint, convert_config),
+        *(recommend, plan, page, rehearse, presets, ("preset", preset_app), lint, diff, convert_config),
         ("simulate", simulate_app),
     ),
     "Run": (train, ("cluster", cluster_app)),

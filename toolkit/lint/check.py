@@ -48,25 +48,27 @@ class LintResult:
     """One line for each script whose arguments no rule knows."""
 
 
-def lint_paths(paths: Sequence[Path]) -> LintResult:
+def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResult:
     """Lint each file, each configuration in a folder, and each DeepSpeed JSON that one of them names.
 
-    Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration.
+    Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration; with
+    `skips_others` named files are looked at like those of a folder, where other programs' files lie too.
     """
     documents: dict[tuple[Path, str | None, int], Document] = {}
     unreadable: list[ToolkitError] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         for file in _candidates(path) if is_folder else [path]:
+            must_be_one = not (is_folder or skips_others)
             try:
                 document = load_document(file)
             except ToolkitError as error:
-                if not is_folder:
+                if must_be_one:
                     raise
                 if not isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
                     unreadable.append(error)
                 continue
-            if document.kind is None and not is_folder:
+            if document.kind is None and must_be_one:
                 raise ToolkitError(
                     f"{file} is neither an accelerate configuration nor a DeepSpeed one, Trainer arguments or a job"
                     " script",
@@ -76,7 +78,7 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
             for each in document.linted if document.kind is not None else ():
                 first_line = each.call.line if each.call else 0
                 documents.setdefault((Path(each.path).resolve(), each.kind, first_line), each)
-    if not documents and not unreadable:
+    if not documents and not unreadable and not skips_others:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))

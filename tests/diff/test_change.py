@@ -1,0 +1,77 @@
+"""`toolkit diff` in a repository: what is new, what is gone, what fits no longer, and what is no configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import run_command
+
+SFT = """# trl sft
+model_name_or_path: Qwen/Qwen3-8B
+dataset_name: trl-lib/Capybara
+per_device_train_batch_size: 1
+max_length: 2048
+bf16: true
+learning_rate: 1.0e-5
+output_dir: out
+"""
+Diff = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Diff:
+    """A repository with a job, a strategy and a file of another program; and the command in it."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("sft.yaml", SFT), ("acc.yaml", "distributed_type: MULTI_GPU\n"), ("mkdocs.yml", "site: x\n")):
+        Path("configs", name).parent.mkdir(exist_ok=True)
+        Path("configs", name).write_text(text)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    return lambda *words: run_command(["diff", "main", *words], capsys)
+
+
+def test_nothing_changed_is_no_finding(diff: Diff) -> None:
+    code, out, err = diff()
+    assert (code, out) == (0, "")
+    assert err == "0 changed, 0 new of level error or above, 0 no longer fitting\n"
+
+
+def test_a_job_that_stops_to_fit_and_a_new_error_fail_and_a_moved_line_is_not_new(diff: Diff) -> None:
+    longer = SFT.replace("size: 1", "size: 8").replace("max_length: 2048", "max_length: 16384")
+    Path("configs/sft.yaml").write_text("# a line above\n" + longer)
+    Path("configs/acc.yaml").write_text("distributed_type: MULTI_CPU\n")
+    Path("configs/mkdocs.yml").write_text("site: y\n")
+    code, out, err = diff("--gpu", "h100")
+    assert code == 1
+    assert err == "2 changed, 1 new of level error or above, 1 no longer fitting\n"
+    strategy, new, job = out.splitlines()[:3]
+    assert strategy == "configs/acc.yaml (changed)"
+    assert new.startswith("  new error[starts-one-process]:1 distributed_type: ")
+    assert job.startswith("configs/sft.yaml (changed): was ")
+    assert ": does not fit h100-sxm × 8 under `" in job
+    assert diff("--gpu", "h100", "--level", "never")[0] == 0
+
+
+def test_the_comment_and_the_json_say_the_same(diff: Diff) -> None:
+    Path("configs/new.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload: true\n")
+    Path("configs/acc.yaml").unlink()
+    code, out, _ = diff("--json")
+    removed, added = json.loads(out)["changes"]
+    assert (code, removed["status"], added["status"]) == (1, "removed", "added")
+    assert [each["rule"] for each in added["new"]] == ["unknown-nested-key"]
+    assert (added["new"][0]["file"], added["now"]) == ("configs/new.yaml", None)
+    comment = diff("--format", "markdown")[1]
+    assert "- **configs/new.yaml** (added)\n  - error `unknown-nested-key`, line 4: " in comment
+
+
+def test_a_commit_that_is_not_there_and_a_wrong_format_are_invalid_input(
+    diff: Diff, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run_command(["diff", "nosuch"], capsys)
+    assert (code, err.splitlines()[0]) == (2, "error: git merge-base: Not a valid object name nosuch")
+    assert diff("--format", "html")[0] == diff("--level", "all")[0] == 2

@@ -1,0 +1,54 @@
+"""Findings for code hosts: SARIF 2.1.0, and workflow commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run_command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my file.yaml").write_text("distributed_type: MULTI_CPU\n")
+    (tmp_path / "mkdocs.yml").write_text("site_name: x\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "broken.json").write_text('{"zero_optimization": {"stage": 2,}}')
+    return tmp_path
+
+
+def test_a_log_has_each_finding_with_its_place_and_rule_and_what_could_not_be_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run_command(["lint", str(folder), "--format", "sarif"], capsys)
+    log = json.loads(out)
+    (run,) = log["runs"]
+    (result,), (rule,), (invocation,) = run["results"], run["tool"]["driver"]["rules"], run["invocations"]
+    assert (code, log["version"], invocation["executionSuccessful"]) == (2, "2.1.0", False)
+    assert "broken.json" in invocation["toolExecutionNotifications"][0]["message"]["text"]
+    place = result["locations"][0]["physicalLocation"]
+    assert (place["artifactLocation"]["uri"], place["region"]) == ("my%20file.yaml", {"startLine": 1})
+    assert (result["ruleId"], result["level"], rule["id"]) == ("starts-one-process", "error", "starts-one-process")
+    assert result["ruleIndex"] == 0
+    assert rule["defaultConfiguration"]["level"] == "error"
+    assert "MULTI_CPU" in result["message"]["text"]
+
+
+def test_workflow_commands_are_one_line_each_and_escaped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a,b.yaml").write_text("distributed_type: MULTI_CPU\n")
+    _, out, _ = run_command(["lint", "a,b.yaml", "--format", "github"], capsys)
+    assert out.startswith("::error file=a%2Cb.yaml,line=1,title=toolkit lint starts-one-process::distributed_type: ")
+    assert out.count("\n") == 1
+
+
+def test_files_of_other_programs_are_passed_over_where_a_hook_names_all(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["lint", "mkdocs.yml"], capsys)[0] == 2
+    code, _, err = run_command(["lint", "--skip-others", "mkdocs.yml"], capsys)
+    assert (code, err) == (0, "no files: nothing to check\n")
+    assert run_command(["lint", "--skip-others", "mkdocs.yml", "my file.yaml"], capsys)[0] == 1
+    assert run_command(["lint", "--format", "xml", "mkdocs.yml"], capsys)[0] == 2
+    assert folder.exists()

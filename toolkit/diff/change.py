@@ -1,0 +1,186 @@
+"""Compare the configuration files of a git commit with those of the working tree."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.lint.check import LintResult, lint_paths
+from toolkit.lint.document import ACCELERATE, DEEPSPEED, LINTED_SUFFIXES, load_document
+from toolkit.lint.findings import Finding
+from toolkit.plan.config_file import configured_plan
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.planner import make_plans, plan_request
+from toolkit.units import gib
+
+PlanRow = dict[str, Any]
+PLANNED = ("preset", "world_size", "gpu", "verdict", "planned_peak_bytes", "headroom_bytes", "step_seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileChange:
+    """One changed file: what is new in it, and what its job takes."""
+
+    file: str
+    status: str
+    """`added`, `changed` or `removed`."""
+    new: list[Finding]
+    gone: list[Finding]
+    before: PlanRow | None = None
+    now: PlanRow | None = None
+    not_planned: str = ""
+    """Why there is no plan of what the file is now; empty where there is one, or where it is no job."""
+
+    @property
+    def stops_fitting(self) -> bool:
+        """True if the job does not fit now, and did, or was not there before."""
+        had = None if self.before is None else self.before["verdict"]
+        return self.now is not None and self.now["verdict"] == "does_not_fit" and had != "does_not_fit"
+
+    def plan_line(self) -> str:
+        """Return what became of the plan: `was 61.0 GiB, now 83.0 GiB: does not fit h100`."""
+        if self.now is None:
+            return f"not planned: {self.not_planned}" if self.not_planned else ""
+        words = {"fits": "fits", "does_not_fit": "does not fit", "too_close": "is too close to call on"}
+        now, gpu = self.now["planned_peak_bytes"], self.now["gpu"].partition(",")[0]
+        verdict = f"{words[self.now['verdict']]} {gpu} × {self.now['world_size']} under `{self.now['preset']}`"
+        was = "" if self.before is None else f"was {gib(self.before['planned_peak_bytes'])}, "
+        if self.before is not None and self.before["planned_peak_bytes"] == now:
+            was = "unchanged, "
+        return f"{was}now {gib(now)}: {verdict}"
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the change as `toolkit diff --json` prints it."""
+        return {
+            "file": self.file,
+            "status": self.status,
+            "new": list(map(asdict, self.new)),
+            "gone": list(map(asdict, self.gone)),
+            "stops_fitting": self.stops_fitting,
+            "not_planned": self.not_planned or None,
+            "before": self.before,
+            "now": self.now,
+        }
+
+
+def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list[FileChange]:
+    """Return every changed configuration below the working directory, against the common ancestor with `base`.
+
+    Files are planned where `--config` can read them. Raises ToolkitError outside of a repository, and for a base that
+    git does not know.
+    """
+    ancestor = _git("merge-base", base, "HEAD").strip()
+    limits = [str(path) for path in paths] or ["."]
+    listed = _git("diff", "--name-status", "--no-renames", "-z", "--relative", ancestor, "--", *limits).split("\0")
+    untracked = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *limits).split("\0")
+    words = {"A": "added", "D": "removed"}
+    status = {name: words.get(letter, "changed") for letter, name in zip(listed[::2], listed[1::2], strict=False)}
+    status |= {name: "added" for name in untracked if name}
+    found = []
+    with files_of(ancestor) as old:
+        for name in sorted(name for name in status if name.endswith(LINTED_SUFFIXES)):
+            before, now = _linted(old / name, old), _linted(Path(name), Path())
+            if before is None and now is None:
+                continue
+            was, here = ({_key(each): each for each in found or ()} for found in (before, now))
+            plans, why = _plans(Path(name), options)
+            earlier, _ = _plans(old / name, options)
+            shown = min(plans.values(), key=_fastest_that_fits, default=None)
+            found.append(
+                FileChange(
+                    file=name,
+                    status=status[name],
+                    new=[each for key, each in here.items() if key not in was],
+                    gone=[each for key, each in was.items() if key not in here],
+                    before=None if shown is None else earlier.get((shown["preset"], shown["world_size"])),
+                    now=shown,
+                    not_planned=why,
+                )
+            )
+    return found
+
+
+@contextlib.contextmanager
+def files_of(commit: str) -> Iterator[Path]:
+    """Give a folder with the configuration files of a commit, for as long as the context lasts."""
+    tracked = _git("ls-tree", "-r", "-z", "--name-only", commit).split("\0")
+    names = [name for name in tracked if name.endswith(LINTED_SUFFIXES)]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as packed:
+        if names:
+            subprocess.run(["git", "archive", commit, "--", *names], stdout=packed, check=True)
+            packed.seek(0)
+            with tarfile.open(fileobj=packed) as archive:
+                archive.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def _linted(file: Path, root: Path) -> list[Finding] | None:
+    """The findings of a file, with paths from its root; None where it is no configuration, or not there."""
+    if not file.is_file():
+        return None
+    try:
+        result: LintResult = lint_paths([file])
+    except ToolkitError:
+        return None
+    prefix = f"{root}{os.sep}" if root != Path() else ""
+    return [replace(each, file=each.file.removeprefix(prefix)) for each in result.findings]
+
+
+def _key(finding: Finding) -> tuple[str, str, str, str]:
+    """What makes a finding the same after lines have moved."""
+    return finding.file, finding.rule, finding.key, finding.message
+
+
+def _plans(file: Path, options: PlanOptions) -> tuple[dict[tuple[str, int], PlanRow], str]:
+    """The plans of a job's file by preset and number of GPUs; or why there is none."""
+    try:
+        if load_document(file).kind in (ACCELERATE, DEEPSPEED):  # how to train, and not what
+            return {}, ""
+        model, configured, _ = configured_plan(file, None, options, given=("gpu", "num_processes"))
+        rows = [plan.as_row() for plan in make_plans(plan_request(model, configured))]
+    except ToolkitError as error:
+        return {}, error.message if file.is_file() else ""
+    return {(row["preset"], row["world_size"]): {name: row[name] for name in PLANNED} for row in rows}, ""
+
+
+def _fastest_that_fits(row: PlanRow) -> tuple[int, float, int]:
+    seconds = row["step_seconds"]
+    verdicts = ("fits", "too_close", "does_not_fit")
+    return verdicts.index(row["verdict"]), sum(seconds) if seconds else math.inf, row["planned_peak_bytes"]
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["git failed"])[-1].removeprefix("fatal: ")
+        raise ToolkitError(
+            f"git {words[0]}: {why}",
+            hint="run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`",
+        )
+    return done.stdout
+
+
+def markdown(found: Sequence[FileChange]) -> str:
+    """Return the changes as a comment for a pull request."""
+    lines = ["### What this change does to training configurations", ""]
+    for change in found:
+        plan = change.plan_line()
+        lines.append(f"- **{change.file}** ({change.status}){': ' + plan if plan else ''}")
+        for finding in change.new:
+            place = "" if finding.line is None else f", line {finding.line}"
+            key = f" `{finding.key}`:" if finding.key else ""
+            lines.append(f"  - {finding.level} `{finding.rule}`{place}:{key} {finding.message}. Fix: {finding.fix}")
+        if change.gone:
+            lines.append(f"  - {len(change.gone)} finding{'s' * (len(change.gone) > 1)} gone")
+    if len(lines) == 2:
+        lines.append("No configuration of accelerate, DeepSpeed, a Trainer or a launcher was changed.")
+    return "\n".join(lines) + "\n"
