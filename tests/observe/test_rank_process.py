@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, preset_job, read
+
+from toolkit.observe.rank_process import garbage_collector_off
 
 MMAP_FROM_64_KIB = "glibc.malloc.mmap_threshold=65536"
 KEPT = f"""
@@ -49,3 +52,25 @@ def test_pages_of_freed_memory_are_kept_unless_the_user_has_set_malloc(settings:
     before, after = (int(number) for number in counted.stdout.split())
     assert before >= 16_384, "glibc maps 64 MiB anew each time"
     assert after >= 16_384 if settings else after < 100
+
+
+WRAPPED = """
+from torch.utils.file_baton import FileBaton
+from toolkit.observe.rank_process import prepare_environment
+
+prepare_environment()
+once = FileBaton.wait
+prepare_environment()
+print(FileBaton.wait is once, once.__module__)
+"""
+
+
+def test_a_rank_that_is_forked_from_a_prepared_process_reports_a_wait_once() -> None:
+    printed = subprocess.run([sys.executable, "-c", WRAPPED], cwd=ROOT, capture_output=True, text=True)
+    assert printed.stdout.split() == ["True", "toolkit.observe.rank_process"], printed.stderr
+
+
+def test_garbage_is_collected_again_after_an_import_that_failed() -> None:
+    with pytest.raises(ImportError), garbage_collector_off():
+        raise ImportError("no such library")
+    assert gc.isenabled()

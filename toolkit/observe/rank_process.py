@@ -51,7 +51,8 @@ def prepare_environment() -> None:
     import torch
     from torch.utils.file_baton import FileBaton
 
-    FileBaton.wait = _announced(FileBaton.wait)
+    if FileBaton.wait.__module__ != __name__:  # a rank may be forked from a process that has been here
+        FileBaton.wait = _announced(FileBaton.wait)
     if ranks is not None and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1 / ranks)  # no rank takes another one's share
     if not torch.cuda.is_available():
@@ -103,9 +104,11 @@ def _announced(wait: Callable[[Any], None]) -> Callable[[Any], None]:
 def garbage_collector_off() -> Iterator[None]:
     """Import without collecting, a fifth of the time, and keep what was imported out of every later collection."""
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager
