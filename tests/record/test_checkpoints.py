@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,41 @@ def save(output_dir: Path, step: int) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     commit_checkpoint(folder, checkpoint, {"step": step, "files": file_entries(folder, checkpoint_files(folder))})
     return checkpoint
+
+
+class Killed(BaseException):
+    """Ends a save where a process was killed."""
+
+
+@pytest.mark.parametrize("done", range(9))
+def test_a_save_that_is_killed_at_any_step_leaves_a_complete_checkpoint_of_its_name(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`done` counts what the file system was told before: names, contents written to the disk, removals."""
+    save(tmp_path, 4)
+    save(tmp_path, 8)
+    left = done
+
+    def until_killed(change: Callable[..., object]) -> Callable[..., object]:
+        def changed(*words: object, **named: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return change(*words, **named)
+
+        return changed
+
+    with monkeypatch.context() as patched:
+        for owner, name in ((Path, "rename"), (Path, "replace"), (os, "fsync"), (shutil, "rmtree")):
+            patched.setattr(owner, name, until_killed(getattr(owner, name)))
+        with contextlib.suppress(Killed):
+            save(tmp_path, 8)
+    latest = latest_complete(tmp_path)  # of a launcher, before the next attempt
+    assert latest is not None
+    assert (latest.step, latest.problem(deep=True)) == (8, None)
+    remove_unfinished(tmp_path)  # of that attempt
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
 
 
 # File, what happens to its content (None removes it), and how the problem is reported.

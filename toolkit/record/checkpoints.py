@@ -2,11 +2,12 @@
 
 A checkpoint is `OUTPUT_DIR/checkpoint-STEP/` with `manifest.json`, which lists every other file with its size and
 SHA-256. It is written as `.saving-checkpoint-STEP`, the manifest last, and then renamed: an interrupted save leaves
-only a `.saving-` folder, which nothing reads.
+only a `.saving-` folder, which nothing reads. One of the same step is `.replaced-checkpoint-STEP` meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -37,7 +38,7 @@ MANIFEST = "manifest.json"
 FINGERPRINT = "fingerprint.json"  # outputs of the live model for fixed tokens, with which an export is verified
 # Where transformers' `enable_jit_checkpoint` begins to write; its own resume does not look for it (5.23).
 INCOMPLETE_MARK = "checkpoint-is-incomplete.txt"
-SAVING_PREFIX = ".saving-"
+SAVING_PREFIX, REPLACED_PREFIX = ".saving-", ".replaced-"
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
 LATEST_WORDS = ("latest", "last", "true")
 AT_LOAD_OPTIMIZER = "optimizer_dcp"
@@ -221,7 +222,11 @@ def list_checkpoints(output_dir: Path) -> list[Checkpoint]:
 
 
 def latest_complete(output_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of which every byte is right; each one that is skipped is reported on stderr."""
+    """Return the newest checkpoint of which every byte is right; each one that is skipped is reported on stderr.
+
+    For where nothing is being saved.
+    """
+    _restore_replaced(output_dir)
     for checkpoint in list_checkpoints(output_dir):
         if (problem := checkpoint.problem(deep=True)) is None:
             return checkpoint
@@ -249,11 +254,20 @@ def saving_folder(output_dir: Path, step: int) -> Path:
 
 
 def remove_unfinished(output_dir: Path) -> list[Path]:
-    """Remove what interrupted saves have left, and return it; never a checkpoint."""
-    leftovers = sorted(output_dir.glob(f"{SAVING_PREFIX}checkpoint-*"))
+    """Remove what interrupted saves have left, and return it; never the only checkpoint of a step."""
+    _restore_replaced(output_dir)
+    prefixes = (SAVING_PREFIX, REPLACED_PREFIX)
+    leftovers = sorted(path for prefix in prefixes for path in output_dir.glob(f"{prefix}checkpoint-*"))
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return leftovers
+
+
+def _restore_replaced(output_dir: Path) -> None:
+    """Give back their names to checkpoints whose replacement was killed before it had them."""
+    for path in output_dir.glob(f"{REPLACED_PREFIX}checkpoint-*"):
+        with contextlib.suppress(OSError):  # the new one is there, or another rank was faster
+            path.rename(path.with_name(path.name.removeprefix(REPLACED_PREFIX)))
 
 
 def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
@@ -265,7 +279,7 @@ def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) 
     write_json(folder / MANIFEST, body | {"sha256": _manifest_sha256(body)})
     sync(folder / MANIFEST)
     sync(folder)
-    replaced = checkpoint.with_name(f"{SAVING_PREFIX}{checkpoint.name}-replaced")
+    replaced = checkpoint.with_name(f"{REPLACED_PREFIX}{checkpoint.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if checkpoint.exists():
         checkpoint.rename(replaced)
