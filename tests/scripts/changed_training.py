@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import toolkit.train.__main__ as door
+from toolkit.observe.rank_process import prepare_environment
 
 MORE_BYTES_THAN_THERE_ARE = 2**60
 
@@ -227,7 +228,7 @@ def signal_at() -> None:
 
 def main() -> int:
     change = sys.argv.pop(1)
-    door.prepare_environment()
+    prepare_environment()
     globals()[change]()
     return door.main(sys.argv[1:])
 

@@ -13,11 +13,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
 from toolkit.hardware.shared_gpu import nccl_version, rank_variables, sharing_ranks
+from toolkit.record.folder import PREPARED_VARIABLE, RunFolder
 
 if TYPE_CHECKING:
     from toolkit.observe.progress import Progress
@@ -150,6 +152,25 @@ def import_muon_uncompiled() -> None:
 def _compiled_when_called(function: Callable[..., Any], decorator: Callable[..., Any]) -> Callable[..., Any]:
     compiled = functools.cache(lambda: decorator(function))
     return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+
+@contextmanager
+def rank_imports(progress: Progress, folder: Callable[[], Path | str | None]) -> Iterator[None]:
+    """Import what a rank needs. A failure is reported in the run's folder, unless an earlier run's records are there.
+
+    `folder` is called only then.
+    """
+    try:
+        with garbage_collector_off():
+            prepare_environment()
+            yield
+    except Exception:
+        with suppress(Exception):  # the arguments are wrong as well
+            run = RunFolder(Path(str(folder())))
+            if PREPARED_VARIABLE in os.environ or not run.run_json.exists():
+                run.make()
+                progress.output_dir = run.path
+        raise
 
 
 def run_reporting_failures(run: Callable[[Progress], None]) -> int:
