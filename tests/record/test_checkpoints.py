@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import (
     MANIFEST,
     SAVING_PREFIX,
+    add_checksums,
     checkpoint_files,
     commit_checkpoint,
     describe_full_disk,
@@ -36,6 +38,7 @@ def save(output_dir: Path, step: int) -> Path:
     (folder / "shards" / "0.distcp").write_bytes(b"shard" * step)
     checkpoint = output_dir / f"checkpoint-{step}"
     commit_checkpoint(folder, checkpoint, {"step": step, "files": file_entries(folder, checkpoint_files(folder))})
+    add_checksums(checkpoint)
     return checkpoint
 
 
@@ -103,17 +106,39 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     content = (damaged / name).read_bytes()
     (damaged / name).unlink() if change is None else (damaged / name).write_bytes(change(content))
     assert str(read_checkpoint(damaged).problem(deep=True)).startswith(problem)
+    if "shards/0.distcp is damaged" in problem:  # no byte is read where a run resumes
+        assert read_complete_checkpoint(damaged) == latest_complete(tmp_path) == read_checkpoint(damaged)
+        return
     assert latest_complete(tmp_path) == read_checkpoint(before)
     assert f"skipped {damaged}: {problem}" in capsys.readouterr().err
     with pytest.raises(ToolkitError, match="checkpoint-8 cannot be used: ") as refused:
         read_complete_checkpoint(damaged)
     assert refused.value.hint == f"the previous one is complete: `{before}`"
-    assert (read_checkpoint(damaged).problem() is None) is ("shards/0.distcp is damaged" in problem)  # no byte is read
     with pytest.raises(ToolkitError, match="checkpoint-3 cannot be used: it does not exist"):
         read_complete_checkpoint(tmp_path / "checkpoint-3")
 
 
-def test_each_file_is_read_back_once_by_a_rank_that_lists_it() -> None:
+def test_a_checkpoint_is_complete_before_its_checksums_are_there(tmp_path: Path) -> None:
+    folder, checkpoint = saving_folder(tmp_path, 4), tmp_path / "checkpoint-4"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    commit_checkpoint(folder, checkpoint, {"step": 4, "files": file_entries(folder, checkpoint_files(folder))})
+    saved = latest_complete(tmp_path)
+    assert saved is not None
+    assert saved.manifest is not None
+    assert (saved.problem(deep=True), [entry.sha256 for entry in saved.manifest.files]) == (None, [None])
+    add_checksums(checkpoint)
+    manifest = read_checkpoint(checkpoint).manifest
+    assert manifest is not None
+    assert [entry.sha256 for entry in manifest.files] == [hashlib.sha256(b"weights").hexdigest()]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "model.safetensors"]
+    shutil.rmtree(checkpoint)  # by the rotation of checkpoints
+    with pytest.raises(ToolkitError):
+        add_checksums(checkpoint)
+    assert not checkpoint.exists()
+
+
+def test_each_file_is_put_on_the_disk_once_by_a_rank_that_lists_it() -> None:
     assert [share_of_files([["a", "b", "c"]] * 2, rank) for rank in (0, 1)] == [["a", "c"], ["b"]]
     late = [["a", "b"], ["a", "b", "c", "d"], ["d"]]
     shares = [share_of_files(late, rank) for rank in range(3)]
