@@ -26,7 +26,6 @@ from toolkit.record.checkpoints import (
     read_complete_checkpoint,
     remove_unfinished,
     saving_folder,
-    share_of_files,
 )
 from toolkit.record.status import is_disk_full, is_out_of_memory
 
@@ -136,14 +135,6 @@ def test_a_checkpoint_is_complete_before_its_checksums_are_there(tmp_path: Path)
     with pytest.raises(ToolkitError):
         add_checksums(checkpoint)
     assert not checkpoint.exists()
-
-
-def test_each_file_is_put_on_the_disk_once_by_a_rank_that_lists_it() -> None:
-    assert [share_of_files([["a", "b", "c"]] * 2, rank) for rank in (0, 1)] == [["a", "c"], ["b"]]
-    late = [["a", "b"], ["a", "b", "c", "d"], ["d"]]
-    shares = [share_of_files(late, rank) for rank in range(3)]
-    assert sorted(name for share in shares for name in share) == ["a", "b", "c", "d"]
-    assert [set(share) <= set(listed) for share, listed in zip(shares, late, strict=True)] == [True] * 3
 
 
 def test_checkpoints_are_listed_newest_first_and_an_unfinished_save_is_removed(tmp_path: Path) -> None:

@@ -138,8 +138,12 @@ def uneven_final_save() -> None:
 
 
 def late_listing() -> None:
-    """Hide rank 1's files of a checkpoint from rank 0, as a network file system may for some seconds."""
+    """Hide rank 1's files of a checkpoint from rank 0, as a network file system may where they are on two nodes."""
+    from transformers import TrainingArguments
+
     from toolkit.observe import checkpoint_saver
+
+    TrainingArguments.local_process_index = property(lambda _: 0)
 
     checkpoint_files = checkpoint_saver.checkpoint_files
 

@@ -161,19 +161,15 @@ def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
     Raises ToolkitError with file and place for the first invalid row.
     """
     data_format, rows = "", 0
-    for data_format, (_, _, bytes_read) in _checked_rows(path):
+    for data_format, (_, _, bytes_read) in checked_rows(path):
         rows += 1
         if max_bytes is not None and bytes_read >= max_bytes:
             return FileCheck(format=data_format, rows=rows, complete=False)
     return FileCheck(format=data_format, rows=rows, complete=True)
 
 
-def iter_checked_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row as `iter_rows` does, once `check_file` would accept it. Raises ToolkitError where it would."""
-    return ((place, row) for _, (place, row, _) in _checked_rows(path))
-
-
-def _checked_rows(path: Path) -> Iterator[tuple[str, ReadValue]]:
+def checked_rows(path: Path) -> Iterator[tuple[str, ReadValue]]:
+    """Yield the format of the first row, and each row that has it. Raises ToolkitError as `check_file` does."""
     data_format = ""
     for value in _read_rows(path):
         try:

@@ -1,8 +1,8 @@
 """The Trainer's saves as complete-or-absent checkpoints: a manifest of all files, and the live model's fingerprint.
 
-The Trainer writes into `.saving-checkpoint-STEP`; every rank then puts its share of the files on the disk, rank 0
-writes the manifest with their sizes, and the folder is renamed. A save that is killed leaves nothing that looks like a
-checkpoint. Checksums follow while training goes on: a thread of rank 0 reads the files back.
+The Trainer writes into `.saving-checkpoint-STEP`; each node then puts its files on the disk, rank 0 writes the manifest
+with their sizes, and the folder is renamed. A save that is killed leaves nothing that looks like a checkpoint.
+Checksums follow while training goes on: a thread of rank 0 reads the files back.
 
 With `--async_save` training stands still only while what is to be written is copied to host memory, and a thread does
 the rest. The copy, torch's staging buffer, is allocated by the first save and used again by each later one, so a second
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -43,7 +44,6 @@ from toolkit.record.checkpoints import (
     commit_checkpoint,
     file_entries,
     saving_folder,
-    share_of_files,
 )
 from toolkit.record.run_files import SaveRecord
 
@@ -128,11 +128,11 @@ class CheckpointSaver:
         args = self.trainer.args
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
-        paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
-        listings = gather_from_ranks([path.relative_to(folder).as_posix() for path in paths], group=group)
-        own = [folder / name for name in share_of_files(listings, args.process_index)]
-        ranks = gather_from_ranks(file_entries(folder, own), group=group)
-        files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
+        # A network file system may show a node the files of another one late, or in an earlier size.
+        paths = checkpoint_files(folder) if args.local_process_index == 0 else []
+        listed = itertools.chain(*gather_from_ranks(file_entries(folder, paths), group=group))
+        largest = {entry["path"]: entry for entry in sorted(listed, key=lambda entry: int(entry["bytes"]))}
+        files = sorted(largest.values(), key=lambda entry: str(entry["path"]))
         if args.process_index == 0:
             if self.hashing is not None:  # of a checkpoint that may be removed now
                 self.hashing.join()

@@ -86,8 +86,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
             number = int(store.get(REQUESTED))
         except Exception as error:
             if self.place != AFTER_TRAINING:  # the store goes with the run
-                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                unheard = f"rank {self.rank} does not hear of a stop that another rank is told of ({why})"
+                unheard = f"rank {self.rank} does not hear of a stop that another rank is told of ({str(error)[:160]})"
                 print(f"warning: {unheard}: signal every rank, or no checkpoint is saved", file=sys.stderr, flush=True)
         else:
             os.write(self.writer, bytes([number]))

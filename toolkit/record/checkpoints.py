@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -312,18 +312,6 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return every file of a checkpoint's folder except the manifest, in name order."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-
-
-def share_of_files(listings: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """Return the files that a rank puts on the disk, of those that each rank lists: each once, by a rank that sees it.
-
-    A network file system may show a node the files of another one some seconds late.
-    """
-    seen: dict[str, list[int]] = {}
-    for number, names in enumerate(listings):
-        for name in names:
-            seen.setdefault(name, []).append(number)
-    return [name for index, (name, ranks) in enumerate(seen.items()) if ranks[index % len(ranks)] == rank]
 
 
 def file_entries(folder: Path, paths: Iterable[Path]) -> list[dict[str, Any]]:

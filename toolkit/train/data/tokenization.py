@@ -19,7 +19,7 @@ import datasets
 import transformers
 
 from toolkit.data import formats
-from toolkit.data.data_files import DataSource, check_file, config_error, iter_checked_rows, resolve_source
+from toolkit.data.data_files import DataSource, check_file, checked_rows, config_error, resolve_source
 from toolkit.data.formats import Sample, check_row, detect_format, to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
@@ -59,7 +59,7 @@ def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") 
 
 def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, str]]:  # noqa: ARG001
     """`content` identifies the version of the file in the cache of `datasets`."""
-    for place, row in iter_checked_rows(Path(path)):
+    for _, (place, row, _) in checked_rows(Path(path)):
         yield {_PLACE: place, _JSON_ROW: json.dumps(formats.format_fields(row, data_format))}
 
 
