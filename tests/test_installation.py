@@ -10,18 +10,18 @@ from launching import ROOT
 
 from toolkit import installation
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
+from toolkit.job.job_checks import missing_packages
 from toolkit.launch import preflight
 from toolkit.presets import load_preset
 
 
 def test_the_ranges_are_those_of_the_package() -> None:
-    """torch alone has no upper end there."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for line in (*extras["train"], *extras["deepspeed"]):
-        name, least, below = re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?", line).groups()  # type: ignore[union-attr]
-        if name in installation.RANGES:
-            assert installation.RANGES[name] == (least, below or "3"), name
-    assert {*installation.TRAIN, "deepspeed"} == installation.RANGES.keys()
+    for line in (*extras["train"], *extras["deepspeed"], *extras["gpu"], *extras["dev"]):
+        name, least, below = re.match(r"([\w-]+)(?:>=([\d.]+))?(?:,<([\d.]+))?", line).groups()  # type: ignore[union-attr]
+        assert installation.RANGES.get(name, (least, below)) == (least, below), name
+    assert {*installation.TRAIN, "deepspeed", "bitsandbytes"} == installation.RANGES.keys()
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("5.17.0", True), ("5.23.0", False), ("6.0.0", True)])
@@ -35,6 +35,16 @@ def test_a_version_out_of_range_is_refused_with_the_line_to_type(
     with pytest.raises(ToolkitError, match=f"transformers {version} is installed, expected at least 5.23") as refused:
         installation.require_versions("transformers")
     assert str(refused.value.hint).endswith("'transformers>=5.23,<6'")
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.49.2", True), ("0.50.0", False)])
+def test_bitsandbytes_whose_4_bit_layers_no_check_knows_is_refused(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "installed_version", {"bitsandbytes": version}.get)
+    job = Job.from_values({"model_name_or_path": "m", "dataset": "d", "load_in_4bit": True, "lora_r": 8})
+    errors = [error.message for error in missing_packages(job, on_cpu=True)]
+    assert any(f"bitsandbytes {version} is installed" in message for message in errors) is is_refused
 
 
 @pytest.mark.parametrize(("preset", "gpus", "is_refused"), [("zero2_cpu_offload", 1, True), ("zero2", 1, False)])

@@ -27,8 +27,8 @@ EXTRAS = {
 TRAIN = ("torch", "transformers", "accelerate", "peft", "datasets")
 # The least and the first too new version of each, as in pyproject.toml.
 RANGES = {
-    **{"torch": ("2.8", "3"), "transformers": ("5.23", "6"), "accelerate": ("1.15", "2"), "peft": ("0.21", "1")},
-    **{"datasets": ("5.2", "6"), "deepspeed": ("0.19.8", "0.20")},
+    **{"torch": ("2.11", "3"), "transformers": ("5.23", "6"), "accelerate": ("1.15", "2"), "peft": ("0.21", "1")},
+    **{"datasets": ("5.2", "6"), "deepspeed": ("0.19.8", "0.20"), "bitsandbytes": ("0.50", "1")},
 }
 
 
@@ -50,14 +50,17 @@ def require(*modules: str) -> None:
 def require_versions(*modules: str) -> None:
     """Raise ToolkitError, with the line to type, for modules that are not installed, or in a version out of range."""
     require(*modules)
-    for module in modules:
-        version, (least, below) = installed_version(module), RANGES.get(module, ("0", ""))
-        if version is None or not below:
-            continue
-        if not version_numbers(least) <= version_numbers(version) < version_numbers(below):
-            expected = f"expected at least {least}, and less than {below}"
-            hint = f"{installer()} '{module}>={least},<{below}'"
-            raise ToolkitError(f"{module} {version} is installed, {expected}", hint=hint)
+    for error in filter(None, map(wrong_version, modules)):
+        raise error
+
+
+def wrong_version(module: str) -> ToolkitError | None:
+    """Return the error, with the line to type, for a library that is installed in a version out of range."""
+    version, (least, below) = installed_version(module), RANGES.get(module, ("0", ""))
+    if version is None or not below or version_numbers(least) <= version_numbers(version) < version_numbers(below):
+        return None
+    hint = f"{installer()} '{module}>={least},<{below}'"
+    return ToolkitError(f"{module} {version} is installed, expected at least {least}, and less than {below}", hint=hint)
 
 
 def install_line(*modules: str) -> str:

@@ -22,7 +22,7 @@ from toolkit.checkpoint.dcp_checkpoint import DcpFolder
 from toolkit.checkpoint.model_definition import model_class
 from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
-from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
+from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_checkpoint, file_entries
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -70,6 +70,7 @@ def commit(folder: Path, facts: dict[str, Any]) -> None:
     entries = file_entries(folder, checkpoint_files(folder))
     moved = folder.rename(folder.with_name("moving"))
     commit_checkpoint(moved, folder, facts | {"files": entries})
+    add_checksums(folder)
 
 
 def changed(source: Path, tmp_path: Path, change: Change, *, signed: bool = True) -> Path:

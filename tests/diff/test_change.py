@@ -58,7 +58,9 @@ def test_a_job_that_stops_to_fit_and_a_new_error_fail_and_a_moved_line_is_not_ne
 
 
 def test_the_comment_and_the_json_say_the_same(diff: Diff) -> None:
-    Path("configs/new.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload: true\n")
+    Path("configs/new.yaml").write_text(
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload: true\n"
+    )
     Path("configs/acc.yaml").unlink()
     code, out, _ = diff("--json")
     removed, added = json.loads(out)["changes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +10,12 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, preset_job, read
+
+from toolkit import installation
+from toolkit.observe.failure_report import report_failure
+from toolkit.observe.progress import Progress
+from toolkit.observe.rank_process import garbage_collector_off
+from toolkit.record.folder import RunFolder
 
 MMAP_FROM_64_KIB = "glibc.malloc.mmap_threshold=65536"
 KEPT = f"""
@@ -49,3 +56,57 @@ def test_pages_of_freed_memory_are_kept_unless_the_user_has_set_malloc(settings:
     before, after = (int(number) for number in counted.stdout.split())
     assert before >= 16_384, "glibc maps 64 MiB anew each time"
     assert after >= 16_384 if settings else after < 100
+
+
+WRAPPED = """
+from torch.utils.file_baton import FileBaton
+from toolkit.observe.rank_process import prepare_environment
+
+prepare_environment()
+once = FileBaton.wait
+prepare_environment()
+print(FileBaton.wait is once, once.__module__)
+"""
+
+
+def test_a_rank_that_is_forked_from_a_prepared_process_reports_a_wait_once() -> None:
+    printed = subprocess.run([sys.executable, "-c", WRAPPED], cwd=ROOT, capture_output=True, text=True)
+    assert printed.stdout.split() == ["True", "toolkit.observe.rank_process"], printed.stderr
+
+
+def test_garbage_is_collected_again_after_an_import_that_failed() -> None:
+    with pytest.raises(ImportError), garbage_collector_off():
+        raise ImportError("no such library")
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("module", "broken"), [("toolkit.train", "torch"), ("toolkit.observe", "transformers")])
+def test_a_library_that_a_rank_cannot_import_is_in_failure_json(module: str, broken: str, tmp_path: Path) -> None:
+    """Without a launcher of ours, which would read the log; an earlier run's records stay as they are."""
+    (tmp_path / f"{broken}.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    (tmp_path / "script.py").touch()
+    out, earlier = tmp_path / "out", tmp_path / "earlier"
+    RunFolder(earlier).update_run(status="completed")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "RANK": "0"}
+    for folder in (out, earlier):
+        words = (
+            ["--output_dir", str(folder)] if module == "toolkit.train" else ["--output-dir", str(folder), "script.py"]
+        )
+        command = [sys.executable, "-m", module, *words]
+        ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert (ended.returncode, "error (rank 0, phase start, step 0): ImportError: lib" in ended.stderr) == (1, True)
+    failure, run = read(out / "failure.json"), read(out / "run.json")
+    assert failure["message"] == "ImportError: libcudart.so.13: cannot open shared object file"
+    assert (failure["kind"], run["status"]) == ("failed", "failed")
+    assert read(earlier / "run.json")["status"] == "completed"
+    assert not (earlier / "failure.json").exists()
+
+
+def test_a_library_that_is_not_installed_is_reported_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(installation.EXTRAS, "a_library", "train")
+    missing = ModuleNotFoundError("No module named 'a_library'", name="a_library.part")
+    assert report_failure(missing, Progress(output_dir=tmp_path)) == 2
+    assert read(tmp_path / "failure.json")["message"] == "a_library is not installed"
+    assert "finetune-toolkit[train]'" in capsys.readouterr().err

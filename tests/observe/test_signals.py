@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,7 +12,10 @@ from typing import Any
 import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, losses, nightly, read, torchrun_observed
 
+from toolkit.observe import signals
+from toolkit.observe.progress import Progress
 from toolkit.record.checkpoints import list_checkpoints
+from toolkit.record.folder import RunFolder
 
 pytestmark = pytest.mark.launch
 
@@ -185,3 +190,22 @@ def test_a_script_of_somebody_ends_in_the_same_way(mode: str, tmp_path: Path) ->
             == f"SIGTERM ended the run {where}; no step was finished, so there is nothing to save"
         )
         assert seconds < 60
+
+
+def test_a_rank_that_cannot_hear_of_a_stop_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the first sign is a run that ends without a checkpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))  # where nothing listens any more
+    monkeypatch.setattr(signals, "ANSWER_SECONDS", 0.5)
+    stop = signals.StopOnSignal(Progress(attempt_id="a"), RunFolder(tmp_path), rank=1, world_size=2)
+    stop.follow(stop.progress)
+    for thread in threading.enumerate():
+        if thread.name == "stop-with-others":
+            thread.join(timeout=60)
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: rank 1 does not hear of a stop that another rank is told of (")
+    assert warning.endswith("): signal every rank, or no checkpoint is saved\n")

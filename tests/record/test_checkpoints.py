@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import (
     MANIFEST,
     SAVING_PREFIX,
+    add_checksums,
     checkpoint_files,
     commit_checkpoint,
     describe_full_disk,
@@ -22,7 +26,6 @@ from toolkit.record.checkpoints import (
     read_complete_checkpoint,
     remove_unfinished,
     saving_folder,
-    share_of_files,
 )
 from toolkit.record.status import is_disk_full, is_out_of_memory
 
@@ -34,7 +37,43 @@ def save(output_dir: Path, step: int) -> Path:
     (folder / "shards" / "0.distcp").write_bytes(b"shard" * step)
     checkpoint = output_dir / f"checkpoint-{step}"
     commit_checkpoint(folder, checkpoint, {"step": step, "files": file_entries(folder, checkpoint_files(folder))})
+    add_checksums(checkpoint)
     return checkpoint
+
+
+class Killed(BaseException):
+    """Ends a save where a process was killed."""
+
+
+@pytest.mark.parametrize("done", range(9))
+def test_a_save_that_is_killed_at_any_step_leaves_a_complete_checkpoint_of_its_name(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`done` counts what the file system was told before: names, contents written to the disk, removals."""
+    save(tmp_path, 4)
+    save(tmp_path, 8)
+    left = done
+
+    def until_killed(change: Callable[..., object]) -> Callable[..., object]:
+        def changed(*words: object, **named: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return change(*words, **named)
+
+        return changed
+
+    with monkeypatch.context() as patched:
+        for owner, name in ((Path, "rename"), (Path, "replace"), (os, "fsync"), (shutil, "rmtree")):
+            patched.setattr(owner, name, until_killed(getattr(owner, name)))
+        with contextlib.suppress(Killed):
+            save(tmp_path, 8)
+    latest = latest_complete(tmp_path)  # of a launcher, before the next attempt
+    assert latest is not None
+    assert (latest.step, latest.problem(deep=True)) == (8, None)
+    remove_unfinished(tmp_path)  # of that attempt
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
 
 
 # File, what happens to its content (None removes it), and how the problem is reported.
@@ -66,22 +105,36 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     content = (damaged / name).read_bytes()
     (damaged / name).unlink() if change is None else (damaged / name).write_bytes(change(content))
     assert str(read_checkpoint(damaged).problem(deep=True)).startswith(problem)
+    if "shards/0.distcp is damaged" in problem:  # no byte is read where a run resumes
+        assert read_complete_checkpoint(damaged) == latest_complete(tmp_path) == read_checkpoint(damaged)
+        return
     assert latest_complete(tmp_path) == read_checkpoint(before)
     assert f"skipped {damaged}: {problem}" in capsys.readouterr().err
     with pytest.raises(ToolkitError, match="checkpoint-8 cannot be used: ") as refused:
         read_complete_checkpoint(damaged)
     assert refused.value.hint == f"the previous one is complete: `{before}`"
-    assert (read_checkpoint(damaged).problem() is None) is ("shards/0.distcp is damaged" in problem)  # no byte is read
     with pytest.raises(ToolkitError, match="checkpoint-3 cannot be used: it does not exist"):
         read_complete_checkpoint(tmp_path / "checkpoint-3")
 
 
-def test_each_file_is_read_back_once_by_a_rank_that_lists_it() -> None:
-    assert [share_of_files([["a", "b", "c"]] * 2, rank) for rank in (0, 1)] == [["a", "c"], ["b"]]
-    late = [["a", "b"], ["a", "b", "c", "d"], ["d"]]
-    shares = [share_of_files(late, rank) for rank in range(3)]
-    assert sorted(name for share in shares for name in share) == ["a", "b", "c", "d"]
-    assert [set(share) <= set(listed) for share, listed in zip(shares, late, strict=True)] == [True] * 3
+def test_a_checkpoint_is_complete_before_its_checksums_are_there(tmp_path: Path) -> None:
+    folder, checkpoint = saving_folder(tmp_path, 4), tmp_path / "checkpoint-4"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    commit_checkpoint(folder, checkpoint, {"step": 4, "files": file_entries(folder, checkpoint_files(folder))})
+    saved = latest_complete(tmp_path)
+    assert saved is not None
+    assert saved.manifest is not None
+    assert (saved.problem(deep=True), [entry.sha256 for entry in saved.manifest.files]) == (None, [None])
+    add_checksums(checkpoint)
+    manifest = read_checkpoint(checkpoint).manifest
+    assert manifest is not None
+    assert [entry.sha256 for entry in manifest.files] == [hashlib.sha256(b"weights").hexdigest()]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "model.safetensors"]
+    shutil.rmtree(checkpoint)  # by the rotation of checkpoints
+    with pytest.raises(ToolkitError):
+        add_checksums(checkpoint)
+    assert not checkpoint.exists()
 
 
 def test_checkpoints_are_listed_newest_first_and_an_unfinished_save_is_removed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import toolkit.train.__main__ as door
+from toolkit.observe.rank_process import prepare_environment
 
 MORE_BYTES_THAN_THERE_ARE = 2**60
 
@@ -137,8 +138,12 @@ def uneven_final_save() -> None:
 
 
 def late_listing() -> None:
-    """Hide rank 1's files of a checkpoint from rank 0, as a network file system may for some seconds."""
+    """Hide rank 1's files of a checkpoint from rank 0, as a network file system may where they are on two nodes."""
+    from transformers import TrainingArguments
+
     from toolkit.observe import checkpoint_saver
+
+    TrainingArguments.local_process_index = property(lambda _: 0)
 
     checkpoint_files = checkpoint_saver.checkpoint_files
 
@@ -227,7 +232,7 @@ def signal_at() -> None:
 
 def main() -> int:
     change = sys.argv.pop(1)
-    door.prepare_environment()
+    prepare_environment()
     globals()[change]()
     return door.main(sys.argv[1:])
 

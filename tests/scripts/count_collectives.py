@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import toolkit.train.__main__ as door
+from toolkit.observe.rank_process import prepare_environment
 
 # The dispatcher's operator → the collective, and which of its arguments holds the whole tensor.
 OPERATORS = {
@@ -37,7 +38,7 @@ FUNCTIONAL = {
 
 def main() -> int:
     words = sys.argv[1:]
-    door.prepare_environment()
+    prepare_environment()
     if words[0] == "--alone":
         _, config, world_size, *words = words
         join_fake_group(config, int(world_size))

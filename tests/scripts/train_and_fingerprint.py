@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import toolkit.train.__main__ as door
+from toolkit.observe.rank_process import prepare_environment
 
 FIXED_TOKENS = [[1, 4093, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 2]]
 
 
 def main() -> int:
-    door.prepare_environment()
+    prepare_environment()
     import torch
     from count_collectives import count_steps  # beside this script; its constant is read from tests too
     from process_state import write_process_state

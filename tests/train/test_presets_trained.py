@@ -21,6 +21,7 @@ pytestmark = pytest.mark.launch
 P = 336_192
 NORMS = 5 * 64
 RUN_FILES = {"run.json", "run.lock", "attestation.json", "timeline.jsonl", "train.log", "ranks/attempt.id"}
+RUN_FILES |= {"ranks/run.json.lock"}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors", "fingerprint.json"}
 MODEL_FILES |= {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 MODEL_FILES |= {"README.md"}  # the model card

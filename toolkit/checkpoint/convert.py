@@ -30,7 +30,7 @@ from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_degrees_given, check_supported
-from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, read_step
+from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_checkpoint, file_entries, read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # By engine of the preset that resumes: write weights and optimizer states, given the names in each parameter group.
@@ -71,6 +71,7 @@ def convert(
             manifest = _converted_manifest(files, reader, preset, num_processes, layout)
             entries = file_entries(temporary, checkpoint_files(temporary))
             commit_checkpoint(temporary, out.absolute(), manifest | {"files": entries})
+            add_checksums(out.absolute())
         return manifest
 
 

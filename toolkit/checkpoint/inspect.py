@@ -37,6 +37,7 @@ _UNSUPPORTED = {
     "pytorch_model_fsdp.bin": "FSDP's FULL_STATE_DICT; presets write SHARDED_STATE_DICT",
     "pytorch_model.bin": "weights in pickle format instead of safetensors",
 }
+BY_SIZE = "complete by the sizes of its files; it has no checksums"  # of a run that ended before they were there
 # Parts of file names. DeepSpeed's fp32 master weights are in the optimizer's files, and count as such.
 _OPTIMIZER_FILES = ("optimizer", "optim_states.pt", "exp_avg")
 _MODEL_FILES = ("model.safetensors", "model-", "adapter_model", "pytorch_model", "model_states.pt", "fp32.pt")
@@ -122,7 +123,7 @@ class CheckpointSummary:
     """One checkpoint; fields are the keys of `inspect --json`, None where neither manifest nor files tell."""
 
     path: str
-    state: str  # `complete`, `damaged` or `no manifest: completeness unknown`
+    state: str  # `complete`, `BY_SIZE`, `damaged` or `no manifest: completeness unknown`
     problem: str | None
     step: int | None
     preset: str | None
@@ -183,7 +184,8 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
             raise
     if os.path.lexists(path / MANIFEST):
         problem = checkpoint.problem(deep=True) or problem
-        state = "damaged" if problem else "complete"
+        whole = "complete" if all(entry.sha256 for entry in recorded.files) else BY_SIZE
+        state = "damaged" if problem else whole
     step = None if checkpoint.manifest is None else recorded.step
     if checkpoint.manifest is None:
         with contextlib.suppress(ToolkitError):

@@ -354,7 +354,7 @@ class SideRunFigures(Model):
     exposed_communication_fraction: Annotated[Measured, Column("of it exposed", percent)] = None
     """The part of `communication_fraction` during which nothing is computed."""
     save_seconds: Annotated[Measured, Column("save s", fixed(1), unit="s")] = None
-    """One complete checkpoint, to its last checksum, in a run that no speed counts; null without `--measure-save`.
+    """One complete checkpoint, to its manifest, in a run that no speed counts; null without `--measure-save`.
     Clouds take a spot node back 30 to 120 s after notice."""
     save_bytes: Annotated[Bytes, Column("checkpoint GiB", GIB_UNIT.text, unit="bytes")] = None
     """Size of that checkpoint, files of all ranks."""

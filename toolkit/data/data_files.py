@@ -161,18 +161,25 @@ def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
     Raises ToolkitError with file and place for the first invalid row.
     """
     data_format, rows = "", 0
-    for place, row, bytes_read in _read_rows(path):
-        try:
-            data_format = data_format or detect_format(row)
-            check_row(row, data_format)
-        except ToolkitError as error:
-            raise error_at(path, place, error.message, hint=error.hint) from None
-        except RecursionError:
-            raise error_at(path, place, "nested too deeply") from None
+    for data_format, (_, _, bytes_read) in checked_rows(path):
         rows += 1
         if max_bytes is not None and bytes_read >= max_bytes:
             return FileCheck(format=data_format, rows=rows, complete=False)
     return FileCheck(format=data_format, rows=rows, complete=True)
+
+
+def checked_rows(path: Path) -> Iterator[tuple[str, ReadValue]]:
+    """Yield the format of the first row, and each row that has it. Raises ToolkitError as `check_file` does."""
+    data_format = ""
+    for value in _read_rows(path):
+        try:
+            data_format = data_format or detect_format(value.value)
+            check_row(value.value, data_format)
+        except ToolkitError as error:
+            raise error_at(path, value.place, error.message, hint=error.hint) from None
+        except RecursionError:
+            raise error_at(path, value.place, "nested too deeply") from None
+        yield data_format, value
 
 
 def _read_rows(path: Path) -> Iterator[ReadValue]:

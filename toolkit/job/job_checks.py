@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.files.secrets import refuse_hidden
-from toolkit.installation import install_line
+from toolkit.installation import install_line, wrong_version
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_reading import argument_words
 from toolkit.job.argument_values import as_list, check_range, check_word
@@ -191,6 +191,8 @@ def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
         for module, (message, is_used) in needed.items()
         if is_used and not is_importable(module)
     ]
+    if job.load_in_4bit and (wrong := wrong_version("bitsandbytes")):  # an older one has layers that no check knows
+        missing.append(wrong)
     optimizer = optimizer_module(job.optim)
     if optimizer is not None and not is_importable(optimizer[0]):
         module, command = optimizer

@@ -29,7 +29,6 @@ from toolkit.record.checkpoints import (
     Checkpoint,
     Manifest,
     latest_complete,
-    read_checkpoint,
     read_complete_checkpoint,
 )
 
@@ -198,18 +197,17 @@ def remove_converted(output_dir: Path) -> None:
     shutil.rmtree(output_dir / RESUME_FOLDER, ignore_errors=True)
 
 
-def checkpoint_to_resume(job: Job, *, read_before: bool = False) -> Checkpoint | None:
+def checkpoint_to_resume(job: Job) -> Checkpoint | None:
     """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder.
 
-    `read_before` says that another process has read all bytes of a folder. Raises ToolkitError for a folder that is no
-    complete checkpoint.
+    Raises ToolkitError for a folder that is no complete checkpoint.
     """
     if not job.resumes:
         return None
     named = str(job.resume_from_checkpoint)
     if named.lower() in LATEST_WORDS:
         return latest_complete(Path(str(job.output_dir)))
-    return (read_checkpoint if read_before else read_complete_checkpoint)(Path(named))
+    return read_complete_checkpoint(Path(named))
 
 
 def converts(checkpoint: Checkpoint, run: TrainingRun) -> bool:

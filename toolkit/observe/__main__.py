@@ -8,7 +8,8 @@ import threading
 
 from toolkit.entry_point import exit_code_of
 from toolkit.hardware.shared_gpu import RANKS_PER_GPU_VARIABLE
-from toolkit.observe.rank_process import garbage_collector_off, leave, prepare_environment
+from toolkit.observe.progress import Progress
+from toolkit.observe.rank_process import leave, rank_imports, run_reporting_failures
 from toolkit.observe.words import Words, check_transformers
 from toolkit.versions import installed_version
 
@@ -19,9 +20,14 @@ def main() -> int:
     check_transformers(installed_version("transformers"))
     if words.ranks_per_gpu is not None:
         os.environ[RANKS_PER_GPU_VARIABLE] = str(words.ranks_per_gpu)
-    with garbage_collector_off():
-        prepare_environment()
-        from toolkit.observe.foreign_script import ScriptRun
+
+    def load(progress: Progress) -> None:
+        with rank_imports(progress, lambda: words.output_dir):
+            import toolkit.observe.foreign_script  # noqa: F401
+
+    run_reporting_failures(load)
+    from toolkit.observe.foreign_script import ScriptRun
+
     return ScriptRun(words).run()
 
 

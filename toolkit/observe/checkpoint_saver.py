@@ -1,7 +1,8 @@
-"""The Trainer's saves as complete-or-absent checkpoints: a manifest with checksums, and the live model's fingerprint.
+"""The Trainer's saves as complete-or-absent checkpoints: a manifest of all files, and the live model's fingerprint.
 
-The Trainer writes into `.saving-checkpoint-STEP`; every rank then hashes its share of the files, rank 0 writes the
-manifest, and the folder is renamed. A save that is killed leaves nothing that looks like a checkpoint.
+The Trainer writes into `.saving-checkpoint-STEP`; each node then puts its files on the disk, rank 0 writes the manifest
+with their sizes, and the folder is renamed. A save that is killed leaves nothing that looks like a checkpoint.
+Checksums follow while training goes on: a thread of rank 0 reads the files back.
 
 With `--async_save` training stands still only while what is to be written is copied to host memory, and a thread does
 the rest. The copy, torch's staging buffer, is allocated by the first save and used again by each later one, so a second
@@ -11,7 +12,9 @@ they would mix with those of the steps.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -29,6 +32,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
+from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.models.nf4 import as_in_training
 from toolkit.observe.attest.attestation import Attestation
@@ -36,11 +40,11 @@ from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.record.checkpoints import (
+    add_checksums,
     checkpoint_files,
     commit_checkpoint,
     file_entries,
     saving_folder,
-    share_of_files,
 )
 from toolkit.record.run_files import SaveRecord
 
@@ -61,6 +65,8 @@ class CheckpointSaver:
         """Each save of this run, for run.json; rank 0's have their sizes."""
         timeout = timedelta(seconds=trainer.args.ddp_timeout)
         self.background = BackgroundSaver(trainer.model, timeout=timeout) if in_background else None
+        self.hashing: threading.Thread | None = None
+        """Adds the checksums of the last checkpoint."""
 
     def save(self, write: Callable[[], None], *, entered: float) -> None:
         """Save a checkpoint, or begin to: `write` is the Trainer's own save. Collective.
@@ -86,6 +92,7 @@ class CheckpointSaver:
             size = self._complete(folder, facts, best, group)
             if trainer.args.process_index == 0:
                 record.complete(size, began=began, writing_began=writing_began)
+                self._start_hashing(Path(trainer.args.output_dir) / folder.name)
 
         if self.background is None:
             complete(None, began)
@@ -117,22 +124,33 @@ class CheckpointSaver:
                 trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> int:
-        """Make it `checkpoint-STEP`, with checksums of what the ranks read back, and return its bytes. Collective."""
+        """Make it `checkpoint-STEP`, with every file on the disk, and return its bytes. Collective."""
         args = self.trainer.args
         checkpoint = Path(args.output_dir) / folder.name
         barrier(group)
-        paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
-        listings = gather_from_ranks([path.relative_to(folder).as_posix() for path in paths], group=group)
-        own = [folder / name for name in share_of_files(listings, args.process_index)]
-        ranks = gather_from_ranks(file_entries(folder, own), group=group)
-        files = sorted((entry for entries in ranks for entry in entries), key=lambda entry: str(entry["path"]))
+        # A network file system may show a node the files of another one late, or in an earlier size.
+        paths = checkpoint_files(folder) if args.local_process_index == 0 else []
+        listed = itertools.chain(*gather_from_ranks(file_entries(folder, paths), group=group))
+        largest = {entry["path"]: entry for entry in sorted(listed, key=lambda entry: int(entry["bytes"]))}
+        files = sorted(largest.values(), key=lambda entry: str(entry["path"]))
         if args.process_index == 0:
+            if self.hashing is not None:  # of a checkpoint that may be removed now
+                self.hashing.join()
             commit_checkpoint(folder, checkpoint, {**facts, "files": files})
             folder.parent.rmdir()
             limit = args.save_total_limit
             rotate_checkpoints(args.output_dir, save_total_limit=limit, best_model_checkpoint=best_checkpoint)
         barrier(group)
         return sum(entry["bytes"] for entry in files)
+
+    def _start_hashing(self, checkpoint: Path) -> None:
+        def add() -> None:
+            with contextlib.suppress(OSError, ToolkitError):  # somebody has removed it
+                add_checksums(checkpoint)
+
+        self.hashing = threading.Thread(target=add, name="checkpoint-checksums", daemon=True)
+        self.hashing.start()
+        atexit.register(self.hashing.join)  # a run that completes leaves no checkpoint without
 
     def finish(self) -> None:
         """Wait for a save in the background: the best checkpoint may be loaded next, and older ones removed."""

@@ -16,11 +16,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.files.secrets import hide_secrets
 from toolkit.hardware.shared_gpu import refused_by_nccl
+from toolkit.installation import missing_package
 from toolkit.observe.progress import Progress
 from toolkit.record import status
 from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint, resume_hint
@@ -53,7 +52,8 @@ class Interrupted(RunFailed):
 
 def status_of(error: BaseException) -> str:
     """Return the run status that an exception means."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
+    torch = sys.modules.get("torch")  # None where it could not be imported
+    if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
         return status.OUT_OF_MEMORY
     if isinstance(error, (MemoryError, OutOfMemory)) or status.is_out_of_memory(str(error)):
         return status.HOST_OUT_OF_MEMORY
@@ -69,6 +69,8 @@ def status_of(error: BaseException) -> str:
 def report_failure(error: BaseException, progress: Progress) -> int:
     """Write failure.json and run.json's status unless another rank has, print the cause, and return the exit code."""
     error = refused_by_nccl(str(error)) or error
+    if isinstance(error, ModuleNotFoundError):
+        error = missing_package((error.name or "").partition(".")[0]) or error
     kind, rank = status_of(error), int(os.environ.get("RANK", "0"))
     invalid_input = isinstance(error, ToolkitError) and not isinstance(error, (RunFailed, OutOfMemory))
     code = status.exit_code_of(kind, invalid_input=invalid_input)
@@ -150,7 +152,8 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
         message = f"rank {lost.rank} is gone: its process {lost.pid} was ended from outside"
     elif folder is not None and status.is_disk_full(error):
         message, hint = describe_full_disk(folder, f"rank {rank}", progress.phase, progress.step)
-    on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
+    torch = sys.modules.get("torch")
+    on_host = kind == status.HOST_OUT_OF_MEMORY or torch is None or not torch.cuda.is_available()
     return {
         "kind": kind,
         "phase": progress.phase,
@@ -158,7 +161,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress) -> 
         "rank": rank,
         "message": message,
         "hint": hint,
-        "peak_bytes": peak_resident_bytes() if on_host else torch.cuda.max_memory_allocated(),
+        "peak_bytes": peak_resident_bytes() if torch is None or on_host else torch.cuda.max_memory_allocated(),
         "memory_by_phase": None if progress.memory_by_phase is None else progress.memory_by_phase.model_dump(),
         "traceback": None if own else hide_secrets(script_traceback(error)),
         **(progress.describe_rows(error.rows) if isinstance(error, Diverged) else {}),

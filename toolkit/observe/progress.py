@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from toolkit.record.measurements import MemoryByPhase
 from toolkit.record.timeline import add_moment
@@ -67,6 +66,8 @@ class Progress:
     def record_memory(self, phase: str) -> None:
         """Record the bytes in use now, the first time a phase ends: in the first step, which is not timed."""
         if (memory := self.memory_by_phase) is not None and getattr(memory, phase) is None:
+            import torch  # not above: that torch cannot be imported is reported too
+
             on_gpu = memory.bytes_of == "allocated"
             used = torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss
             self.memory_by_phase = memory.updated(**{phase: used})

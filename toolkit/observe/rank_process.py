@@ -13,11 +13,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
 from toolkit.hardware.shared_gpu import nccl_version, rank_variables, sharing_ranks
+from toolkit.record.folder import PREPARED_VARIABLE, RunFolder
 
 if TYPE_CHECKING:
     from toolkit.observe.progress import Progress
@@ -51,7 +53,8 @@ def prepare_environment() -> None:
     import torch
     from torch.utils.file_baton import FileBaton
 
-    FileBaton.wait = _announced(FileBaton.wait)
+    if FileBaton.wait.__module__ != __name__:  # a rank may be forked from a process that has been here
+        FileBaton.wait = _announced(FileBaton.wait)
     if ranks is not None and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1 / ranks)  # no rank takes another one's share
     if not torch.cuda.is_available():
@@ -103,9 +106,11 @@ def _announced(wait: Callable[[Any], None]) -> Callable[[Any], None]:
 def garbage_collector_off() -> Iterator[None]:
     """Import without collecting, a fifth of the time, and keep what was imported out of every later collection."""
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager
@@ -147,6 +152,25 @@ def import_muon_uncompiled() -> None:
 def _compiled_when_called(function: Callable[..., Any], decorator: Callable[..., Any]) -> Callable[..., Any]:
     compiled = functools.cache(lambda: decorator(function))
     return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+
+@contextmanager
+def rank_imports(progress: Progress, folder: Callable[[], Path | str | None]) -> Iterator[None]:
+    """Import what a rank needs. A failure is reported in the run's folder, unless an earlier run's records are there.
+
+    `folder` is called only then.
+    """
+    try:
+        with garbage_collector_off():
+            prepare_environment()
+            yield
+    except Exception:
+        with suppress(Exception):  # the arguments are wrong as well
+            run = RunFolder(Path(str(folder())))
+            if PREPARED_VARIABLE in os.environ or not run.run_json.exists():
+                run.make()
+                progress.output_dir = run.path
+        raise
 
 
 def run_reporting_failures(run: Callable[[Progress], None]) -> int:

@@ -80,9 +80,16 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
             threading.Thread(target=self._follow, name="stop-with-others", daemon=True).start()
 
     def _follow(self) -> None:
-        with contextlib.suppress(Exception):  # the store is gone, and with it the run
-            store = join_store(LONGER_THAN_ANY_RUN, self.progress)
-            os.write(self.writer, bytes([int(store.get(REQUESTED))]))
+        try:
+            store = join_store(timedelta(seconds=ANSWER_SECONDS), self.progress)
+            store.set_timeout(LONGER_THAN_ANY_RUN)
+            number = int(store.get(REQUESTED))
+        except Exception as error:
+            if self.place != AFTER_TRAINING:  # the store goes with the run
+                unheard = f"rank {self.rank} does not hear of a stop that another rank is told of ({str(error)[:160]})"
+                print(f"warning: {unheard}: signal every rank, or no checkpoint is saved", file=sys.stderr, flush=True)
+        else:
+            os.write(self.writer, bytes([number]))
 
     def _wait(self, reader: int) -> None:
         while (number := os.read(reader, 1)[0]) not in SIGNALS:

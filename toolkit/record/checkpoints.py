@@ -1,12 +1,14 @@
 """Checkpoints of a run: their manifest, whether they are complete, and which is the newest.
 
-A checkpoint is `OUTPUT_DIR/checkpoint-STEP/` with `manifest.json`, which lists every other file with its size and
-SHA-256. It is written as `.saving-checkpoint-STEP`, the manifest last, and then renamed: an interrupted save leaves
-only a `.saving-` folder, which nothing reads.
+A checkpoint is `OUTPUT_DIR/checkpoint-STEP/` with `manifest.json`, which lists every other file with its size and, once
+it has been read back, its SHA-256. It is written as `.saving-checkpoint-STEP`, the manifest last, and then renamed: an
+interrupted save leaves only a `.saving-` folder, which nothing reads. One of the same step is
+`.replaced-checkpoint-STEP` meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -14,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -37,7 +39,7 @@ MANIFEST = "manifest.json"
 FINGERPRINT = "fingerprint.json"  # outputs of the live model for fixed tokens, with which an export is verified
 # Where transformers' `enable_jit_checkpoint` begins to write; its own resume does not look for it (5.23).
 INCOMPLETE_MARK = "checkpoint-is-incomplete.txt"
-SAVING_PREFIX = ".saving-"
+SAVING_PREFIX, REPLACED_PREFIX = ".saving-", ".replaced-"
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
 LATEST_WORDS = ("latest", "last", "true")
 AT_LOAD_OPTIMIZER = "optimizer_dcp"
@@ -62,7 +64,8 @@ class FileEntry(_Record):
     path: str
     """Relative to the checkpoint, and inside of it."""
     bytes: Count
-    sha256: str
+    sha256: str | None = None
+    """None until it has been read back, after the save."""
 
     @field_validator("path")
     @classmethod
@@ -175,7 +178,7 @@ class Checkpoint:
         return None if self.manifest is None else sum(entry.bytes for entry in self.manifest.files)
 
     def problem(self, deep: bool = False) -> str | None:
-        """Return what is missing or damaged, or None for a complete checkpoint. `deep` verifies every checksum."""
+        """Return what is missing or damaged, or None for a complete checkpoint. `deep` verifies the checksums too."""
         if not self.path.is_dir():
             return "it does not exist"
         if os.path.lexists(self.path / INCOMPLETE_MARK):
@@ -189,7 +192,7 @@ class Checkpoint:
                     return f"{entry.path} is {'no file' if path.exists() else 'missing'}"
                 if (size := path.stat().st_size) != entry.bytes:
                     return f"{entry.path} has {size} bytes, expected {entry.bytes}"
-                if deep and file_sha256(path) != entry.sha256:
+                if deep and entry.sha256 is not None and file_sha256(path) != entry.sha256:
                     return f"{entry.path} is damaged (checksum)"
             except OSError as error:
                 return f"{path}: {error.strerror}"
@@ -221,9 +224,13 @@ def list_checkpoints(output_dir: Path) -> list[Checkpoint]:
 
 
 def latest_complete(output_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of which every byte is right; each one that is skipped is reported on stderr."""
+    """Return the newest checkpoint with all its files in their sizes; each one that is skipped is reported on stderr.
+
+    For where nothing is being saved.
+    """
+    _restore_replaced(output_dir)
     for checkpoint in list_checkpoints(output_dir):
-        if (problem := checkpoint.problem(deep=True)) is None:
+        if (problem := checkpoint.problem()) is None:
             return checkpoint
         print(f"skipped {checkpoint.path}: {problem}", file=sys.stderr, flush=True)
     return None
@@ -232,11 +239,11 @@ def latest_complete(output_dir: Path) -> Checkpoint | None:
 def read_complete_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint. Raises ToolkitError, naming the one before, if it is not complete."""
     checkpoint = read_checkpoint(path)
-    problem = checkpoint.problem(deep=True)
+    problem = checkpoint.problem()
     if problem is None:
         return checkpoint
     older = [other for other in list_checkpoints(path.absolute().parent) if other.step < checkpoint.step]
-    before = next((other for other in older if other.problem(deep=True) is None), None)
+    before = next((other for other in older if other.problem() is None), None)
     raise ToolkitError(
         f"checkpoint {path} cannot be used: {problem}",
         hint="there is no earlier complete one" if before is None else f"the previous one is complete: `{before.path}`",
@@ -249,11 +256,20 @@ def saving_folder(output_dir: Path, step: int) -> Path:
 
 
 def remove_unfinished(output_dir: Path) -> list[Path]:
-    """Remove what interrupted saves have left, and return it; never a checkpoint."""
-    leftovers = sorted(output_dir.glob(f"{SAVING_PREFIX}checkpoint-*"))
+    """Remove what interrupted saves have left, and return it; never the only checkpoint of a step."""
+    _restore_replaced(output_dir)
+    prefixes = (SAVING_PREFIX, REPLACED_PREFIX)
+    leftovers = sorted(path for prefix in prefixes for path in output_dir.glob(f"{prefix}checkpoint-*"))
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return leftovers
+
+
+def _restore_replaced(output_dir: Path) -> None:
+    """Give back their names to checkpoints whose replacement was killed before it had them."""
+    for path in output_dir.glob(f"{REPLACED_PREFIX}checkpoint-*"):
+        with contextlib.suppress(OSError):  # the new one is there, or another rank was faster
+            path.rename(path.with_name(path.name.removeprefix(REPLACED_PREFIX)))
 
 
 def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
@@ -261,11 +277,8 @@ def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) 
 
     `manifest` has the keys of `Manifest`. A checkpoint of the same name is moved away first: the two are never mixed.
     """
-    body = {"schema_version": SCHEMA_VERSION, **manifest}
-    write_json(folder / MANIFEST, body | {"sha256": _manifest_sha256(body)})
-    sync(folder / MANIFEST)
-    sync(folder)
-    replaced = checkpoint.with_name(f"{SAVING_PREFIX}{checkpoint.name}-replaced")
+    _write_manifest(folder, {"schema_version": SCHEMA_VERSION, **manifest})
+    replaced = checkpoint.with_name(f"{REPLACED_PREFIX}{checkpoint.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if checkpoint.exists():
         checkpoint.rename(replaced)
@@ -274,21 +287,31 @@ def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) 
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def add_checksums(checkpoint: Path) -> None:
+    """Read a complete checkpoint back, and add the SHA-256 of each file that is seen from here to its manifest.
+
+    Raises OSError or ToolkitError for one that is removed meanwhile.
+    """
+    manifest = read_json_object(checkpoint / MANIFEST, limits=_LIMITS)
+    for entry in manifest["files"]:
+        with contextlib.suppress(ToolkitError):  # on another node's disk
+            entry["sha256"] = file_sha256(checkpoint / entry["path"])
+    _write_manifest(checkpoint, manifest)
+
+
+def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Put a manifest on the disk, in the place of the one before."""
+    body, temporary = {key: value for key, value in content.items() if key != "sha256"}, folder / f".{MANIFEST}"
+    if folder.is_dir():
+        write_json(temporary, body | {"sha256": _manifest_sha256(body)})
+    sync(temporary)
+    temporary.replace(folder / MANIFEST)
+    sync(folder)
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return every file of a checkpoint's folder except the manifest, in name order."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-
-
-def share_of_files(listings: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """Return the files that a rank reads back, of those that each rank lists: each file once, by a rank that sees it.
-
-    A network file system may show a node the files of another one some seconds late.
-    """
-    seen: dict[str, list[int]] = {}
-    for number, names in enumerate(listings):
-        for name in names:
-            seen.setdefault(name, []).append(number)
-    return [name for index, (name, ranks) in enumerate(seen.items()) if ranks[index % len(ranks)] == rank]
 
 
 def file_entries(folder: Path, paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -296,8 +319,7 @@ def file_entries(folder: Path, paths: Iterable[Path]) -> list[dict[str, Any]]:
     entries = []
     for path in paths:
         sync(path)
-        name = path.relative_to(folder).as_posix()
-        entries.append({"path": name, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
+        entries.append({"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size})
     return entries
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1
 LOCK = "run.lock"
+RUN_JSON_LOCK = "run.json.lock"
 
 
 class RunFolder:
@@ -67,9 +69,13 @@ class RunFolder:
         return Path((self.read_run() or {}).get("checkpoints_folder") or self.path)
 
     def update_run(self, **facts: Any) -> dict[str, Any]:
-        """Merge facts into run.json, and return its content."""
-        run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
-        write_json(self.run_json, run)
+        """Merge facts into run.json, and return its content.
+
+        One process after the other: the launcher, rank 0 and a rank that fails may all have something to say.
+        """
+        with _alone(self.path / "ranks" / RUN_JSON_LOCK):
+            run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
+            write_json(self.run_json, run)
         return run
 
     def hold(self, *, wait_seconds: float = 0) -> int | None:
@@ -149,6 +155,19 @@ def lock_file(path: Path, *, holds: str, hint: str) -> int | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread is in here with this file; where none can be locked, do not wait."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a full disk, or a file system without locks
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # also for a process forked meanwhile
+        yield
 
 
 def start_facts() -> dict[str, Any]:

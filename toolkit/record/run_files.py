@@ -69,7 +69,7 @@ class SaveRecord(BaseModel):
     waited_seconds: NonNegativeReal = 0.0
     """The part of it in which an earlier checkpoint was still being written."""
     write_seconds: NonNegativeReal | None = None
-    """Writing and checksums, in whichever thread."""
+    """Writing, until every file is on the disk, in whichever thread."""
     bytes: Bytes = None
 
     def complete(self, size: int, *, began: float, writing_began: float) -> None:

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_DONE
 from toolkit.job.argument_reading import help_text
-from toolkit.observe.rank_process import (
-    garbage_collector_off,
-    leave,
-    prepare_environment,
-    run_reporting_failures,
-    without_bitsandbytes,
-)
+from toolkit.job.job import Job
+from toolkit.observe.progress import Progress
+from toolkit.observe.rank_process import leave, rank_imports, run_reporting_failures, without_bitsandbytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         print(help_text())
         return EXIT_DONE
-    with garbage_collector_off(), without_bitsandbytes():
-        prepare_environment()
-        from toolkit.train import script
-    return run_reporting_failures(lambda progress: script.main(words, progress))
+
+    def train(progress: Progress) -> None:
+        with rank_imports(progress, lambda: Job.from_argv(words).output_dir), without_bitsandbytes():
+            from toolkit.train import script
+        script.main(words, progress)
+
+    return run_reporting_failures(train)
 
 
 if __name__ == "__main__":

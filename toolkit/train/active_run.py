@@ -134,7 +134,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     store = join_store(CONVERSION_LIMIT, progress) if dist.is_initialized() else None
     found: list[Checkpoint | None] = [None]
     if store is None or training.process_index == 0:
-        found = [_prepared_checkpoint(arguments, launch, target)]
+        found = [_prepared_checkpoint(arguments, target)]
     if store is not None:
         if training.process_index == 0:
             store.set("checkpoint", "ready")
@@ -152,14 +152,12 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     return checkpoint
 
 
-def _prepared_checkpoint(
-    arguments: Arguments, launch: LaunchContext, target: resume.TrainingRun | None
-) -> Checkpoint | None:
+def _prepared_checkpoint(arguments: Arguments, target: resume.TrainingRun | None) -> Checkpoint | None:
     """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
     job, output_dir = arguments.job, Path(arguments.training.output_dir)
     if str(job.resume_from_checkpoint).lower() in checkpoints.LATEST_WORDS:
         checkpoints.remove_unfinished(output_dir)
-    checkpoint = resume.checkpoint_to_resume(job, read_before=launch.folder_prepared)
+    checkpoint = resume.checkpoint_to_resume(job)
     if checkpoint is None:
         print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
         return None

@@ -58,7 +58,7 @@ class LaunchContext:
     dp_shard_size: int | None = None
     """Ranks that share one copy of the model in a hybrid mesh."""
     folder_prepared: bool = False
-    """True if the launcher has locked and cleared the run folder, and verified the checkpoint that was named."""
+    """True if the launcher has locked and cleared the run folder."""
 
     @classmethod
     def from_env(cls) -> LaunchContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,31 @@ def test_an_invalid_row_of_a_file_is_reported_by_its_line(tokenizer: Any, tmp_pa
     dataset, data_format = load_rows(str(path), "train")
     with pytest.raises(ToolkitError, match="row 1, line 2: the data are conversations"):
         tokenized(dataset, with_template(tokenizer, None), data_format)
+
+
+def test_a_file_is_never_in_memory_whole_and_its_rows_are_parsed_by_one_rank_of_a_node(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for number in range(8_000):  # more than `datasets` collects before it writes
+            file.write(json.dumps({"text": str(number % 10) * 2**13}) + "\n")
+    tracemalloc.start()
+    first, _ = load_rows(str(path), "train")
+    by_first_rank = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    again, data_format = load_rows(str(path), "train")
+    by_next_rank = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (len(first), len(again), data_format, again._fingerprint) == (8_000, 8_000, "text", first._fingerprint)
+    assert by_first_rank < path.stat().st_size
+    assert by_next_rank < 2**24, "the first row tells the format"
+
+
+@pytest.mark.parametrize("row", [{"text": 3}, {"prompt": "no text"}])
+def test_an_invalid_row_at_the_end_of_a_file_is_reported_before_a_token_is_made(row: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(each) for each in [*[{"text": "a"}] * 3000, row]))
+    with pytest.raises(ToolkitError, match=r"rows\.jsonl: row 3001, line 3001: "):
+        load_rows(str(path), "train")
 
 
 def test_rows_may_have_different_fields(tmp_path: Path) -> None:

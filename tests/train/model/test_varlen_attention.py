@@ -110,7 +110,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute what the documentation of `varlen_attn` promises, one document and head at a time."""
     before, after = settings["window_size"]
-    assert (after, settings["enable_gqa"]) == (0, query.shape[1] != key.shape[1])
+    assert (after, settings.get("enable_gqa", False)) == (0, query.shape[1] != key.shape[1])
     output, group = torch.empty_like(query), query.shape[1] // key.shape[1]
     for start, end in pairwise(starts.tolist()):
         at = torch.arange(end - start)

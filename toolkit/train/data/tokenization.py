@@ -19,27 +19,29 @@ import datasets
 import transformers
 
 from toolkit.data import formats
-from toolkit.data.data_files import DataSource, check_file, config_error, iter_rows, resolve_source
+from toolkit.data.data_files import DataSource, check_file, checked_rows, config_error, resolve_source
 from toolkit.data.formats import Sample, check_row, detect_format, to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
+from toolkit.record.checkpoints import file_sha256
 from toolkit.train.data.data_report import DataStats, mark_supervised, no_supervised_tokens_error
 
 _JSON_ROW, _PLACE = "json_row", "place"
 
 
 def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
-    """Return the rows of a local file (checked first) or of a hub data set, and their format.
+    """Return the rows of a local file (all checked) or of a hub data set, and their format.
 
+    Only the first process to load this content of a file, of those that share a cache, parses more than its first row.
     Of a file each row is JSON text: Arrow would infer types from the first rows, and give tool calls the keys of all.
     """
     resolved = resolve_source(source) if isinstance(source, str) else source
     if (path := resolved.path) is None:
         dataset = load_hub(resolved, split, option=option)
         return dataset, format_of_first_row(resolved.name, split, dataset[0] if len(dataset) else None)
-    data_format = check_file(path, max_bytes=None).format
-    fingerprint = _fingerprint(path.read_bytes(), data_format)  # an edited file has another content
+    data_format = check_file(path, max_bytes=0).format
+    fingerprint = _fingerprint(file_sha256(path), data_format)  # an edited file has another content
     try:
         rows = datasets.Dataset.from_generator(
             _json_rows,
@@ -47,15 +49,17 @@ def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") 
             features=datasets.Features({_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}),
             fingerprint=fingerprint,
         )
-    except OSError as error:
-        cache = datasets.config.HF_DATASETS_CACHE
-        raise ToolkitError(f"rows cannot be cached in {cache}: {error}", hint="set HF_HOME to another folder") from None
+    except (OSError, datasets.exceptions.DatasetGenerationError) as error:
+        cause, cache = error.__cause__ or error, datasets.config.HF_DATASETS_CACHE
+        if isinstance(cause, ToolkitError):
+            raise cause from None
+        raise ToolkitError(f"rows cannot be cached in {cache}: {cause}", hint="set HF_HOME to another folder") from None
     return rows, data_format
 
 
 def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, str]]:  # noqa: ARG001
     """`content` identifies the version of the file in the cache of `datasets`."""
-    for place, row in iter_rows(Path(path)):
+    for _, (place, row, _) in checked_rows(Path(path)):
         yield {_PLACE: place, _JSON_ROW: json.dumps(formats.format_fields(row, data_format))}
 
 

@@ -7,6 +7,7 @@ attention), otherwise in one call of `scaled_dot_product_attention` each.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from toolkit.models.attention import VARLEN
 
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12
 LARGEST_HEAD_DIM = 256  # of torch's flash attention; a multiple of 8
 NOT_SUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -64,9 +66,13 @@ def varlen_attention(
     query, key, value = (_autocast(part).transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     if has_varlen_kernel(query, value, dropout=dropout):
         before = -1 if sliding_window is None else sliding_window - 1  # a token counts in its own window
-        starts, longest, grouped = cu_seq_lens_q, int(max_length_q), query.shape[1] != key.shape[1]
-        window = {"window_size": (before, 0), "scale": scaling, "enable_gqa": grouped}
-        output = varlen_attn(query, key, value, starts, starts, longest, longest, **window)
+        starts, longest, groups = cu_seq_lens_q, int(max_length_q), query.shape[1] // key.shape[1]
+        how: dict[str, Any] = {"window_size": (before, 0), "scale": scaling}
+        if groups > 1 and TAKES_GROUPS:
+            how["enable_gqa"] = True
+        elif groups > 1:
+            key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        output = varlen_attn(query, key, value, starts, starts, longest, longest, **how)
     else:
         how = {"dropout_p": dropout, "scale": scaling}
         output = _by_document(query, key, value, cu_seq_lens_q, window=sliding_window, **how)
