@@ -68,6 +68,7 @@ def export(
     base_model: BaseModel = None,
     weights_only: WeightsOnly = False,
     trust_pickle: TrustPickle = False,
+    as_json: JsonOutput = False,
 ) -> None:
     """Export any engine's checkpoint to one Hugging Face folder of safetensors, with one tensor in memory at a time."""
     _use_the_cpu_alone()
@@ -83,6 +84,8 @@ def export(
         trust_pickle=trust_pickle,
         weights_only=weights_only,
     )
+    if as_json:
+        return print(json.dumps(asdict(result), indent=2, default=str))
     kind = "adapter" if result.adapter else "model"
     print(f"{result.folder}: {kind} of {result.num_tensors} tensors, {gib(result.bytes)}")
 
@@ -130,6 +133,7 @@ def convert(
     dp_replicate: Annotated[int | None, typer.Option(help="replicas of a sharded model", min=1)] = None,
     base_model: BaseModel = None,
     trust_pickle: TrustPickle = False,
+    as_json: JsonOutput = False,
 ) -> None:
     """Convert a checkpoint, with its optimizer states, to resume under another preset or number of processes."""
     _use_the_cpu_alone()
@@ -149,6 +153,8 @@ def convert(
     )
     if manifest["converted_from"]["world_size"] != num_processes:
         print("the ranks' random states are not carried over, so dropout draws differ", file=sys.stderr)
+    if as_json:
+        return print(json.dumps(manifest, indent=2, default=str))
     print(f"{out}: step {manifest['step']} for {chosen.name} on {num_processes} processes")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from toolkit.cli.options import expand_options
 from toolkit.compare.options import CompareOptions
 from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import ToolkitError
-from toolkit.flags import PricePerGpuHour
+from toolkit.flags import JsonOutput, PricePerGpuHour
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, default_num_processes
 from toolkit.hardware.node import busy_cores
 from toolkit.job.job import Job
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @expand_options
-def train(options: TrainOptions) -> None:
+def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     """Check the job, print the launch command, and run it.
 
     After `--`: at least --model_name_or_path, --dataset and --output_dir, as flags or in a YAML file that goes first
@@ -42,6 +43,8 @@ def train(options: TrainOptions) -> None:
     from toolkit.launch.terminal import LiveLine
     from toolkit.record.folder import RunFolder
 
+    if as_json and not options.dry_run:
+        raise ToolkitError("--json needs --dry-run: a run is read from its folder", hint="run.json of --output_dir")
     with recognising(options.preset, *options.training_arguments[:1]):
         words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
         options = replace(options, training_arguments=words)
@@ -62,7 +65,7 @@ def train(options: TrainOptions) -> None:
         for line in prepared.run.warnings:
             print_message(f"warning: {line}")
         _plan(prepared)
-        print(prepared.command.shown)
+        print(json.dumps(prepared.as_row(), indent=2) if as_json else prepared.command.shown)
         rows = "" if options.runs_script else " (of rows up to 32 MiB of a file; their tokens, the ranks check)"
         print_message(f"every check passed{rows}; nothing was started")
         return
@@ -134,7 +137,7 @@ def _check_node(prepared: PreparedRun) -> None:
 
 
 @expand_options
-def compare(options: CompareOptions) -> None:
+def compare(options: CompareOptions, as_json: JsonOutput = False) -> None:
     """Train the same job under several presets, and report the differences.
 
     After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
@@ -145,7 +148,7 @@ def compare(options: CompareOptions) -> None:
 
     with recognising(*options.preset, *options.training_arguments[:1]):
         words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
-        run_comparison(replace(options, training_arguments=words))
+        run_comparison(replace(options, training_arguments=words), as_json=as_json)
 
 
 def report(
@@ -153,6 +156,7 @@ def report(
         list[Path], typer.Argument(help="folder of a comparison; or two: before and after", metavar="DIR [DIR]")
     ],
     price_per_gpu_hour: PricePerGpuHour = None,
+    as_json: JsonOutput = False,
 ) -> None:
     """Write the report of a comparison again, or compare two.
 
@@ -163,8 +167,10 @@ def report(
 
     if len(folders) > 2:
         raise ToolkitError(f"got {len(folders)} folders, expected one, or two to compare")
+    if as_json and len(folders) == 2:
+        raise ToolkitError("--json is for the report of a single comparison", hint="name one folder")
     if len(folders) == 1:
-        write_report_again(folders[0], price_per_gpu_hour=price_per_gpu_hour)
+        write_report_again(folders[0], price_per_gpu_hour=price_per_gpu_hour, as_json=as_json)
     elif price_per_gpu_hour is None:
         report_both(*folders)
     else:

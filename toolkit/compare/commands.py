@@ -43,7 +43,7 @@ from toolkit.report.rendering import one_line, rich_table
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
 
 
-def run_comparison(options: CompareOptions) -> None:
+def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
     """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
     checked = check_comparison(options)
     if options.dry_run:
@@ -70,7 +70,9 @@ def run_comparison(options: CompareOptions) -> None:
             finished = "stopped; finished trials are kept, and in"
             print_message(f"{finished} `toolkit report {folder}`. The same command with `--resume` resumes.")
             raise typer.Exit(EXIT_RUN_FAILED) from None
-        _publish(build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder)
+        _publish(
+            build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder, as_json=as_json
+        )
 
 
 def check_comparison(options: CompareOptions) -> Runner:
@@ -164,7 +166,7 @@ def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allo
     return {row.name: error.message for row, error in reasons.items()}
 
 
-def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
+def write_report_again(folder: Path, *, price_per_gpu_hour: float | None, as_json: bool = False) -> None:
     """Write the report from results.json, or of a stopped comparison from its ledger; with costs at another price.
 
     Raises ToolkitError for a file of another name: its report would replace that of its folder.
@@ -172,7 +174,7 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> Non
     check_range("--price-per-gpu-hour", price_per_gpu_hour, PRICES)
     refuse_rehearsals([folder])
     if (unfinished := unfinished_results(user_path(folder), price_per_gpu_hour)) is not None:
-        _publish(unfinished, user_path(folder))
+        _publish(unfinished, user_path(folder), as_json=as_json)
         return
     file = results_file(folder)
     if file.name != RESULTS_FILE:
@@ -181,7 +183,8 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> Non
             hint=f"copy it into a folder of its own, as {RESULTS_FILE}",
         )
     results = load_results(file)
-    _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), file.parent)
+    results = results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour)
+    _publish(results, file.parent, as_json=as_json)
 
 
 def report_both(before: Path, after: Path) -> None:
@@ -192,8 +195,14 @@ def report_both(before: Path, after: Path) -> None:
     _print(rich_table(both.table()), [*environment, both.summary], files)
 
 
-def _publish(results: Results, folder: Path) -> None:
-    _print(console_table(results), answer(results.as_reported()).lines, write_report(results, folder))
+def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
+    """Write the report's files, and print the table, or what is in results.json."""
+    files = write_report(results, folder)
+    if as_json:
+        print((folder / RESULTS_FILE).read_text(), end="")
+        print_message("\n".join(map(str, files)))
+    else:
+        _print(console_table(results), answer(results.as_reported()).lines, files)
 
 
 def _print(table: Table, lines: list[str], files: list[Path]) -> None:

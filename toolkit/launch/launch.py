@@ -60,6 +60,16 @@ class PreparedRun:
     converted: Path | None  # the copy of the checkpoint that another preset or number of processes wrote
     command: LaunchCommand
 
+    def as_row(self) -> dict[str, Any]:
+        """Return what `toolkit train --dry-run --json` prints; the command has no secrets."""
+        return {
+            "preset": self.run.preset.name,
+            "num_processes": self.run.num_processes,
+            "output_dir": str(self.run.output_dir),
+            "warnings": list(self.run.warnings),
+            "command": self.command.shown,
+        }
+
 
 def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> PreparedRun:
     """Check the options, and build the launch command.
