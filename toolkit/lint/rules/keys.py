@@ -7,14 +7,14 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
-from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import launcher_tables
-from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
 from toolkit.lint.rules.programs import schema_of
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_key, is_template, shorten
+from toolkit.presets import removed_keys as removed
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
+from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}

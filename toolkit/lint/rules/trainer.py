@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -23,6 +22,7 @@ from toolkit.lint.rules.settings import (
     shorten,
     uses_fsdp,
 )
+from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
