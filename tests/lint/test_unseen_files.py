@@ -64,11 +64,11 @@ def test_line_ends_of_windows_are_one_finding(tmp_path: Path) -> None:
     assert [(each.line, "dos2unix" in each.fix) for each in findings] == [(3, True)]
 
 
-@pytest.mark.parametrize(("value", "level"), [(1, "note"), (8, "warning")])
-def test_the_trainers_own_default_in_a_json_is_a_note(value: int, level: str, tmp_path: Path) -> None:
-    settings = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": value, "optimizer": "auto"}
+@pytest.mark.parametrize(("value", "level"), [(1.0, "note"), (0.5, "warning")])
+def test_the_trainers_own_clipping_in_a_json_is_a_note(value: float, level: str, tmp_path: Path) -> None:
+    settings = {"zero_optimization": {"stage": 2}, "gradient_clipping": value, "optimizer": "auto"}
     findings = lint(tmp_path, a__json=json.dumps(settings))
-    assert levels(findings)["gradient_accumulation_steps"] == level
+    assert levels(findings)["gradient_clipping"] == level
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def not_auto(doc: Document) -> Iterator[Match]:
 
 
 def _level_of_default(key: str, value: object) -> str | None:
-    """A note for the Trainer's own default: it raises only where somebody chooses another value."""
-    return NOTE if as_float(value) == 1 and key.endswith(("gradient_accumulation_steps", "gradient_clipping")) else None
+    """A note for the Trainer's default of `max_grad_norm`: it raises only where somebody chooses another value."""
+    return NOTE if as_float(value) == 1 and key.endswith("gradient_clipping") else None
 
 
 def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:

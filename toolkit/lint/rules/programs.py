@@ -9,6 +9,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_script import PROGRAMS
 from toolkit.lint.rules.settings import shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
@@ -23,7 +24,8 @@ def schema_of(doc: Document) -> ProgramSchema | None:
 
 
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
-    if program_of(doc.data) != program:
+    is_command = doc.program == program and doc.call is not None and doc.call.tool in PROGRAMS
+    if program_of(doc.data) != program and not is_command:
         return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
