@@ -165,8 +165,9 @@ def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
         decisive = OPEN_INSTRUCT_KEYS if each == OPEN_INSTRUCT else program_schema(each).decisive
         if not keys.isdisjoint(decisive) or each.replace("-", "") in name:
             return each
-    program = "ms-swift" if script.startswith("swift ") else program_of(values)
-    if program in FOREIGN and not (script and program == OPEN_INSTRUCT):
+    if script.startswith("swift "):
+        return "ms-swift"
+    if not script and (program := program_of(values)) in FOREIGN:
         return program
     if not keys.isdisjoint((*PARSER_KEYS, *OTHER_PARSER_KEYS)):
         return A_SCRIPT

@@ -153,7 +153,8 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
 def unknown_word(doc: Document) -> Iterator[Match]:
     """The key takes one of a few words, and the value is none of them: the library raises, or (`compute_environment`)
     takes the file for another kind. Case is folded as the library folds it."""
-    for key, table in launcher_tables()["words"][doc.kind].items():
+    is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
+    for key, table in () if is_sagemaker else launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, words = doc.get(place), [str(each) for each in table["words"]]

@@ -10,11 +10,11 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS
-from toolkit.lint.rules.settings import shorten
+from toolkit.lint.rules.settings import is_template, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
-MOST_STRANGE = 2  # settings without a likeness, above which a file is of a fork or another version
+MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
 
 
 def schema_of(doc: Document) -> ProgramSchema | None:
@@ -26,6 +26,8 @@ def schema_of(doc: Document) -> ProgramSchema | None:
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
     is_command = doc.program == program and doc.call is not None and doc.call.tool in PROGRAMS
     if program_of(doc.data) != program and not is_command:
+        return
+    if doc.call is not None and doc.program != program != "trl":  # a script with a few of its words
         return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
@@ -40,7 +42,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if is_guess and instead not in trainer_argument_names():
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
-        elif len(strange) > MOST_STRANGE and key in strange:
+        elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
             message, level = f"{message}; a fork or another version may have it", WARNING
             fix = "the version that has it, or remove it"
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
@@ -97,8 +99,8 @@ def unknown_swift_setting(doc: Document) -> Iterator[Match]:
 def axolotl_fsdp_with_deepspeed(doc: Document) -> Iterator[Match]:
     """axolotl refuses `fsdp` and `deepspeed` together. `fsdp_config` alone passes its check, and turns FSDP on while
     the Trainer gets the DeepSpeed JSON."""
-    key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key)), None)
-    if key is not None and doc.get("deepspeed"):
+    key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key) and not is_template(doc.get(key))), None)
+    if key is not None and doc.get("deepspeed") and not is_template(doc.get("deepspeed")):
         yield Match(
             "deepspeed", f"{key} and deepspeed are both set: a run has one engine", f"remove {key} or deepspeed"
         )

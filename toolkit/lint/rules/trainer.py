@@ -60,6 +60,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         every, saved = steps["eval"], steps["save"]
+        if doc.program is None and not (doc.has("eval_steps") and doc.has("save_steps")):
+            every = None  # a script may compute it
         if evaluation in ("False", "no", "steps", "epoch") and evaluation != strategies["save"]:
             fix = f"`eval_strategy: {strategies['save']}`, or `load_best_model_at_end: false`"
             yield Match("load_best_model_at_end", f"evaluation is {evaluation}, saving {strategies['save']}", fix)
