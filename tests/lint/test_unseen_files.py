@@ -96,12 +96,17 @@ def test_a_json_is_compared_with_the_file_that_names_it(
     [
         "torchrun augment.py --model a/b --dataset_dir data --output_dir out --num_beams 2\n",  # LLaMA-Factory's word
         "N=$(scontrol show hostnames | wc -l)\nN=1\naccelerate launch --num_machines=$N --main_process_ip=$A x.py\n",
+        # one node: its rank is 0
+        "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\nexport R=$SLURM_NODEID\naccelerate launch --num_machines 1"
+        " --machine_rank $R --main_process_ip $A x.py\n",
+        # patterns of a `case`
+        'while [ $# -gt 0 ]; do\ncase "$1" in\n--batch_size=*)\nB="${1#*=}"\n;;\nesac\ndone\ntorchrun x.py\n',
         # `eval_and_save_ratio` decides both, in a dataclass of the script
         "torchrun train.py --bf16 --output_dir out --report_to none --load_best_model_at_end --save_strategy steps"
         " --eval_strategy steps --logging_steps 3 --eval_and_save_ratio 0.1\n",
     ],
 )
-def test_a_script_of_its_own_has_no_error(text: str, tmp_path: Path) -> None:
+def test_a_script_of_its_own_and_a_job_of_one_node_have_no_error(text: str, tmp_path: Path) -> None:
     assert [each.rule for each in lint(tmp_path, a__sh=text) if each.level == "error"] == []
 
 
@@ -119,3 +124,7 @@ def test_an_assignment_in_a_condition_does_not_decide(tmp_path: Path) -> None:
 )
 def test_another_environment_and_a_template_have_no_error(text: str, tmp_path: Path) -> None:
     assert [each for each in lint(tmp_path, a__yaml=text) if each.level == "error"] == []
+
+
+def test_a_script_with_a_template_is_not_of_a_program(tmp_path: Path) -> None:
+    assert lint(tmp_path, a__sh="torchrun eval.py --template chat --ckpt_path a --result_dir b --config c\n") == []

@@ -11,7 +11,7 @@ from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
 
 ARRAY = re.compile(r"\w\+?=\((?:[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
-LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*\s*(?:\|[^)\n]*)?\))")
+LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
 ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)[ \t]*;?[ \t]*)+)(?:#.*)?$", re.M
