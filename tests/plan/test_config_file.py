@@ -108,7 +108,6 @@ STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 @pytest.mark.parametrize(
     ("name", "text", "setting", "option"),
     [
-        ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", "load_in_8bit True", "load_in_4bit"),
         ("a.yaml", f"{AXOLOTL}optimizer: came_pytorch\n", "optimizer 'came_pytorch'", "optim"),
         ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "--optim galore_adamw", "optim"),
         ("a.yaml", f"{AXOLOTL}xformers_attention: true\n", "xformers_attention True", "attn_implementation"),
@@ -116,17 +115,15 @@ STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
         ("a.yaml", f"{AXOLOTL}context_parallel_size: 2\n", "context_parallel_size 2", "cp"),
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),
-        ("a.yaml", FULL.partition("deepspeed")[0], "bf16 is not planned: its weights have no fp32", "preset"),
         ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
         ("a.yaml", f"{FULL}fp8: true\n", "fp8 True", "preset"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft"), "finetuning_type 'oft'", "lora_r"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
         ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
-        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", "quantization_bit 8", "load_in_4bit"),
+        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 3\n", "quantization_bit 3", "load_in_4bit"),
         ("l.yaml", f"{LLAMA_FACTORY}max_seq_length: 4096\n", "no such setting, but cutoff_len", "max_seq_length"),
         ("l.yaml", STAGE.replace("STAGE", "ppo"), "trains with 'ppo'", "method"),
         ("t.sh", f"{TRL} --optim lomo", "--optim lomo", "optim"),
-        ("t.sh", f"{TRL} --use_peft --load_in_8bit", "load_in_8bit True", "load_in_4bit"),
         ("ours.yaml", f"{OURS}bf16: false\n", "bf16 false", "preset"),
         ("ours.yaml", "model_name_or_path: MODEL\ntrain_only: [lm_head.*]\n", "train_only", "method"),
     ],
@@ -176,6 +173,25 @@ def test_what_a_file_trains_and_with_which_loss_is_planned(
     name: str, text: str, expected: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "dpo").mkdir()
+    options = planned(tmp_path, name, text)
+    assert {key: getattr(options, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", {"load_in_8bit": True, "pure_bf16": None}),
+        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", {"load_in_8bit": True, "load_in_4bit": False}),
+        ("t.sh", f"{TRL} --use_peft --load_in_8bit", {"load_in_8bit": True, "fp32_base": None}),
+        ("t.sh", f"{TRL} --use_peft", {"fp32_base": True, "lora_r": 16}),  # ModelConfig's default
+        ("t.sh", f"{TRL} --use_peft --dtype bfloat16", {"fp32_base": False}),
+        ("a.yaml", FULL.partition("deepspeed")[0], {"pure_bf16": True, "preset": ("ddp",)}),
+        ("a.yaml", FULL, {"pure_bf16": None, "preset": ("zero3",)}),  # DeepSpeed keeps fp32 masters
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}pure_bf16: true\n", {"pure_bf16": True}),
+        ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: adamw_bnb_8bit\n", {"optim": "adamw_bnb_8bit"}),
+    ],
+)  # fmt: skip
+def test_the_numerics_of_a_file_are_planned(name: str, text: str, expected: dict[str, object], tmp_path: Path) -> None:
     options = planned(tmp_path, name, text)
     assert {key: getattr(options, key) for key in expected} == expected
 

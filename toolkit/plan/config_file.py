@@ -47,7 +47,7 @@ MORE_THAN_ADAPTERS = (
 # What to type after an option, where it is no number.
 EXAMPLES = {
     **{"attn_implementation": " sdpa", "load_in_4bit": "", "lora_target_modules": " NAME", "method": " sft"},
-    **{"optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+    **{"load_in_8bit": "", "optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
@@ -87,7 +87,8 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     job = Job.from_values(values if conversion is None else conversion.arguments)
     job = job.with_values(optim=options.optim) if "optim" in given else job
     presets = options.preset if "preset" in given else () if conversion is None else (conversion.preset,)
-    not_used = list(_checked(file, source, job, presets, given))
+    numerics = _numerics(source, job, presets)
+    not_used = list(_checked(file, source, job, numerics, given))
     planned = PlannedJob.of(job)
     loss, note = _loss(source, job, planned)
     names = {each.name for each in fields(options)}
@@ -109,6 +110,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
         found |= {"preset": (conversion.preset,) if has_preset else (), "gradient_as_bucket_view": False}
         found["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
+        found |= numerics
         named = conversion.notes.get(PRESET)
         if named is None and PRESET not in conversion.converted.values():
             named = "the file names no DeepSpeed or FSDP"
@@ -198,9 +200,9 @@ def _option(key: str) -> str | None:
     return next((option for option, names in _tables()[0].items() if _is_among(key, names)), None)
 
 
-def _checked(file: Path, source: _Source, job: Job, presets: Collection[str], given: Collection[str]) -> Iterator[str]:
+def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], given: Collection[str]) -> Iterator[str]:
     """Yield what is not used. Raises ToolkitError for a setting that decides the plan, unless its option is given."""
-    for key, option, why in (*_not_converted(source), *_not_planned(source, job, presets)):
+    for key, option, why in (*_not_converted(source, numerics), *_not_planned(source, job)):
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:
@@ -208,7 +210,7 @@ def _checked(file: Path, source: _Source, job: Job, presets: Collection[str], gi
             raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
 
 
-def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
+def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
     program, values, conversion, _ = source
     if conversion is None or program is None:
         return
@@ -220,7 +222,8 @@ def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
             yield key, option, f"{schema.named} has no such setting" + (f", but {instead}" if instead else "")
     if is_true(values.get("torch_compile") or False):
         yield "torch_compile", None, ""
-    for each in (each for each in conversion.not_converted if each.key not in METHOD_SETTINGS):
+    planned = {*METHOD_SETTINGS, *numerics, *(["quantization_bit"] if "load_in_8bit" in numerics else [])}
+    for each in (each for each in conversion.not_converted if each.key not in planned):
         option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
         is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
@@ -240,7 +243,7 @@ def _refused(source: _Source) -> str:
     return f"\n{schema.named} does not have: {listed}" if listed else ""
 
 
-def _not_planned(source: _Source, job: Job, presets: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
+def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, str]]:
     """Arguments that were converted and that no plan has, and the precision."""
     more = [name for name in job.lora_config or {} if name in MORE_THAN_ADAPTERS]
     converted = {} if source.conversion is None else source.conversion.converted
@@ -253,12 +256,12 @@ def _not_planned(source: _Source, job: Job, presets: Collection[str]) -> Iterato
     for name, value in job.given_values.items():
         if value not in (None, False) and name not in ("optim", "padding_free") and _is_among(name, _tables()[1]):
             yield name, None, ""
-    precision = _precision(source, job, presets)
+    precision = _precision(source, job)
     if precision is not None:
         yield precision[0], "preset" if precision[2] else None, precision[1]
 
 
-def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str, str, bool] | None:
+def _precision(source: _Source, job: Job) -> tuple[str, str, bool] | None:
     """What computes or is held in another precision than a plan's, why, and whether it may change the verdict."""
     program, values, conversion, method = source
     if conversion is None:
@@ -271,18 +274,42 @@ def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str
     computes_half = any(is_on.values()) or is_default
     if not computes_half:
         return "bf16 (off)", "the presets compute in bf16, and this in fp32", True
-    held = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
-    in_half = held != "float32" and (program != "llama-factory" or is_on["pure_bf16"])
-    if job.lora_r is not None:
-        is_wide = program == "trl" and not in_half and not job.load_in_4bit
-        why = f"dtype {held}: the base weights then have 4 bytes per parameter, and are planned with 2"
-        return (why, "", False) if is_wide else None
-    if in_half and method == SFT and {"ddp", "single"} & set(presets):
-        named = {"trl": f"dtype {held}", "axolotl": "bf16"}.get(str(program), "pure_bf16")
-        is_known = program != "trl" or PRESET in conversion.converted.values()
-        why = "its weights have no fp32 masters, 8 bytes per parameter less than planned"
-        return (named, why, True) if is_known else (f"{named} (without fp32 masters under ddp)", "", False)
+    is_unknown = program == "trl" and PRESET not in conversion.converted.values()
+    if job.lora_r is None and method == SFT and is_unknown and _held(source) != "float32":
+        return f"dtype {_held(source)} (without fp32 masters under ddp: `--pure-bf16`)", "", False
     return None
+
+
+def _held(source: _Source) -> str:
+    """The dtype in which a program loads the weights."""
+    values, in_half = source.values, "bfloat16"
+    if source.program == "trl":  # ModelConfig.dtype (trainer/model_config.py)
+        return str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    if source.program == "llama-factory":  # trained weights are raised to fp32 (model/adapter.py)
+        return in_half if is_true(values.get("pure_bf16") or False) else "float32"
+    return in_half
+
+
+def _in_8bit(source: _Source) -> bool:
+    """Return True for adapters on a base in bitsandbytes' 8 bits."""
+    values, conversion = source.values, source.conversion
+    bits = str(values.get("quantization_bit")) == "8" and values.get("quantization_method", "bnb") in ("bnb", "BNB")
+    has_adapters = conversion is not None and "lora_r" in conversion.arguments
+    return has_adapters and (bits or is_true(values.get("load_in_8bit") or False))
+
+
+def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, bool]:
+    """The numerics of the program that a file decides, as options of `toolkit plan`."""
+    found = {"load_in_8bit": True} if _in_8bit(source) else {}
+    conversion, quantized = source.conversion, bool(found) or job.load_in_4bit
+    if source.program == "trl" and job.lora_r is not None and not quantized:
+        found["fp32_base"] = _held(source) == "float32"
+    is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
+    # DeepSpeed keeps fp32 masters, and FSDP2 raises what it shards to fp32 (accelerate, `fsdp2_prepare_model`).
+    without_masters = is_known and source.method == SFT and {"ddp", "single"} & set(presets)
+    if job.lora_r is None and without_masters and _held(source) != "float32":
+        found["pure_bf16"] = True
+    return found
 
 
 PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
