@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.errors import ToolkitError
 from toolkit.lint.check import lint_paths
 from toolkit.lint.findings import Finding
 
@@ -124,6 +125,11 @@ def test_an_assignment_in_a_condition_does_not_decide(tmp_path: Path) -> None:
 )
 def test_another_environment_and_a_template_have_no_error(text: str, tmp_path: Path) -> None:
     assert [each for each in lint(tmp_path, a__yaml=text) if each.level == "error"] == []
+
+
+def test_an_optimizer_among_settings_of_a_script_is_not_deepspeeds(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="is neither"):
+        lint(tmp_path, a__yaml="algo: x\ntask: y\nsave_dir: z\noptimizer: {type: AdamW, params: {}}\nlog_level: info\n")
 
 
 def test_a_script_with_a_template_is_not_of_a_program(tmp_path: Path) -> None:

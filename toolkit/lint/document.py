@@ -464,7 +464,7 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     """Decide by the shape of a value whose key several libraries have."""
     blocks = [data[key] for key in ("bf16", "fp16", "optimizer", "scheduler") if isinstance(data.get(key), dict)]
     if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
-        return DEEPSPEED
+        return DEEPSPEED if len(data.keys() & DEEPSPEED_BLOCKS[""].keys()) * 2 >= len(data) else None
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
         return ACCELERATE
