@@ -196,6 +196,47 @@ def test_the_numerics_of_a_file_are_planned(name: str, text: str, expected: dict
     assert {key: getattr(options, key) for key in expected} == expected
 
 
+SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
+SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --max_length 4096 --packing true"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("s.yaml", f"{SWIFT}deepspeed: zero2\nrlhf_type: dpo\n",
+         {"preset": ("zero2",), "method": "dpo", "lora_r": 4, "max_seq_length": 2048, "program": "ms-swift"}),
+        ("s.yaml", f"{SWIFT}quant_bits: 8\n", {"load_in_8bit": True, "activation_checkpointing": True}),
+        ("s.yaml", SWIFT.replace("lora_rank: 4", "quant_bits: 4"), {"load_in_4bit": True, "lora_r": 8}),
+        ("s.sh", f"{SWIFT_COMMAND} --attn_impl flash_attn --deepspeed zero3 --dataset x",
+         {"lora_r": None, "packing": True, "attn_implementation": "flash_attention_2", "preset": ("zero3",)}),
+    ],
+)  # fmt: skip
+def test_a_file_or_a_command_of_ms_swift_is_planned(
+    name: str, text: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    options = planned(tmp_path, name, text)
+    assert {key: getattr(options, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "option"),
+    [
+        (SWIFT.replace("max_length: 2048\n", ""), "max_length, which is absent", "--max-seq-length"),
+        (SWIFT.replace(": lora", ": adalora"), "tuner_type is not planned", "--lora-r"),
+        (f"{SWIFT}sequence_parallel_size: 2\n", "sequence_parallel_size 2", "--cp"),
+        (f"{SWIFT}use_galore: true\n", "use_galore True", "--optim"),
+        (f"{SWIFT}rlhf_type: ppo\n", "trains with 'ppo'", "--method"),
+    ],
+)
+def test_what_ms_swift_trains_otherwise_is_refused_by_name(
+    text: str, setting: str, option: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        planned(tmp_path, "s.yaml", text)
+    assert setting in refused.value.message
+    assert option in str(refused.value.hint)
+
+
 def test_a_trl_yaml_that_several_methods_have_names_the_option(tmp_path: Path) -> None:
     text = "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n"
     with pytest.raises(ToolkitError, match="settings of several of TRL's methods") as refused:
@@ -224,13 +265,11 @@ def test_what_is_not_used_and_what_the_program_does_not_have_is_said(tmp_path: P
          "tokenizer: {_component_: x, max_seq_len: 4096}\nenable_activation_checkpointing: true\n",
          "--loss chunked_output --per-device-train-batch-size 2 --max-seq-length 4096 --lora-r 8"
          " --activation-checkpointing"),
-        ("model: a/b\ntuner_type: lora\nlora_rank: 8\nmax_length: 2048\ndeepspeed: zero2\nrlhf_type: dpo\n",
-         "--max-seq-length 2048 --lora-r 8 --preset zero2 --method dpo"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_read_is_answered_with_the_command_to_type(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
-    with pytest.raises(ToolkitError, match=r"is a file of (torchtune|ms-swift), which is not read") as refused:
+    with pytest.raises(ToolkitError, match=r"is a file of torchtune, which is not read") as refused:
         configured_plan(tmp_path / "theirs.yaml", None, PlanOptions(), given=[])
     assert f"`toolkit plan MODEL {words}`" in str(refused.value.hint)
 

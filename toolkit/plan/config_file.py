@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.convert.conversion import convert_settings, read_settings
-from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect
+from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect, typed
 from toolkit.convert.programs import program_of, program_schema
+from toolkit.convert.sources import preset_of_deepspeed
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
+from toolkit.job.argument_aliases import canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.job.argument_values import check_type, is_true
 from toolkit.job.job import Job
@@ -34,6 +36,18 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
 CHOSEN = ("accumulate", "activation_checkpointing", "loss")  # by `PlannedJob.of`, from several arguments
 # transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
+SWIFT = "ms-swift"
+SWIFT_KEYS = (
+    "tuner_type",
+    "train_type",
+    "lora_rank",
+    "quant_bits",
+    "quant_method",
+    "deepspeed",
+    "rlhf_type",
+    "adapter",
+)
+SWIFT_WORDS = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2"}  # of attn_impl
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # Where a file says the method, and the words that are another one here; TRL's is the command's.
 METHOD_KEYS = {"axolotl": ("rl", "reward_model"), "llama-factory": ("stage",), "trl": ("method",)}
@@ -73,6 +87,8 @@ class _Source(NamedTuple):
     values: Mapping[str, Any]
     conversion: Conversion | None
     method: str
+    options: Mapping[str, Any] = {}
+    """What a file of ms-swift says in options of `toolkit plan`; its values are then our training arguments."""
 
 
 def configured_plan(file: Path, model: str | None, options: PlanOptions, *, given: Collection[str]) -> ConfiguredPlan:
@@ -83,7 +99,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     none, and for a setting that decides the plan and is not planned.
     """
     source = _read(file, model, options, given)
-    program, values, conversion, method = source
+    program, values, conversion, method, theirs = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
     job = job.with_values(optim=options.optim) if "optim" in given else job
     presets = options.preset if "preset" in given else () if conversion is None else (conversion.preset,)
@@ -105,7 +121,8 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found["dataset"] = data[0]
-    described = f"{file}: our training arguments"
+    described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
+    found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
         found |= {"preset": (conversion.preset,) if has_preset else (), "gradient_as_bucket_view": False}
@@ -132,7 +149,9 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         values = read_configuration(file)
         if program_of(values) is None and not values.keys() & {"distributed_type", "compute_environment"}:
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
-    program, values = read_settings(file, methods=[method for method in METHODS if method != SFT])
+    program, values = read_settings(file, methods=[method for method in METHODS if method != SFT], others=[SWIFT])
+    if program == SWIFT:
+        return _swift(file, values, options, given)
     method = options.method if "method" in given else _method(program, values, file)
     is_said = method == SFT and "method" not in given
     left = {key: value for key, value in values.items() if is_said or key not in METHOD_KEYS[program]}
@@ -159,6 +178,42 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
         raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
     return _Source(program, values, convert_settings(program, left, file), method)
+
+
+def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: Collection[str]) -> _Source:
+    """The settings of ms-swift in our words (convert/tables/plan.yaml); `tuner_type` and others have its defaults.
+
+    Raises ToolkitError for a setting that decides the plan and has no word here, and for a file without a length.
+    """
+    table: dict[str, str] = read_configuration(TABLES / "plan.yaml")[SWIFT]
+    values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | dict(values)
+    tuner = str(values.get("tuner_type") or values.get("train_type") or "lora")
+    bits = str(values.get("quant_bits") or "")
+    ours: dict[str, Any] = {} if tuner == "full" else {"lora_r": values.get("lora_rank") or 8}
+    ours |= {} if bits != "4" else {"load_in_4bit": True}
+    refused = {
+        "lora_r": ("tuner_type", tuner not in ("lora", "full")),
+        "load_in_4bit": ("quant_bits", bits not in ("", "0", "4", "8")),
+        "max_seq_length": ("max_length, which is absent: it is the model's own,", not values.get("max_length")),
+    }
+    for key in [key for key in values if key not in table and key not in SWIFT_KEYS]:
+        if (option := _option(key)) and str(values[key]).lower() not in ("false", "1", "none", "", "[]"):
+            refused[option] = f"{key} {shown(values[key])}", True
+    for option, (what, is_refused) in refused.items():
+        if is_refused and option not in given:
+            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
+            raise ToolkitError(f"{file}: {what} is not planned", hint=hint)
+    for key, argument in table.items():
+        if values.get(key) is not None and argument not in given and (key != "target_modules" or tuner != "full"):
+            value = values[key]
+            ours |= canonical_values({argument: typed(argument, SWIFT_WORDS.get(str(value), value))})
+    method = options.method if "method" in given else METHOD_WORDS.get(*[str(values.get("rlhf_type") or SFT)] * 2)
+    if method not in METHODS:
+        raise ToolkitError(f"{file} trains with {shown(method)}, which is not planned", hint="`--method NAME`")
+    named = values.get("deepspeed")
+    preset = preset_of_deepspeed(named, file).preset if named else "ddp"
+    numerics = {"load_in_8bit": True} if bits == "8" and "load_in_4bit" not in given else {}
+    return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics})
 
 
 def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
@@ -211,7 +266,7 @@ def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], g
 
 
 def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
-    program, values, conversion, _ = source
+    program, values, conversion = source[:3]
     if conversion is None or program is None:
         return
     schema = program_schema(program)
@@ -263,7 +318,7 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
 
 def _precision(source: _Source, job: Job) -> tuple[str, str, bool] | None:
     """What computes or is held in another precision than a plan's, why, and whether it may change the verdict."""
-    program, values, conversion, method = source
+    program, values, conversion, method = source[:4]
     if conversion is None:
         is_wide = job.given_values.get("bf16") is False and not job.value("fp16")
         return ("bf16 false", "the presets compute in bf16", True) if is_wide else None
@@ -317,7 +372,7 @@ PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
 
 def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
     """The loss function, and words about it."""
-    program, values, conversion, _ = source
+    program, values, conversion = source[:3]
     if conversion is None:
         return planned.loss, ""
     plugins = values.get("plugins") or []
@@ -340,7 +395,7 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
 
 def _method_options(source: _Source, method: str) -> dict[str, Any]:
     """The settings of a method that decide memory, as TRL's DPOConfig, GRPOConfig and others have them."""
-    program, values, _, _ = source
+    program, values = source[:2]
     if program == "axolotl":
         trl, vllm = (block_of(values, name, "the file") for name in ("trl", "vllm"))
         values = {**values, **trl, "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization")}

@@ -200,8 +200,8 @@ class PlanOptions(JobAndGpuOptions):
     config: Annotated[
         Path | None,
         Option(
-            help="plan the job of this file: axolotl's, TRL's or LLaMA-Factory's, or training arguments of ours; flags"
-            " on the command line win"
+            help="plan the job of this file: axolotl's, TRL's, LLaMA-Factory's, ms-swift's, or training arguments of"
+            " ours; flags on the command line win"
         ),
     ] = None
     price_per_gpu_hour: Annotated[
