@@ -200,6 +200,11 @@ SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
 SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --max_length 4096 --packing true"
 
 
+def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(SWIFT)
+    assert planned(tmp_path, "s.sh", "swift sft theirs.yaml --max_length 64").max_seq_length == 64
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
@@ -225,6 +230,7 @@ def test_a_file_or_a_command_of_ms_swift_is_planned(
         (SWIFT.replace(": lora", ": adalora"), "tuner_type is not planned", "--lora-r"),
         (f"{SWIFT}sequence_parallel_size: 2\n", "sequence_parallel_size 2", "--cp"),
         (f"{SWIFT}use_galore: true\n", "use_galore True", "--optim"),
+        (f"{SWIFT}gradient_accumulation_steps: $(expr 16 / 2)\n", "expr 16 / 2", "--gradient-accumulation-steps N"),
         (f"{SWIFT}rlhf_type: ppo\n", "trains with 'ppo'", "--method"),
     ],
 )

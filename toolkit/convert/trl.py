@@ -64,7 +64,8 @@ def _training_flags(
     names = [Path(word).name for word in words]
     at = names.index("swift") + 1 if "swift" in names else 0
     if at and names[at : at + 1] in (["sft"], ["pt"], ["rlhf"]):
-        return ["--program=ms-swift", *words[at + 1 :]]
+        file = ["--config"] if "".join(words[at + 1 : at + 2]).endswith(CONFIG_SUFFIXES) else []
+        return ["--program=ms-swift", *file, *words[at + 1 :]]
     if "trl" in names:
         start = names.index("trl") + 2
         command = "".join(names[start - 1 : start])

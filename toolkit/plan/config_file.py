@@ -206,6 +206,10 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
     for key, argument in table.items():
         if values.get(key) is not None and argument not in given and (key != "target_modules" or tuner != "full"):
             value = values[key]
+            if "$" in str(value):
+                raise ToolkitError(
+                    f"{file}: {key} is {shown(value)}", hint=f"write its value, or `--{argument.replace('_', '-')} N`"
+                )
             ours |= canonical_values({argument: typed(argument, SWIFT_WORDS.get(str(value), value))})
     method = options.method if "method" in given else METHOD_WORDS.get(*[str(values.get("rlhf_type") or SFT)] * 2)
     if method not in METHODS:
