@@ -87,7 +87,7 @@ EXPECTED = {
     "c87_words_of_accelerate.yaml": "unknown-word:2 unknown-word:3",
     "c88_words_of_fsdp.yaml": " ".join(f"unknown-word:{line}" for line in range(6, 10)),
     "c90_ds_shapes.json": "stage-3-without-gather wrong-deepspeed-type:2 unknown-word:3 wrong-deepspeed-type:3"
-    " wrong-deepspeed-type:3 wrong-deepspeed-type:3 not-auto:4 wrong-deepspeed-type:4",
+    " wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:4",
     "c93_grad_ckpt_both.yaml": "checkpointing-twice:3",
     "c94_ds_zero_int.json": "wrong-deepspeed-type:1",
     "c98_crlf.yaml": "unquoted-no:3",

@@ -35,7 +35,7 @@ def test_a_call_has_the_options_of_its_continued_lines_and_the_most_nodes_of_a_r
         (
             "N=$(python -c 'print(len(\"a\"))')\nLR=1\nLR=2\ntorchrun t.py --lr $LR > log 2>&1\n",
             "t.py",
-            {"lr": "$LR"},
+            {"lr": "2"},
             True,
         ),
         ("accelerate-launch --quiet t.py --a 'b; c' && echo --d\n", "t.py", {"a": "b; c"}, True),

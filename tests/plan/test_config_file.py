@@ -108,7 +108,6 @@ STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 @pytest.mark.parametrize(
     ("name", "text", "setting", "option"),
     [
-        ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", "load_in_8bit True", "load_in_4bit"),
         ("a.yaml", f"{AXOLOTL}optimizer: came_pytorch\n", "optimizer 'came_pytorch'", "optim"),
         ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "--optim galore_adamw", "optim"),
         ("a.yaml", f"{AXOLOTL}xformers_attention: true\n", "xformers_attention True", "attn_implementation"),
@@ -116,17 +115,15 @@ STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
         ("a.yaml", f"{AXOLOTL}context_parallel_size: 2\n", "context_parallel_size 2", "cp"),
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),
-        ("a.yaml", FULL.partition("deepspeed")[0], "bf16 is not planned: its weights have no fp32", "preset"),
         ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
         ("a.yaml", f"{FULL}fp8: true\n", "fp8 True", "preset"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft"), "finetuning_type 'oft'", "lora_r"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
         ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
-        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", "quantization_bit 8", "load_in_4bit"),
+        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 3\n", "quantization_bit 3", "load_in_4bit"),
         ("l.yaml", f"{LLAMA_FACTORY}max_seq_length: 4096\n", "no such setting, but cutoff_len", "max_seq_length"),
         ("l.yaml", STAGE.replace("STAGE", "ppo"), "trains with 'ppo'", "method"),
         ("t.sh", f"{TRL} --optim lomo", "--optim lomo", "optim"),
-        ("t.sh", f"{TRL} --use_peft --load_in_8bit", "load_in_8bit True", "load_in_4bit"),
         ("ours.yaml", f"{OURS}bf16: false\n", "bf16 false", "preset"),
         ("ours.yaml", "model_name_or_path: MODEL\ntrain_only: [lm_head.*]\n", "train_only", "method"),
     ],
@@ -180,6 +177,72 @@ def test_what_a_file_trains_and_with_which_loss_is_planned(
     assert {key: getattr(options, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", {"load_in_8bit": True, "pure_bf16": None}),
+        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", {"load_in_8bit": True, "load_in_4bit": False}),
+        ("t.sh", f"{TRL} --use_peft --load_in_8bit", {"load_in_8bit": True, "fp32_base": None}),
+        ("t.sh", f"{TRL} --use_peft", {"fp32_base": True, "lora_r": 16}),  # ModelConfig's default
+        ("t.sh", f"{TRL} --use_peft --dtype bfloat16", {"fp32_base": False}),
+        ("a.yaml", FULL.partition("deepspeed")[0], {"pure_bf16": True, "preset": ("ddp",)}),
+        ("a.yaml", FULL, {"pure_bf16": None, "preset": ("zero3",)}),  # DeepSpeed keeps fp32 masters
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}pure_bf16: true\n", {"pure_bf16": True}),
+        ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: adamw_bnb_8bit\n", {"optim": "adamw_bnb_8bit"}),
+    ],
+)  # fmt: skip
+def test_the_numerics_of_a_file_are_planned(name: str, text: str, expected: dict[str, object], tmp_path: Path) -> None:
+    options = planned(tmp_path, name, text)
+    assert {key: getattr(options, key) for key in expected} == expected
+
+
+SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
+SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --max_length 4096 --packing true"
+
+
+def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(SWIFT)
+    assert planned(tmp_path, "s.sh", "swift sft theirs.yaml --max_length 64").max_seq_length == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("s.yaml", f"{SWIFT}deepspeed: zero2\nrlhf_type: dpo\n",
+         {"preset": ("zero2",), "method": "dpo", "lora_r": 4, "max_seq_length": 2048, "program": "ms-swift"}),
+        ("s.yaml", f"{SWIFT}quant_bits: 8\n", {"load_in_8bit": True, "activation_checkpointing": True}),
+        ("s.yaml", SWIFT.replace("lora_rank: 4", "quant_bits: 4"), {"load_in_4bit": True, "lora_r": 8}),
+        ("s.sh", f"{SWIFT_COMMAND} --attn_impl flash_attn --deepspeed zero3 --dataset x",
+         {"lora_r": None, "packing": True, "attn_implementation": "flash_attention_2", "preset": ("zero3",)}),
+    ],
+)  # fmt: skip
+def test_a_file_or_a_command_of_ms_swift_is_planned(
+    name: str, text: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    options = planned(tmp_path, name, text)
+    assert {key: getattr(options, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "option"),
+    [
+        (SWIFT.replace("max_length: 2048\n", ""), "max_length, which is absent", "--max-seq-length"),
+        (SWIFT.replace(": lora", ": adalora"), "tuner_type is not planned", "--lora-r"),
+        (f"{SWIFT}sequence_parallel_size: 2\n", "sequence_parallel_size 2", "--cp"),
+        (f"{SWIFT}use_galore: true\n", "use_galore True", "--optim"),
+        (f"{SWIFT}gradient_accumulation_steps: $(expr 16 / 2)\n", "expr 16 / 2", "--gradient-accumulation-steps N"),
+        (f"{SWIFT}rlhf_type: ppo\n", "trains with 'ppo'", "--method"),
+    ],
+)
+def test_what_ms_swift_trains_otherwise_is_refused_by_name(
+    text: str, setting: str, option: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        planned(tmp_path, "s.yaml", text)
+    assert setting in refused.value.message
+    assert option in str(refused.value.hint)
+
+
 def test_a_trl_yaml_that_several_methods_have_names_the_option(tmp_path: Path) -> None:
     text = "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n"
     with pytest.raises(ToolkitError, match="settings of several of TRL's methods") as refused:
@@ -208,13 +271,11 @@ def test_what_is_not_used_and_what_the_program_does_not_have_is_said(tmp_path: P
          "tokenizer: {_component_: x, max_seq_len: 4096}\nenable_activation_checkpointing: true\n",
          "--loss chunked_output --per-device-train-batch-size 2 --max-seq-length 4096 --lora-r 8"
          " --activation-checkpointing"),
-        ("model: a/b\ntuner_type: lora\nlora_rank: 8\nmax_length: 2048\ndeepspeed: zero2\nrlhf_type: dpo\n",
-         "--max-seq-length 2048 --lora-r 8 --preset zero2 --method dpo"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_read_is_answered_with_the_command_to_type(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
-    with pytest.raises(ToolkitError, match=r"is a file of (torchtune|ms-swift), which is not read") as refused:
+    with pytest.raises(ToolkitError, match=r"is a file of torchtune, which is not read") as refused:
         configured_plan(tmp_path / "theirs.yaml", None, PlanOptions(), given=[])
     assert f"`toolkit plan MODEL {words}`" in str(refused.value.hint)
 

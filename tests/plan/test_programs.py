@@ -115,6 +115,24 @@ def test_kbit_training_adds_2_bytes_to_embeddings_and_head_and_doubles_checkpoin
     assert forwards[1].activation_bytes - forwards[0].activation_bytes == pytest.approx(2 * 4096 * 4096 * 32, rel=0.05)
 
 
+def test_a_base_in_fp32_takes_4_bytes_per_parameter_except_under_deepspeed() -> None:
+    job: dict[str, Any] = {"lora_r": 16, "activation_checkpointing": True, "max_seq_length": 4096}
+    for preset, ranks, more in (("ddp", 8, 2), ("fsdp2", 8, 2 / 8), ("zero2", 8, 0)):
+        before, after = planned(preset, ranks, **job), planned(preset, ranks, **job, fp32_base=True)
+        assert (after.states.parameter_bytes - before.states.parameter_bytes) / LLAMA_8B_PARAMS == pytest.approx(more)
+    of_trl = planned("ddp", 8, **job, program="trl").states.parameter_bytes
+    assert of_trl == planned("ddp", 8, **job, fp32_base=True).states.parameter_bytes
+    quantized = planned("ddp", 8, **job, load_in_4bit=True, program="trl", double_quantization=True).states
+    assert quantized == planned("ddp", 8, **job, load_in_4bit=True).states
+
+
+@pytest.mark.nightly
+def test_trl_loads_the_base_of_adapters_in_fp32() -> None:
+    from trl import ModelConfig
+
+    assert ModelConfig().dtype == "float32"
+
+
 def test_expandable_segments_lower_the_range_only() -> None:
     job: dict[str, Any] = {"max_seq_length": 8192, "loss": "full", "lora_r": 16}
     before, after = planned(**job), planned(**job, expandable_segments=True)

@@ -40,18 +40,24 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
     return convert_settings(tool, values, path)
 
 
-def read_settings(path: Path, tool: str | None = None, *, methods: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
+def read_settings(
+    path: Path, tool: str | None = None, *, methods: Collection[str] = (), others: Collection[str] = ()
+) -> tuple[str, dict[str, Any]]:
     """Return the tool that a file is for, and its settings; of TRL's commands for `methods`, `method` is one.
+
+    `others` are programs that have no converter, and are read too.
 
     Raises ToolkitError for a file that cannot be read or recognised.
     """
     if tool is not None and tool not in TOOLS:
         raise ToolkitError(f"--from is {shown(tool)}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
     if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
-        return "trl", trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path, methods=methods)
-    values = read_configuration(path)
-    tool = tool or program_of(values)
-    if tool in TOOLS:
+        values = trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path, methods=methods)
+        tool = str(values.pop("program", "trl"))
+    else:
+        values = read_configuration(path)
+        tool = tool or program_of(values)
+    if tool in (*TOOLS, *others):
         return tool, values
     if tool is not None:
         raise ToolkitError(f"{path} is a file of {tool}, which is not read", hint=flags_instead(tool, values, path))

@@ -1,7 +1,9 @@
-"""Programs whose files people have: which one a file is for, and the settings that it reads.
+"""Programs whose files people have: which one reads a file or a command line, and the settings that it has.
 
 >>> program_of({"base_model": "a/b", "micro_batch_size": 1}), program_of({"output_dir": "out"})
 ('axolotl', None)
+>>> reader_of({"output_dir": "out"}), reader_of({"output_dir": "out"}, script="llamafactory-cli train")
+('transformers', 'llama-factory')
 >>> program_schema("trl").replacement("max_seq_length"), program_schema("trl").replacement("num_train_epoch")
 ('max_length', 'num_train_epochs')
 
@@ -11,6 +13,7 @@ What each program reads was taken from its source once (`tests/scripts/write_pro
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +21,27 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.files.documents import RECORDS, read_configuration, read_json_object
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS
+from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
 TORCHTUNE, OPEN_INSTRUCT = "torchtune", "open-instruct"
 # Settings of open-instruct alone; its scripts have dataclasses of their own, with many names of TRL's.
-OPEN_INSTRUCT_KEYS = (
-    *("cache_dataset_only", "checkpointing_steps", "dataset_mixer_list", "dataset_mixer_list_splits", "reduce_loss"),
-    *("use_slow_tokenizer", "with_tracking"),
-)
+OPEN_INSTRUCT_KEYS = {
+    *("cache_dataset_only", "dataset_mixer_list", "dataset_mixer_list_splits", "dataset_mix_dir", "reduce_loss"),
+}
+# Arguments of scripts without TrainingArguments. Of those that read a file, open-instruct's have the first three.
+PARSER_KEYS = ("checkpointing_steps", "use_slow_tokenizer", "with_tracking")
+OTHER_PARSER_KEYS = ("num_warmup_steps", "max_train_steps", "train_batch_size")
+A_SCRIPT = "a script with a parser of its own"
+# Programs that bring fields of their own, or pin another version of transformers.
+FOREIGN = ("llama-factory", "ms-swift", OPEN_INSTRUCT)
+# Settings that TRL's files have, and few others: enough to say who reads Trainer arguments, not whose file it is.
+TRL_KEYS = {
+    *("dataset_name", "use_peft", "max_completion_length", "num_generations", "max_length", "load_in_4bit"),
+    *("padding_free", "packing", "beta", "precompute_ref_log_probs", "assistant_only_loss"),
+}
+_EXAMPLE = re.compile(r"(?:^|/)run_(?:clm|mlm|glue|squad|qa|ner|summarization|translation|speech\w*|seq2seq\w*)\.py$")
 # Settings of a file that its program may not have, and their part: a script's own file has names of TRL's too.
 MAX_UNKNOWN, UNKNOWN_PART = 3, 0.3
 SIMILARITY = 0.85  # above which a setting is a misspelling: `num_train_epoch`
@@ -40,6 +56,7 @@ class ProgramSchema:
     version: str
     refusal: str
     markers: Collection[str]
+    decisive: Collection[str] = ()  # settings that no other program has, each enough to say who reads arguments
     model: str | None = None  # the setting that names the model, without which a file is another script's
     fields: frozenset[str]
     commands: Mapping[str, Collection[str]] = field(default_factory=dict)  # to settings that only some of them have
@@ -124,7 +141,7 @@ def program_of(values: Mapping[str, Any]) -> str | None:
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
     keys = frozenset(values)
-    if not keys.isdisjoint(OPEN_INSTRUCT_KEYS):
+    if not keys.isdisjoint((*OPEN_INSTRUCT_KEYS, *PARSER_KEYS)):
         return OPEN_INSTRUCT
     counts = {
         name: (len(keys & schema.known), len(keys.intersection(schema.markers)))
@@ -133,3 +150,30 @@ def program_of(values: Mapping[str, Any]) -> str | None:
     }
     best = [name for name, count in counts.items() if count == max(counts.values())]
     return best[0] if len(best) == 1 else None
+
+
+def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
+    """Return the program that reads Trainer arguments, in a file or behind a script's name; None where nothing says it.
+
+    Where `program_of` knows none, the script's name, or a few settings, decide.
+
+    >>> reader_of({"finetuning_type": "lora", "warmup_ratio": 0.1}), reader_of({"learning_rate": 1e-5})
+    ('llama-factory', 'transformers')
+    """
+    keys, name = frozenset(values), re.sub("[-_]", "", script.lower())
+    for each in FOREIGN:
+        decisive = OPEN_INSTRUCT_KEYS if each == OPEN_INSTRUCT else program_schema(each).decisive
+        if not keys.isdisjoint(decisive) or each.replace("-", "") in name:
+            return each
+    if script.startswith("swift "):
+        return "ms-swift"
+    if not script and (program := program_of(values)) in FOREIGN:
+        return program
+    if not keys.isdisjoint((*PARSER_KEYS, *OTHER_PARSER_KEYS)):
+        return A_SCRIPT
+    if script.startswith("trl ") or "trl/scripts/" in script or (not script and not keys.isdisjoint(TRL_KEYS)):
+        return "trl"
+    known = trainer_argument_names() | TRAINING_ARGUMENTS_REMOVED.keys()
+    unknown = [key for key in keys if key not in known and not script]
+    misspelt = len(unknown) < 4 and all(nearest(key[:100], known, cutoff=0.88) for key in unknown)
+    return "transformers" if _EXAMPLE.search(script) or (not script and misspelt) else None

@@ -39,7 +39,9 @@ def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dic
     scripts = (*SCRIPTS, *(script for method in methods for script in (f"{method}.py", f"trl.scripts.{method}")))
     for line in _with_variables(text.replace("\\\n", " ")).splitlines():
         with contextlib.suppress(ValueError):  # an open quote: text that is not this command
-            words = shlex.split(line, comments=True) if any(name in line for name in ("trl", *scripts)) else []
+            words = (
+                shlex.split(line, comments=True) if any(name in line for name in ("trl", "swift ", *scripts)) else []
+            )
             words = list(itertools.takewhile(lambda word: not _END.match(word), words))
             if (flags := _training_flags(words, path, scripts, methods)) is not None:
                 return _settings(flags, path)
@@ -60,6 +62,10 @@ def _training_flags(
 ) -> list[str] | None:
     """The flags of a command line, those of its launcher first; None if it does not train with TRL."""
     names = [Path(word).name for word in words]
+    at = names.index("swift") + 1 if "swift" in names else 0
+    if at and names[at : at + 1] in (["sft"], ["pt"], ["rlhf"]):
+        file = ["--config"] if "".join(words[at + 1 : at + 2]).endswith(CONFIG_SUFFIXES) else []
+        return ["--program=ms-swift", *file, *words[at + 1 :]]
     if "trl" in names:
         start = names.index("trl") + 2
         command = "".join(names[start - 1 : start])

@@ -76,8 +76,9 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
                     " `torchrun`",
                 )
             for each in document.linted if document.kind is not None else ():
-                first_line = each.call.line if each.call else 0
-                documents.setdefault((Path(each.path).resolve(), each.kind, first_line), each)
+                key = Path(each.path).resolve(), each.kind, each.call.line if each.call else 0
+                if key not in documents or each.named_by is not None:  # which says who reads it
+                    documents[key] = each
     if not documents and not unreadable and not skips_others:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]

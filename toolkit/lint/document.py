@@ -7,19 +7,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from toolkit.convert.programs import program_of
+from toolkit.convert.programs import FOREIGN, program_of, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
 from toolkit.files.documents import (
@@ -35,8 +35,8 @@ from toolkit.files.documents import (
 from toolkit.files.paths import is_file
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
-from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
+from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
 ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", "axolotl"
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
@@ -83,6 +83,7 @@ class Document:
     parts: tuple[Document, ...] = ()  # the arguments of each launch in a script, and the files that it writes
     call: LauncherCall | None = None  # the launch that these are the arguments of
     program: str | None = None  # who reads these Trainer arguments; None where the file does not say
+    named_by: Document | None = None  # the file that names this DeepSpeed JSON
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
@@ -134,7 +135,8 @@ def with_named_files(document: Document) -> Document:
     """Return the document with the JSON that it names, where that file exists, or that it has itself, and its parts."""
     if document.script.launches:
         written = [_written_file(document, *file) for file in document.script.files]
-        parts = [*filter(None, written), *filter(None, map(partial(_arguments, document), document.script.launches))]
+        called = (_arguments(document, call) for call in document.script.launches)
+        parts = [each for each in (*written, *called) if each is not None]
         return replace(document, parts=tuple(_with_written(with_named_files(part), parts) for part in parts))
     fsdp = document.get("fsdp_config")
     if document.kind == TRAINER and isinstance(fsdp, str) and (file := find_named(fsdp, document.path)):
@@ -150,7 +152,7 @@ def with_named_files(document: Document) -> Document:
     named = find_named(deepspeed_files(document)[1], document.path)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
-    return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
+    return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED, named_by=document))
 
 
 def _written_file(document: Document, name: str, text: str, line: int) -> Document | None:
@@ -176,6 +178,10 @@ def _with_written(part: Document, parts: Sequence[Document]) -> Document:
 def _arguments(document: Document, call: LauncherCall) -> Document | None:
     """Return the words behind a script's name as Trainer arguments; None where nothing says that they are."""
     data = {name: True if value is None else value for name, (value, _) in call.arguments.items()}
+    # HfArgumentParser has `--no_NAME` for each switch that is on by default.
+    off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
+    renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
+    data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
     program = reader_of(data, script=call.script or "")
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     config = find_named(call.options.get("config-file") or "", document.path)
@@ -185,7 +191,9 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     if not data or not (is_trainer or launch_config):
         return None
     places = {
-        name: KeyPosition(key=name, line=line, key_span=(0, 0), value_span=(0, 0), in_braces=False)
+        (key := renamed.get(name, name)): KeyPosition(
+            key=key, line=line, key_span=(0, 0), value_span=(0, 0), in_braces=False
+        )
         for name, (_, line) in call.arguments.items()
     }
     return Document(
@@ -198,6 +206,12 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
         call=call,
         program=program,
     )
+
+
+@functools.cache
+def _switches() -> frozenset[str]:
+    """Return the arguments of transformers and of the programs that use its parser."""
+    return frozenset(trainer_argument_names()).union(*(each.fields for each in program_schemas().values()))
 
 
 def _read_file(path: Path, *, is_section: bool = False) -> Document:
@@ -384,14 +398,6 @@ def find_named(named: str, path: str) -> Path | None:
 # -- who reads Trainer arguments
 
 OUR_PROGRAMS = ("transformers", "trl")  # whose installed or pinned versions the rules know
-# Keys that only one program has, which brings fields of its own or pins another version of transformers.
-FOREIGN = {
-    "llama-factory": {"finetuning_type", "cutoff_len", "lora_target", "freeze_trainable_layers", "template"},
-    "ms-swift": {"train_type", "tuner_type", "swift_version", "split_dataset_ratio"},
-    "open-instruct": {"dataset_mixer_list", "dataset_mix_dir", "use_slow_tokenizer"},
-}
-# Keys of scripts that have an argument parser of their own in place of TrainingArguments.
-NO_TRAINER = {"with_tracking", "checkpointing_steps", "num_warmup_steps", "max_train_steps", "train_batch_size"}
 # Keys that hardly any script has unless it reads TrainingArguments.
 TRAINER_EVIDENCE = {
     *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit", "ddp_timeout"),
@@ -400,34 +406,6 @@ TRAINER_EVIDENCE = {
     *("bf16", "fp16", "tf32", "optim", "group_by_length", "remove_unused_columns", "save_only_model", "fsdp_config"),
     *("per_device_train_batch_size", "dataloader_num_workers", "logging_first_step", "report_to", "output_dir"),
 }
-TRL_KEYS = {
-    *("dataset_name", "use_peft", "max_completion_length", "num_generations", "max_length", "load_in_4bit"),
-    *("padding_free", "packing", "beta", "precompute_ref_log_probs", "assistant_only_loss"),
-}
-_EXAMPLE = re.compile(r"(?:^|/)run_(?:clm|mlm|glue|squad|qa|ner|summarization|translation|speech\w*|seq2seq\w*)\.py$")
-
-
-def reader_of(data: Mapping[str, Any], *, script: str = "") -> str | None:
-    """Return the program that reads Trainer arguments, by its own keys or its script; None where they do not say.
-
-    >>> reader_of({"finetuning_type": "lora", "warmup_ratio": 0.1}), reader_of({"learning_rate": 1e-5})
-    ('llama-factory', 'transformers')
-    """
-    for name, keys in FOREIGN.items():
-        if data.keys() & keys or name.replace("-", "").lower() in script.replace("-", "").replace("_", "").lower():
-            return name
-    if script.startswith("swift "):
-        return "ms-swift"
-    if data.keys() & NO_TRAINER:
-        return "a script with a parser of its own"
-    if script.startswith("trl ") or "trl/scripts/" in script or (not script and data.keys() & TRL_KEYS):
-        return "trl"
-    known = trainer_argument_names() | TRAINING_ARGUMENTS_REMOVED.keys()
-    unknown = [name for name in data if name not in known and not script]
-    misspelt = len(unknown) < 4 and all(nearest(name[:100], known, cutoff=0.88) for name in unknown)
-    if _EXAMPLE.search(script) or (not script and misspelt):
-        return "transformers"
-    return None
 
 
 # -- the kind of a file
@@ -486,7 +464,7 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     """Decide by the shape of a value whose key several libraries have."""
     blocks = [data[key] for key in ("bf16", "fp16", "optimizer", "scheduler") if isinstance(data.get(key), dict)]
     if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
-        return DEEPSPEED
+        return DEEPSPEED if len(data.keys() & DEEPSPEED_BLOCKS[""].keys()) * 2 >= len(data) else None
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
         return ACCELERATE

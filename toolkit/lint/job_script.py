@@ -57,6 +57,7 @@ _ASSIGNMENT = re.compile(
     rf"""(\((?:[^()'"]|'[^']*'|"(?:\\.|[^"\\])*")*\)|(?:'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|[^\s;'"])*)""",
     re.MULTILINE | re.DOTALL,
 )
+_BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _MANY_WORDS = re.compile(
     r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
@@ -148,7 +149,7 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
 
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
-    variables: Mapping[str, str | None] | None = None
+    set_once: Mapping[str, str | None] | None = None
     for start, end in commands:
         command = text[start:end]
         calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(command)]
@@ -157,7 +158,9 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             is_comment = command.lstrip().startswith("#") or _in_comment(command, found.start())
             if is_comment or _NOT_STARTED.search(before) or _NOT_STARTED.match(command):
                 continue
-            variables = _variables(text) if variables is None else variables
+            set_once = _variables(text) if set_once is None else set_once
+            set_last = _variables(text[:start], last_counts=True)
+            variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
             around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
             stop = next(
                 (each.end() - 1 for each in around if each.start() < found.start() < each.end() - 1), len(command)
@@ -212,15 +215,20 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
     )
 
 
-def _variables(text: str) -> dict[str, str | None]:
-    """Return the text of each variable that is set once, outside of comments; None for one that has several."""
+def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]:
+    """Return the text of each variable, outside of comments; None for one that has several.
+
+    With `last_counts`, the last text counts of those that are set outside of conditions, loops and functions.
+    """
     variables: dict[str, str | None] = {}
+    inside = [(each.start(), 1 if each[2] is None else -1) for each in _BLOCK.finditer(text)] if last_counts else []
     for found in itertools.islice(_ASSIGNMENT.finditer(text), 500):
+        is_sure = last_counts and found[0][:1] not in " \t" and sum(n for at, n in inside if at < found.start()) <= 0
         value = found[4][1:-1] if found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4]) else found[4]
         plain = None if "$(" in value or "`" in value or len(value) > 5000 else value.replace("\\\n", " ")
         if found[3]:
             plain = None if plain is None or variables.get(found[2]) is None else f"{variables[found[2]]} {plain}"
-        elif found[2] in variables and variables[found[2]] != plain:
+        elif not is_sure and found[2] in variables and variables[found[2]] != plain:
             plain = None
         variables[found[2]] = plain
     return variables

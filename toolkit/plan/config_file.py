@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.convert.conversion import convert_settings, read_settings
-from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect
+from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect, typed
 from toolkit.convert.programs import program_of, program_schema
+from toolkit.convert.sources import preset_of_deepspeed
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
+from toolkit.job.argument_aliases import canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.job.argument_values import check_type, is_true
 from toolkit.job.job import Job
@@ -34,6 +36,18 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
 CHOSEN = ("accumulate", "activation_checkpointing", "loss")  # by `PlannedJob.of`, from several arguments
 # transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
+SWIFT = "ms-swift"
+SWIFT_KEYS = (
+    "tuner_type",
+    "train_type",
+    "lora_rank",
+    "quant_bits",
+    "quant_method",
+    "deepspeed",
+    "rlhf_type",
+    "adapter",
+)
+SWIFT_WORDS = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2"}  # of attn_impl
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # Where a file says the method, and the words that are another one here; TRL's is the command's.
 METHOD_KEYS = {"axolotl": ("rl", "reward_model"), "llama-factory": ("stage",), "trl": ("method",)}
@@ -47,7 +61,7 @@ MORE_THAN_ADAPTERS = (
 # What to type after an option, where it is no number.
 EXAMPLES = {
     **{"attn_implementation": " sdpa", "load_in_4bit": "", "lora_target_modules": " NAME", "method": " sft"},
-    **{"optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+    **{"load_in_8bit": "", "optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
@@ -73,6 +87,8 @@ class _Source(NamedTuple):
     values: Mapping[str, Any]
     conversion: Conversion | None
     method: str
+    options: Mapping[str, Any] = {}
+    """What a file of ms-swift says in options of `toolkit plan`; its values are then our training arguments."""
 
 
 def configured_plan(file: Path, model: str | None, options: PlanOptions, *, given: Collection[str]) -> ConfiguredPlan:
@@ -83,11 +99,12 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     none, and for a setting that decides the plan and is not planned.
     """
     source = _read(file, model, options, given)
-    program, values, conversion, method = source
+    program, values, conversion, method, theirs = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
     job = job.with_values(optim=options.optim) if "optim" in given else job
     presets = options.preset if "preset" in given else () if conversion is None else (conversion.preset,)
-    not_used = list(_checked(file, source, job, presets, given))
+    numerics = _numerics(source, job, presets)
+    not_used = list(_checked(file, source, job, numerics, given))
     planned = PlannedJob.of(job)
     loss, note = _loss(source, job, planned)
     names = {each.name for each in fields(options)}
@@ -104,11 +121,13 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found["dataset"] = data[0]
-    described = f"{file}: our training arguments"
+    described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
+    found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
         found |= {"preset": (conversion.preset,) if has_preset else (), "gradient_as_bucket_view": False}
         found["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
+        found |= numerics
         named = conversion.notes.get(PRESET)
         if named is None and PRESET not in conversion.converted.values():
             named = "the file names no DeepSpeed or FSDP"
@@ -130,7 +149,9 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         values = read_configuration(file)
         if program_of(values) is None and not values.keys() & {"distributed_type", "compute_environment"}:
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
-    program, values = read_settings(file, methods=[method for method in METHODS if method != SFT])
+    program, values = read_settings(file, methods=[method for method in METHODS if method != SFT], others=[SWIFT])
+    if program == SWIFT:
+        return _swift(file, values, options, given)
     method = options.method if "method" in given else _method(program, values, file)
     is_said = method == SFT and "method" not in given
     left = {key: value for key, value in values.items() if is_said or key not in METHOD_KEYS[program]}
@@ -157,6 +178,46 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
         raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
     return _Source(program, values, convert_settings(program, left, file), method)
+
+
+def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: Collection[str]) -> _Source:
+    """The settings of ms-swift in our words (convert/tables/plan.yaml); `tuner_type` and others have its defaults.
+
+    Raises ToolkitError for a setting that decides the plan and has no word here, and for a file without a length.
+    """
+    table: dict[str, str] = read_configuration(TABLES / "plan.yaml")[SWIFT]
+    values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | dict(values)
+    tuner = str(values.get("tuner_type") or values.get("train_type") or "lora")
+    bits = str(values.get("quant_bits") or "")
+    ours: dict[str, Any] = {} if tuner == "full" else {"lora_r": values.get("lora_rank") or 8}
+    ours |= {} if bits != "4" else {"load_in_4bit": True}
+    refused = {
+        "lora_r": ("tuner_type", tuner not in ("lora", "full")),
+        "load_in_4bit": ("quant_bits", bits not in ("", "0", "4", "8")),
+        "max_seq_length": ("max_length, which is absent: it is the model's own,", not values.get("max_length")),
+    }
+    for key in [key for key in values if key not in table and key not in SWIFT_KEYS]:
+        if (option := _option(key)) and str(values[key]).lower() not in ("false", "1", "none", "", "[]"):
+            refused[option] = f"{key} {shown(values[key])}", True
+    for option, (what, is_refused) in refused.items():
+        if is_refused and option not in given:
+            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
+            raise ToolkitError(f"{file}: {what} is not planned", hint=hint)
+    for key, argument in table.items():
+        if values.get(key) is not None and argument not in given and (key != "target_modules" or tuner != "full"):
+            value = values[key]
+            if "$" in str(value):
+                raise ToolkitError(
+                    f"{file}: {key} is {shown(value)}", hint=f"write its value, or `--{argument.replace('_', '-')} N`"
+                )
+            ours |= canonical_values({argument: typed(argument, SWIFT_WORDS.get(str(value), value))})
+    method = options.method if "method" in given else METHOD_WORDS.get(*[str(values.get("rlhf_type") or SFT)] * 2)
+    if method not in METHODS:
+        raise ToolkitError(f"{file} trains with {shown(method)}, which is not planned", hint="`--method NAME`")
+    named = values.get("deepspeed")
+    preset = preset_of_deepspeed(named, file).preset if named else "ddp"
+    numerics = {"load_in_8bit": True} if bits == "8" and "load_in_4bit" not in given else {}
+    return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics})
 
 
 def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
@@ -198,9 +259,9 @@ def _option(key: str) -> str | None:
     return next((option for option, names in _tables()[0].items() if _is_among(key, names)), None)
 
 
-def _checked(file: Path, source: _Source, job: Job, presets: Collection[str], given: Collection[str]) -> Iterator[str]:
+def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], given: Collection[str]) -> Iterator[str]:
     """Yield what is not used. Raises ToolkitError for a setting that decides the plan, unless its option is given."""
-    for key, option, why in (*_not_converted(source), *_not_planned(source, job, presets)):
+    for key, option, why in (*_not_converted(source, numerics), *_not_planned(source, job)):
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:
@@ -208,8 +269,8 @@ def _checked(file: Path, source: _Source, job: Job, presets: Collection[str], gi
             raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
 
 
-def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
-    program, values, conversion, _ = source
+def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
+    program, values, conversion = source[:3]
     if conversion is None or program is None:
         return
     schema = program_schema(program)
@@ -220,7 +281,8 @@ def _not_converted(source: _Source) -> Iterator[tuple[str, str | None, str]]:
             yield key, option, f"{schema.named} has no such setting" + (f", but {instead}" if instead else "")
     if is_true(values.get("torch_compile") or False):
         yield "torch_compile", None, ""
-    for each in (each for each in conversion.not_converted if each.key not in METHOD_SETTINGS):
+    planned = {*METHOD_SETTINGS, *numerics, *(["quantization_bit"] if "load_in_8bit" in numerics else [])}
+    for each in (each for each in conversion.not_converted if each.key not in planned):
         option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
         is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
@@ -240,7 +302,7 @@ def _refused(source: _Source) -> str:
     return f"\n{schema.named} does not have: {listed}" if listed else ""
 
 
-def _not_planned(source: _Source, job: Job, presets: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
+def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, str]]:
     """Arguments that were converted and that no plan has, and the precision."""
     more = [name for name in job.lora_config or {} if name in MORE_THAN_ADAPTERS]
     converted = {} if source.conversion is None else source.conversion.converted
@@ -253,14 +315,14 @@ def _not_planned(source: _Source, job: Job, presets: Collection[str]) -> Iterato
     for name, value in job.given_values.items():
         if value not in (None, False) and name not in ("optim", "padding_free") and _is_among(name, _tables()[1]):
             yield name, None, ""
-    precision = _precision(source, job, presets)
+    precision = _precision(source, job)
     if precision is not None:
         yield precision[0], "preset" if precision[2] else None, precision[1]
 
 
-def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str, str, bool] | None:
+def _precision(source: _Source, job: Job) -> tuple[str, str, bool] | None:
     """What computes or is held in another precision than a plan's, why, and whether it may change the verdict."""
-    program, values, conversion, method = source
+    program, values, conversion, method = source[:4]
     if conversion is None:
         is_wide = job.given_values.get("bf16") is False and not job.value("fp16")
         return ("bf16 false", "the presets compute in bf16", True) if is_wide else None
@@ -271,18 +333,42 @@ def _precision(source: _Source, job: Job, presets: Collection[str]) -> tuple[str
     computes_half = any(is_on.values()) or is_default
     if not computes_half:
         return "bf16 (off)", "the presets compute in bf16, and this in fp32", True
-    held = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
-    in_half = held != "float32" and (program != "llama-factory" or is_on["pure_bf16"])
-    if job.lora_r is not None:
-        is_wide = program == "trl" and not in_half and not job.load_in_4bit
-        why = f"dtype {held}: the base weights then have 4 bytes per parameter, and are planned with 2"
-        return (why, "", False) if is_wide else None
-    if in_half and method == SFT and {"ddp", "single"} & set(presets):
-        named = {"trl": f"dtype {held}", "axolotl": "bf16"}.get(str(program), "pure_bf16")
-        is_known = program != "trl" or PRESET in conversion.converted.values()
-        why = "its weights have no fp32 masters, 8 bytes per parameter less than planned"
-        return (named, why, True) if is_known else (f"{named} (without fp32 masters under ddp)", "", False)
+    is_unknown = program == "trl" and PRESET not in conversion.converted.values()
+    if job.lora_r is None and method == SFT and is_unknown and _held(source) != "float32":
+        return f"dtype {_held(source)} (without fp32 masters under ddp: `--pure-bf16`)", "", False
     return None
+
+
+def _held(source: _Source) -> str:
+    """The dtype in which a program loads the weights."""
+    values, in_half = source.values, "bfloat16"
+    if source.program == "trl":  # ModelConfig.dtype (trainer/model_config.py)
+        return str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    if source.program == "llama-factory":  # trained weights are raised to fp32 (model/adapter.py)
+        return in_half if is_true(values.get("pure_bf16") or False) else "float32"
+    return in_half
+
+
+def _in_8bit(source: _Source) -> bool:
+    """Return True for adapters on a base in bitsandbytes' 8 bits."""
+    values, conversion = source.values, source.conversion
+    bits = str(values.get("quantization_bit")) == "8" and values.get("quantization_method", "bnb") in ("bnb", "BNB")
+    has_adapters = conversion is not None and "lora_r" in conversion.arguments
+    return has_adapters and (bits or is_true(values.get("load_in_8bit") or False))
+
+
+def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, bool]:
+    """The numerics of the program that a file decides, as options of `toolkit plan`."""
+    found = {"load_in_8bit": True} if _in_8bit(source) else {}
+    conversion, quantized = source.conversion, bool(found) or job.load_in_4bit
+    if source.program == "trl" and job.lora_r is not None and not quantized:
+        found["fp32_base"] = _held(source) == "float32"
+    is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
+    # DeepSpeed keeps fp32 masters, and FSDP2 raises what it shards to fp32 (accelerate, `fsdp2_prepare_model`).
+    without_masters = is_known and source.method == SFT and {"ddp", "single"} & set(presets)
+    if job.lora_r is None and without_masters and _held(source) != "float32":
+        found["pure_bf16"] = True
+    return found
 
 
 PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
@@ -290,7 +376,7 @@ PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
 
 def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
     """The loss function, and words about it."""
-    program, values, conversion, _ = source
+    program, values, conversion = source[:3]
     if conversion is None:
         return planned.loss, ""
     plugins = values.get("plugins") or []
@@ -313,7 +399,7 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
 
 def _method_options(source: _Source, method: str) -> dict[str, Any]:
     """The settings of a method that decide memory, as TRL's DPOConfig, GRPOConfig and others have them."""
-    program, values, _, _ = source
+    program, values = source[:2]
     if program == "axolotl":
         trl, vllm = (block_of(values, name, "the file") for name in ("trl", "vllm"))
         values = {**values, **trl, "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization")}

@@ -21,7 +21,7 @@ from toolkit.plan.methods import (
     reference_buffer_bytes,
     reference_bytes,
 )
-from toolkit.plan.model_states import FP32_BYTES, JobWeights, ModelStates, job_weights, model_states
+from toolkit.plan.model_states import FP32_BITS, FP32_BYTES, JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.planned_job import (
     ACTIVATION_BYTES,
     LOG_PROBABILITY_BYTES,
@@ -349,7 +349,9 @@ class _Phases:
     def _set_activations(self, shape: ModelShape) -> None:
         job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
         layout, autocast = self.engine.layout, self.engine.autocasts
-        self.upcast_residual = job.numerics.kbit_training and autocast
+        base = self.weights.base
+        in_fp32 = base is not None and base.bits == FP32_BITS
+        self.upcast_residual = (job.numerics.kbit_training or in_fp32) and autocast
         activations = Activations(
             shape=shape,
             autocast=autocast,
@@ -369,8 +371,11 @@ class _Phases:
         self.outer = self.tokens * saved.outer.per_token
         quantized = job.load_in_4bit or job.numerics.load_in_8bit
         dequantized = 2 * self.weights.decoded_at_once if quantized else 0
-        self.layer_copies = saved.largest_layer.fixed + dequantized
-        all_copies = saved.layers.fixed + dequantized
+        # Of a frozen fp32 weight autocast caches no copy, but its linear layer keeps one for the backward pass.
+        kinds = shape.layer_kinds if in_fp32 and autocast else {}
+        casts = {kind: 2 * sum(t.num_elements for t in kind if t.is_linear_weight) for kind in kinds}
+        self.layer_copies = saved.largest_layer.fixed + dequantized + max(casts.values(), default=0)
+        all_copies = saved.layers.fixed + dequantized + sum(casts[kind] * count for kind, count in kinds.items())
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
             rows = job.rows
             self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)

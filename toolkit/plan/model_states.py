@@ -20,13 +20,14 @@ from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
 
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 FP32_BYTES = 4
+FP32_BITS = 32
 TensorCounts = tuple[tuple[Tensor, int], ...]
 """Tensors with the number of times that the model has each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedBase:
-    """How a frozen base is quantized, where it is not NF4 as the toolkit stores it."""
+    """How a frozen base is quantized, where it is not NF4 as the toolkit stores it; 32 bits: held in fp32."""
 
     bits: int = 4
     double_quantization: bool = True
@@ -96,7 +97,9 @@ class JobWeights:
 
     @cached_property
     def num_upcast(self) -> int:
-        """Elements that are frozen, not quantized, and held in fp32: `prepare_model_for_kbit_training`."""
+        """Elements that are frozen, not quantized, and held in fp32: all, or `prepare_model_for_kbit_training`'s."""
+        if self.base is not None and self.base.bits == FP32_BITS:
+            return self.num_frozen
         if self.base is None or not self.base.upcast_rest:
             return 0
         packed = {tensor.name for tensor, _ in self.in_4bit}
@@ -274,8 +277,10 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec
         return rows_share(tensor.shape, ranks=ranks, rank=shard_rank % ranks)
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
+    in_fp32 = weights.base is not None and weights.base.bits == FP32_BITS
+    frozen_bytes = FP32_BYTES if in_fp32 else engine.element_bytes
     return ModelStates(
-        parameter_bytes=engine.trained_bytes * trained + engine.element_bytes * frozen + weights.constant_bytes,
+        parameter_bytes=engine.trained_bytes * trained + frozen_bytes * frozen + weights.constant_bytes,
         gradient_bytes=engine.trained_bytes * trained,
         optimizer_bytes=_state_bytes(optimizer, weights, share, engine),
         persistent_bytes=weights.constant_bytes,

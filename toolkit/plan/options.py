@@ -161,6 +161,10 @@ class PlanOptions(JobAndGpuOptions):
         bool | None,
         Option("--peft-input-cast/--no-peft-input-cast", help="peft casts adapters' inputs", show_default=False),
     ] = None
+    fp32_base: Annotated[
+        bool | None,
+        Option("--fp32-base/--no-fp32-base", help="LoRA on a base in fp32, as TRL loads it", show_default=False),
+    ] = None
     lora_dropout: Annotated[float | None, Option(help="dropout on the inputs of adapters", min=0, max=1)] = None
     expandable_segments: Annotated[
         bool | None,
@@ -196,8 +200,8 @@ class PlanOptions(JobAndGpuOptions):
     config: Annotated[
         Path | None,
         Option(
-            help="plan the job of this file: axolotl's, TRL's or LLaMA-Factory's, or training arguments of ours; flags"
-            " on the command line win"
+            help="plan the job of this file: axolotl's, TRL's, LLaMA-Factory's, ms-swift's, or training arguments of"
+            " ours; flags on the command line win"
         ),
     ] = None
     price_per_gpu_hour: Annotated[

@@ -30,7 +30,7 @@ from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
-from toolkit.plan.model_states import JobWeights, QuantizedBase, job_weights
+from toolkit.plan.model_states import FP32_BITS, JobWeights, QuantizedBase, job_weights
 from toolkit.plan.programs import OURS, PROGRAMS, TOOLKIT, Numerics, check_numerics, numerics_of
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.spec import PresetSpec, default_accumulate
@@ -103,10 +103,10 @@ class PlannedJob(Job):
 
     @property
     def quantized_base(self) -> QuantizedBase | None:
-        """How the base is quantized, where it is not in NF4 as the toolkit stores it."""
+        """How the base is held, where it is not in the compute dtype, or in NF4 as the toolkit stores it."""
         numerics = self.numerics
         if not (self.load_in_4bit or numerics.load_in_8bit):
-            return None
+            return QuantizedBase(bits=FP32_BITS) if numerics.fp32_base else None
         base = QuantizedBase(
             bits=8 if numerics.load_in_8bit else 4,
             double_quantization=numerics.double_quantization,

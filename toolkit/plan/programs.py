@@ -37,6 +37,8 @@ class Numerics:
     peft_input_cast: bool = False
     """Inputs of adapters cast to their fp32, which autocast casts back: a copy for each adapter."""
     lora_dropout: float = 0.0
+    fp32_base: bool = False
+    """The base of adapters in fp32, with its residual stream, where it is not quantized; DeepSpeed makes it bf16."""
     expandable_segments: bool = False
     torch_compile: bool = False
     fsdp1: bool = False
@@ -67,8 +69,9 @@ PROGRAMS: Mapping[str, Program] = {
     "trl": Program(
         source="TRL 1.16.0: trainer/model_config.py:90 (float32), :165 (no nested quantization), "
         "trainer/sft_trainer.py:911, experimental/orpo/orpo_trainer.py:232, experimental/cpo/cpo_trainer.py:222",
-        numerics={"double_quantization": False, "peft_input_cast": True},
-        quantized_numerics={"peft_input_cast": False},  # the adapters are bf16
+        numerics={"double_quantization": False, "peft_input_cast": True, "fp32_base": True},
+        full_numerics={"fp32_base": False},
+        quantized_numerics={"peft_input_cast": False, "fp32_base": False},  # the adapters are bf16
         loss="chunked",
         kbit_methods=("orpo", "simpo"),
     ),
@@ -132,6 +135,7 @@ def numerics_text(numerics: Numerics) -> str:
         "pure_bf16": "trained weights and states in bf16",
         "kbit_training": "fp32 embeddings, norms and residual stream",
         "fp16": "fp16",
+        "fp32_base": "base in fp32",
         "expandable_segments": "expandable segments",
         "torch_compile": "compiled",
         "fsdp1": "FSDP1",

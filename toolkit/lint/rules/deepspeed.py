@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document, deepspeed_files, find_named
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files, find_named
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -38,6 +38,7 @@ OWNED_BY_TRAINER = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
+OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
 OWNED_BY_JSON = (
@@ -56,13 +57,31 @@ NUMBERS_OF_TRAINER = (
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` owns this setting too: under the Trainer, any value but its own raises in every rank."""
+    """`TrainingArguments` owns this setting too: under the Trainer, any value but its own raises in every rank. Where a
+    file names the JSON, the two are compared."""
     for key, field in OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
-        if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
+        is_off = key.endswith(".enabled") and as_bool(value) is False
+        if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
             message = f"{shorten(value)} must equal {field}, or the Trainer raises"
-            level = level_for_trainer(doc)
+            level = level_for_trainer(doc) or _level_of_default(key, value)
             yield Match(key, message, '`"auto"`', value=None if level else "auto", level=level)
+
+
+def _level_of_default(key: str, value: object) -> str | None:
+    """A note for the Trainer's default of `max_grad_norm`: it raises only where somebody chooses another value."""
+    return NOTE if as_float(value) == 1 and key.endswith("gradient_clipping") else None
+
+
+def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
+    """Return True where the file that names the JSON has the same value, by the name that its program gives it."""
+    reader, field = doc.named_by, OWNED_BY_TRAINER[key]
+    if reader is None or reader.kind == ACCELERATE:
+        return False
+    field = OF_AXOLOTL.get(field, field) if reader.kind == AXOLOTL else field
+    here = True if reader.kind == AXOLOTL and reader.get(field) == "auto" else reader.get(field)  # on a GPU with bf16
+    as_one = as_bool if key.endswith(".enabled") else as_float
+    return as_one(here) is not None and as_one(here) == as_one(value)
 
 
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
@@ -73,9 +92,10 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
         if doc.get(key, "auto") not in ("auto", None):
-            message = f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}"
+            message = f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
             is_default = name == "gradient_accumulation_steps" and as_int(doc.get(key)) == 1
-            yield Match(key, message, "remove it", remove=is_default)
+            level = _level_of_default(key, doc.get(key))
+            yield Match(key, message, "remove it, under a Trainer", remove=is_default, level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')

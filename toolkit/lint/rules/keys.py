@@ -7,14 +7,14 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
-from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import launcher_tables
-from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
 from toolkit.lint.rules.programs import schema_of
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_key, is_template, shorten
+from toolkit.presets import removed_keys as removed
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
+from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -153,7 +153,8 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
 def unknown_word(doc: Document) -> Iterator[Match]:
     """The key takes one of a few words, and the value is none of them: the library raises, or (`compute_environment`)
     takes the file for another kind. Case is folded as the library folds it."""
-    for key, table in launcher_tables()["words"][doc.kind].items():
+    is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
+    for key, table in () if is_sagemaker else launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, words = doc.get(place), [str(each) for each in table["words"]]

@@ -30,8 +30,11 @@ def on_several_nodes(call: LauncherCall) -> bool:
 
 
 def spans_nodes(script: JobScript) -> bool:
-    """Return True if the job has several nodes, as the file or a launcher says."""
-    return (script.nodes or 1) > 1 or any(map(on_several_nodes, script.launches))
+    """Return True if the job has several nodes, as the file or a launcher says: of one node, a variable is 1."""
+    several = [call for call in script.launches if on_several_nodes(call)]
+    if script.nodes == 1:
+        several = [call for call in several if "$" not in str(call.options[NODE_COUNT[call.tool]])]
+    return (script.nodes or 1) > 1 or bool(several)
 
 
 def elastic_range(call: LauncherCall) -> tuple[str, str] | None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
+from toolkit.errors import nearest
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
-from toolkit.lint.findings import ERROR, NOTE, Match, rule
-from toolkit.lint.removed_keys import TRAINING_ARGUMENTS_REMOVED
-from toolkit.lint.rules.settings import shorten
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_script import PROGRAMS
+from toolkit.lint.rules.settings import is_template, shorten
+from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
+
+MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
+MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
 
 
 def schema_of(doc: Document) -> ProgramSchema | None:
@@ -18,26 +24,36 @@ def schema_of(doc: Document) -> ProgramSchema | None:
 
 
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
-    if program_of(doc.data) != program:
+    is_command = doc.program == program and doc.call is not None and doc.call.tool in PROGRAMS
+    if program_of(doc.data) != program and not is_command:
+        return
+    if doc.call is not None and doc.program != program != "trl":  # a script with a few of its words
         return
     schema = program_schema(program)
-    for key in schema.unknown(doc.data):
+    unknown = schema.unknown(doc.data)
+    strange = [key for key in unknown if schema.replacement(key) is None and key not in schema.renamed]
+    for key in unknown:
         instead = schema.replacement(key)
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
             continue  # the first is another rule's
-        name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         fix = "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
-        yield Match(
-            key,
-            f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}",
-            fix,
-            rename=None if name is None or doc.has(name) else name,
-        )
+        message, level = f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}", None
+        is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
+        if is_guess and instead not in trainer_argument_names():
+            message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
+            level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
+        elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
+            message, level = f"{message}; a fork or another version may have it", WARNING
+            fix = "the version that has it, or remove it"
+        name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
+        yield Match(key, message, fix, rename=None if name is None or doc.has(name) else name, level=level)
 
 
 def _is_of_a_script(schema: ProgramSchema, key: str) -> bool:
-    """Return True for a setting that no version of TRL has had: a script may have a dataclass with it."""
-    return key in schema.scripts or (key not in schema.former and schema.replacement(key) is None)
+    """Return True for a setting that no version of TRL has had: a script may have a dataclass with it. Only a letter or
+    two of a longer name are a misspelling: `use_lora` is not `use_rslora`."""
+    is_old = key in schema.former or key in schema.renamed
+    return key in schema.scripts or not (is_old or nearest(key[:100], schema.fields, cutoff=MISSPELT))
 
 
 @rule(ERROR, TRAINER, library="trl", fix="the present name, or nothing")
@@ -83,8 +99,8 @@ def unknown_swift_setting(doc: Document) -> Iterator[Match]:
 def axolotl_fsdp_with_deepspeed(doc: Document) -> Iterator[Match]:
     """axolotl refuses `fsdp` and `deepspeed` together. `fsdp_config` alone passes its check, and turns FSDP on while
     the Trainer gets the DeepSpeed JSON."""
-    key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key)), None)
-    if key is not None and doc.get("deepspeed"):
+    key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key) and not is_template(doc.get(key))), None)
+    if key is not None and doc.get("deepspeed") and not is_template(doc.get("deepspeed")):
         yield Match(
             "deepspeed", f"{key} and deepspeed are both set: a run has one engine", f"remove {key} or deepspeed"
         )

@@ -11,7 +11,7 @@ from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
 
 ARRAY = re.compile(r"\w\+?=\((?:[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
-LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*\s*(?:\|[^)\n]*)?\))")
+LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
 ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)[ \t]*;?[ \t]*)+)(?:#.*)?$", re.M
@@ -28,7 +28,7 @@ def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
 def lost_line(doc: Document) -> Iterator[Match]:
     """A line that begins with an option and continues no other is a command of its own: bash does not find it, and the
     launcher has started without it and what follows. A backslash is missing, a space or a comment follows it, or a line
-    between is blank."""
+    between is blank; in a file with the line ends of Windows, each backslash is followed by a carriage return."""
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
     for start, end in script.commands if script.launches else ():
@@ -36,7 +36,17 @@ def lost_line(doc: Document) -> Iterator[Match]:
         if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
-            yield Match(found[1], message, "end the line before with a backslash, and nothing behind it", line=line)
+            fix, is_windows = (
+                "end the line before with a backslash, and nothing behind it",
+                script.text[:start].endswith("\\\r\n"),
+            )
+            if is_windows:
+                message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
+                message += f" runs {found[1]} as a command"
+                fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
+            yield Match(found[1], message, fix, line=line)
+            if is_windows:
+                return
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.removed_keys import TRAINER_FSDP_KEYS
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -23,6 +22,7 @@ from toolkit.lint.rules.settings import (
     shorten,
     uses_fsdp,
 )
+from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
@@ -60,6 +60,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         every, saved = steps["eval"], steps["save"]
+        if doc.program is None and not (doc.has("eval_steps") and doc.has("save_steps")):
+            every = None  # a script may compute it
         if evaluation in ("False", "no", "steps", "epoch") and evaluation != strategies["save"]:
             fix = f"`eval_strategy: {strategies['save']}`, or `load_best_model_at_end: false`"
             yield Match("load_best_model_at_end", f"evaluation is {evaluation}, saving {strategies['save']}", fix)

@@ -1,0 +1,136 @@
+"""Kinds of mistakes that public files showed: what lint says of each, and does not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.lint.check import lint_paths
+from toolkit.lint.findings import Finding
+
+TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
+SWIFT = "swift sft --model a/b --tuner_type lora --split_dataset_ratio 0.1 --max_length 512"
+
+
+def lint(folder: Path, **files: str) -> list[Finding]:
+    """Lint files of one folder, by their names with `__` in the place of the dot; the first one is named to lint."""
+    paths = [folder / name.replace("__", ".") for name in files]
+    for path, text in zip(paths, files.values(), strict=True):
+        path.write_text(text, newline="")
+    return lint_paths(paths[:1]).findings
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.key: finding.level for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("setting", "level"),
+    [
+        ("use_lora: true", "note"),  # of a script, and no misspelling of use_rslora
+        ("fg_desirable_weight: 1.0", "note"),
+        ("loss_weight: 0.5", "warning"),  # a letter away from loss_weights, but a script may have it
+        ("loss_weight: 0.5\nfg_beta: 0.1", "note"),  # it has settings of its own
+        ("num_train_epoch: 1", "error"),  # a misspelling of an argument of transformers
+        ("max_seq_length: 512", "error"),  # a setting of older versions
+    ],
+)
+def test_a_setting_of_a_script_that_trains_with_trl_is_no_error(setting: str, level: str, tmp_path: Path) -> None:
+    findings = lint(tmp_path, a__yaml=f"{TRL}{setting}\n")
+    assert levels(findings)[setting.partition(":")[0]] == level
+
+
+def test_a_switch_that_the_parser_of_transformers_turns_off_is_known(tmp_path: Path) -> None:
+    command = "torchrun dpo.py --model_name_or_path a/b --dataset_name c/d --output_dir out --beta 0.1 --bf16"
+    findings = lint(tmp_path, a__sh=f"{command} --no_remove_unused_columns --no_gradient_checkpointing\n")
+    assert [each for each in levels(findings) if "column" in each or "checkpointing" in each] == []
+
+
+def test_settings_of_another_version_or_a_fork_are_warnings_and_old_names_have_the_new_ones(tmp_path: Path) -> None:
+    one = lint(tmp_path, a__yaml=f"{FACTORY}evaluation_strategy: steps\nptx_coef: 0.1\n")
+    assert levels(one) == {"evaluation_strategy": "error", "ptx_coef": "warning"}  # a fork may have the second
+    assert next(each.fix for each in one if each.key == "evaluation_strategy") == "`eval_strategy`"
+    fork = lint(tmp_path, a__sh=f"{SWIFT} --sglang_tp 1 --rollout_backend x --presence_penalty 0.1 --torch_dtyp x\n")
+    assert {level for key, level in levels(fork).items() if key != "torch_dtyp"} == {"warning"}
+    assert levels(fork)["torch_dtyp"] == "error"  # a misspelling
+
+
+def test_line_ends_of_windows_are_one_finding(tmp_path: Path) -> None:
+    script = "#!/bin/bash\r\naccelerate launch train.py \\\r\n  --bf16 \\\r\n  --output_dir out\r\n"
+    findings = [each for each in lint(tmp_path, a__sh=script) if each.rule == "lost-line"]
+    assert [(each.line, "dos2unix" in each.fix) for each in findings] == [(3, True)]
+
+
+@pytest.mark.parametrize(("value", "level"), [(1.0, "note"), (0.5, "warning")])
+def test_the_trainers_own_clipping_in_a_json_is_a_note(value: float, level: str, tmp_path: Path) -> None:
+    settings = {"zero_optimization": {"stage": 2}, "gradient_clipping": value, "optimizer": "auto"}
+    findings = lint(tmp_path, a__json=json.dumps(settings))
+    assert levels(findings)["gradient_clipping"] == level
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "keys"),
+    [
+        ("a.yaml", "base_model: a/b\nmicro_batch_size: 4\nadapter: lora\nbf16: auto\ndeepspeed: ds.json\n", []),
+        ("a.yaml", "output_dir: out\nper_device_train_batch_size: 4\nbf16: true\ndeepspeed: ds.json\n", []),
+        ("a.yaml", "base_model: a/b\nmicro_batch_size: 2\nadapter: lora\nbf16: false\ndeepspeed: ds.json\n",
+         ["train_micro_batch_size_per_gpu", "bf16.enabled"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_a_json_is_compared_with_the_file_that_names_it(
+    name: str, text: str, keys: list[str], whole_folder: bool, tmp_path: Path
+) -> None:
+    settings = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "gradient_clipping": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    (tmp_path / name).write_text(text)
+    findings = lint_paths([tmp_path if whole_folder else tmp_path / name]).findings
+    assert sorted(each.key for each in findings if each.rule == "not-auto") == sorted(keys)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun augment.py --model a/b --dataset_dir data --output_dir out --num_beams 2\n",  # LLaMA-Factory's word
+        "N=$(scontrol show hostnames | wc -l)\nN=1\naccelerate launch --num_machines=$N --main_process_ip=$A x.py\n",
+        # one node: its rank is 0
+        "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\nexport R=$SLURM_NODEID\naccelerate launch --num_machines 1"
+        " --machine_rank $R --main_process_ip $A x.py\n",
+        # patterns of a `case`
+        'while [ $# -gt 0 ]; do\ncase "$1" in\n--batch_size=*)\nB="${1#*=}"\n;;\nesac\ndone\ntorchrun x.py\n',
+        # `eval_and_save_ratio` decides both, in a dataclass of the script
+        "torchrun train.py --bf16 --output_dir out --report_to none --load_best_model_at_end --save_strategy steps"
+        " --eval_strategy steps --logging_steps 3 --eval_and_save_ratio 0.1\n",
+    ],
+)
+def test_a_script_of_its_own_and_a_job_of_one_node_have_no_error(text: str, tmp_path: Path) -> None:
+    assert [each.rule for each in lint(tmp_path, a__sh=text) if each.level == "error"] == []
+
+
+def test_an_assignment_in_a_condition_does_not_decide(tmp_path: Path) -> None:
+    script = 'N=4\nif [ -n "$ONE" ]; then\nN=1\nfi\naccelerate launch --num_machines=$N --main_process_ip=$A x.py\n'
+    assert "node-rank-missing" in {each.rule for each in lint(tmp_path, a__sh=script)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nmixed_precision: fp16\n",
+        "base_model: a/b\nmicro_batch_size: 1\nfsdp: ${FSDP}\ndeepspeed: ${DEEPSPEED}\n",
+    ],
+)
+def test_another_environment_and_a_template_have_no_error(text: str, tmp_path: Path) -> None:
+    assert [each for each in lint(tmp_path, a__yaml=text) if each.level == "error"] == []
+
+
+def test_an_optimizer_among_settings_of_a_script_is_not_deepspeeds(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="is neither"):
+        lint(tmp_path, a__yaml="algo: x\ntask: y\nsave_dir: z\noptimizer: {type: AdamW, params: {}}\nlog_level: info\n")
+
+
+def test_a_script_with_a_template_is_not_of_a_program(tmp_path: Path) -> None:
+    assert lint(tmp_path, a__sh="torchrun eval.py --template chat --ckpt_path a --result_dir b --config c\n") == []
