@@ -157,7 +157,7 @@ def rehearsal_of_plan(model: str, plan: Plan, *, cpu: bool) -> Rehearsal:
 def training_argv(model: str, job: PlannedJob, *, cpu: bool) -> list[str]:
     """Return the job as training arguments; on a CPU in bf16, as planned, where the default would be fp32."""
     values = {"model_name_or_path": model, **job.argument_values} | ({"bf16": True} if cpu else {})
-    loss = "full" if job.loss == "chunked" and job.gpus_per_batch > 1 else job.loss  # as planned
+    loss = "full" if job.loss == "chunked" and {"tp", "pp"} & set(job.degrees) else job.loss  # as planned
     values |= {"use_liger_kernel": True} if loss == "fused" else {"loss": loss}
     values |= {"lora_target_modules": job.lora_target_modules} if job.is_lora else {}
     return Job.from_values(values).to_argv()

@@ -48,6 +48,7 @@ LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 PLANNED_ARGUMENTS = (
     *(*BATCH_ARGUMENTS, "packing", "attn_implementation", "lora_r", "lora_target_modules", "load_in_4bit", "optim"),
     *("loss_chunk_tokens", "async_save", "pipeline_schedule", "pipeline_chunks", *DEGREES),
+    "activation_checkpointing_offload",
 )
 
 
@@ -94,6 +95,8 @@ class PlannedJob(Job):
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
+        if given.get("activation_checkpointing_offload"):
+            given.setdefault("activation_checkpointing", True)
         method, lora = Method.from_options(options), given.get("lora_r") is not None
         numerics = numerics_of(options, method=method.method, lora=lora, in_4bit=bool(given.get("load_in_4bit")))
         if given.get("loss", "chunked") == "chunked":

@@ -40,6 +40,9 @@ class Numerics:
     expandable_segments: bool = False
     torch_compile: bool = False
     fsdp1: bool = False
+    tiled_mlp: bool = False
+    """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
+    of one part. What it saves stays."""
 
 
 OURS = Numerics()
@@ -135,6 +138,7 @@ def numerics_text(numerics: Numerics) -> str:
         "expandable_segments": "expandable segments",
         "torch_compile": "compiled",
         "fsdp1": "FSDP1",
+        "tiled_mlp": "MLP in tiles",
     }
     parts = [f"numerics of {numerics.program}"] if numerics.program != TOOLKIT else []
     parts += [text for name, text in words.items() if getattr(numerics, name)]
