@@ -12,34 +12,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
-import click
 import pytest
-import typer
 from measured_jobs import rows
+from planned_commands import planned_command
 
-from toolkit.cli.program import app
 from toolkit.plan.engine_buffers import driver_bytes
 from toolkit.plan.memory import DOES_NOT_FIT, FITS
-from toolkit.plan.options import PlanOptions
-from toolkit.plan.planner import Plan, make_plans, plan_request
+from toolkit.plan.planner import Plan
 from toolkit.units import GIB
-
-
-def planned(command: str) -> Plan:
-    group: Any = typer.main.get_command(app)
-    words = click.Context(group)
-    context = group.commands["plan"].make_context("plan", command.split(), parent=words)
-    names = {name: value for name, value in context.params.items() if name in PlanOptions.__dataclass_fields__}
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in names.items()}
-    model = next(value for name, value in context.params.items() if name.lower() == "model")
-    return make_plans(plan_request(model, PlanOptions(**options)))[0]
 
 
 @cache
 def reported() -> list[tuple[dict[str, str], Plan]]:
-    return [(row, planned(row["command"])) for row in rows("reported_jobs")]
+    return [(row, planned_command(row["command"])) for row in rows("reported_jobs")]
 
 
 def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:

@@ -367,7 +367,9 @@ class _Phases:
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
         if job.numerics.tiled_mlp:
-            self.layer_backward = min(self.layer_backward, self.tokens * 2 * activations.residual_bytes * shape.hidden_size)
+            self.layer_backward = min(
+                self.layer_backward, self.tokens * 2 * activations.residual_bytes * shape.hidden_size
+            )
         self.outer = self.tokens * saved.outer.per_token
         quantized = job.load_in_4bit or job.numerics.load_in_8bit
         dequantized = 2 * self.weights.decoded_at_once if quantized else 0
@@ -405,7 +407,9 @@ class _Phases:
             self.outer -= 0 if frozen else 2 * self.tokens * shape.hidden_size
         self.logits = logits_bytes(
             loss=loss,
-            tokens=-(-job.tokens_per_micro_batch // self.engine.ranks_per_sequence) if loss == "chunked" else self.tokens,
+            tokens=-(-job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
+            if loss == "chunked"
+            else self.tokens,
             scored=method.scored_tokens(job.rows, length),
             row_bytes=activations.residual_bytes,
             output_bytes=4 if self.engine.autocasts else self.engine.element_bytes,
@@ -596,7 +600,12 @@ class _Phases:
             generation_bytes=generation + (self.method.vllm_bytes if resident else 0),
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
-            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated + waiting,
+            buffer_bytes=self.buffers.lasting_bytes
+            + self.job.workspace_bytes
+            + self.received
+            + buffers
+            + accumulated
+            + waiting,
         )
 
     @property
