@@ -77,15 +77,12 @@ def operations_of(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
     """Return the operations per token of a setup: all that MFU counts, or with `causal` those that a GPU computes."""
     adapters = setup.weights.num_trained if setup.weights.adapters else 0
     length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
-    # In a ring, the rank with the end of a sequence attends to all of it, and the others wait: torchtitan's rings of 4
-    # and 8 (the table of its performance page) are as slow as that.
-    ring = setup.layout is not None and setup.layout.cp > 1
     # MFU counts every parameter; the GPU multiplies with none that is only looked up.
     return flops_of(
         setup.shape,
         seq_length=length,
         num_adapter_params=adapters,
-        causal=causal and not ring,
+        causal=causal,
         recompute=recompute,
         count_embeddings=not causal,
     )
