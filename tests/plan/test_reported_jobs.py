@@ -41,6 +41,30 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     assert (len(ran_out), ran_out.count(FITS), ran.count(DOES_NOT_FIT)) == (out_of_memory, wrong, 0)
 
 
+def allowance(plan: Plan) -> float:
+    """Return how many margins fit between the planned peak and the GPU's memory."""
+    memory = plan.memory
+    margin = memory.margin.of(memory.planned_peak_bytes, memory.peak.state_bytes)
+    return (plan.request.gpu.memory_bytes - memory.planned_peak_bytes) / margin
+
+
+def test_of_the_public_jobs_that_fit_one_ran_out_of_memory_whichever_source_sets_the_margin() -> None:
+    """Margins are multiplied by what keeps at most one in 20 of the other sources' jobs wrong, and not narrowed."""
+    jobs = [(row["url"], row["reported"] == "OOM", allowance(plan)) for row, plan in reported()]
+    fits, wrong = [], []
+    for url in dict.fromkeys(url for url, *_ in jobs):
+        others = [(ran_out, room) for other, ran_out, room in jobs if other != url]
+        factors = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
+        shares = {factor: [ran_out for ran_out, room in others if room >= factor] for factor in factors}
+        factor = next(factor for factor, found in shares.items() if statistics.mean(found or [0]) <= 0.05)
+        own = [(ran_out, room) for other, ran_out, room in jobs if other == url]
+        fits += [url for _, room in own if room >= factor]
+        wrong += [url for ran_out, room in own if room >= factor and ran_out]
+    print(f"planned as fits, its source left out: {len(fits)}, of which ran out of memory: {len(wrong)} {wrong}")
+    assert len(wrong) <= 1
+    assert len(fits) >= 15
+
+
 def test_reported_speeds_lie_inside_the_interval() -> None:
     found = [(float(row["tokens_per_second"]), plan.speed) for row, plan in reported() if row["tokens_per_second"]]
     inside = [

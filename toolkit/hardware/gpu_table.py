@@ -54,7 +54,7 @@ class Gpu:
     def blas_workspace_bytes(self) -> int:
         """What torch allocates for each of its handles of cuBLAS or hipBLAS; 0 for a GPU that is not in the table.
 
-        torch, `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`; `CUBLAS_WORKSPACE_CONFIG` changes it.
+        torch, `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`, whose default this is.
         """
         name = self.name.partition(",")[0]
         if name == "custom":

@@ -101,9 +101,9 @@ class Activations:
         """Return what is saved with this attention mask, one of `toolkit.models.shape.MASKS`.
 
         To that of the model, exchanges of heads (Ulysses) add attention's output in the layout of the heads, beside the
-        same in that of the tokens, which the next linear layer saves, and repeated keys and values; a ring adds the
-        same output (all ranks but the last concatenate its halves, heads first); exchanges of tokens (expert
-        parallelism) the experts' outputs before they are weighted, on their token's rank.
+        same in that of the tokens, which the next linear layer saves, and repeated keys and values; a ring, whose sums
+        are in the layout of the heads, the same output; exchanges of tokens (expert parallelism) the experts' outputs
+        before they are weighted, on their token's rank.
         """
         counted, layout, shape = self.shape.counted_activations, self.layout, self.shape
         if counted is None:
@@ -141,11 +141,11 @@ class Activations:
     def exchanged_bytes_per_token(self) -> tuple[int, int]:
         """Bytes per token of this rank that attention and MLP send and receive at a time, beside what they save.
 
-        - Ring attention gathers the keys and values of the whole sequence (accelerate's default, `allgather`), and sends
-          its own. Its backward adds up gradients in fp32: of the query (in two halves that are concatenated) beside a
-          block's own, of key and value beside a block's own and those that are sent and received (torch,
-          `_context_parallel/_attention.py`). A block's kernel has an fp32 query gradient, and gradients of key and value
-          per query head (`flash_api.cpp`, `mha_bwd`).
+        - Ring attention gathers the keys and values of the whole sequence (accelerate's default, `allgather`), and
+          sends its own. Its backward adds up gradients in fp32: of the query (in two halves that are concatenated)
+          beside a block's own, of key and value beside a block's own and those that are sent and received (torch,
+          `_context_parallel/_attention.py`). A block's kernel has an fp32 query gradient, and gradients of key and
+          value per query head (`flash_api.cpp`, `mha_bwd`).
         - Ulysses sends and receives one of query, key, value and output at a time.
         - Expert parallelism sends and receives the rows of the experts.
         """

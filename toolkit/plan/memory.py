@@ -405,11 +405,10 @@ class _Phases:
         if loss == "log_probs":  # the head's input and its copy of the weights are in the loss
             self.head_copy = 0
             self.outer -= 0 if frozen else 2 * self.tokens * shape.hidden_size
+        own_tokens = -(-job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
         self.logits = logits_bytes(
             loss=loss,
-            tokens=-(-job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
-            if loss == "chunked"
-            else self.tokens,
+            tokens=own_tokens if loss == "chunked" else self.tokens,
             scored=method.scored_tokens(job.rows, length),
             row_bytes=activations.residual_bytes,
             output_bytes=4 if self.engine.autocasts else self.engine.element_bytes,

@@ -178,9 +178,7 @@ class PlanOptions(JobAndGpuOptions):
     torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: the plan says what it lacks")] = (
         None
     )
-    tiled_mlp: Annotated[
-        bool | None, Option("--tiled-mlp", help="the MLP takes a part of the rows after the other")
-    ] = None
+    tiled_mlp: Annotated[bool | None, Option("--tiled-mlp", help="the MLP takes a part of the rows at a time")] = None
     gradient_as_bucket_view: Annotated[
         bool | None,
         Option(
