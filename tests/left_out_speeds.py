@@ -6,6 +6,7 @@ those of `fixtures/reported_speeds.csv`, to which nothing was fitted.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -17,7 +18,7 @@ from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs, rows
 from planned_commands import planned_command
 
 from toolkit.plan.step_parts import CALIBRATION, Calibration
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import MeasuredStep, StepTime, step_time
 
 COVERED = 0.9
 # The largest part of a step besides computation that leaves it bound by computation.
@@ -99,12 +100,35 @@ def _speed(name: str, source: str, measured: float, plan: StepTime) -> Speed:
     return Speed(name=name, source=source, bound=bound_of(plan), **values)
 
 
+def alike() -> list[list[MeasuredJob]]:
+    """Rows of one source with the same model, GPU, adapters and precision of the base."""
+    groups: dict[tuple[object, ...], list[MeasuredJob]] = {}
+    for job in itertools.chain.from_iterable(compared().values()):
+        assert job.setup is not None
+        how = job.setup.job
+        key = (job.source, job.row["model"], job.row["gpu"], how.lora_r is not None, how.load_in_4bit)
+        groups.setdefault(key, []).append(job)
+    return list(groups.values())
+
+
+def as_measured(job: MeasuredJob, calibration: Calibration = CALIBRATION) -> MeasuredStep:
+    speed = planned(job, calibration)
+    assert job.setup is not None
+    seconds = speed.tokens_per_step_per_gpu / job.tokens_per_second
+    return MeasuredStep(run=job.name, setup=job.setup, planned=speed, seconds=seconds, seconds_p90=seconds)
+
+
+def speed_of(job: MeasuredJob, calibration: Calibration = CALIBRATION) -> Speed:
+    """Return a published row beside its plan."""
+    return _speed(job.name, job.source, job.tokens_per_second, planned(job, calibration))
+
+
 @cache
 def left_out_speeds() -> tuple[Speed, ...]:
     found, names = [], [field.name for field in fields(Calibration)]
     for source, jobs in compared().items():
         without = Calibration(**dict(zip(names, WITHOUT[source], strict=True)))
-        found += [_speed(job.name, source, job.tokens_per_second, planned(job, without)) for job in jobs]
+        found += [speed_of(job, without) for job in jobs]
     for row in rows("reported_speeds"):
         plan = planned_command(row["command"]).speed
         assert plan is not None, row["id"]

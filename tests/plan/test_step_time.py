@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
-from left_out_speeds import WITHOUT, compared, planned
+from left_out_speeds import WITHOUT, alike, as_measured, compared, planned
 from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs
 from published_runs import MPT, mpt, published
 
@@ -42,24 +42,6 @@ def compare(
         widths.append(high / low)
         errors.append(abs(speed.tokens_per_second_per_gpu_estimate / measured - 1))
     return inside, widths, errors
-
-
-def alike() -> list[list[MeasuredJob]]:
-    """Rows of one source with the same model, GPU, adapters and precision of the base."""
-    groups: dict[tuple[object, ...], list[MeasuredJob]] = {}
-    for job in itertools.chain.from_iterable(compared().values()):
-        assert job.setup is not None
-        how = job.setup.job
-        key = (job.source, job.row["model"], job.row["gpu"], how.lora_r is not None, how.load_in_4bit)
-        groups.setdefault(key, []).append(job)
-    return list(groups.values())
-
-
-def as_measured(job: MeasuredJob, calibration: Calibration = CALIBRATION) -> MeasuredStep:
-    speed = planned(job, calibration)
-    assert job.setup is not None
-    seconds = speed.tokens_per_step_per_gpu / job.tokens_per_second
-    return MeasuredStep(run=job.name, setup=job.setup, planned=speed, seconds=seconds, seconds_p90=seconds)
 
 
 def test_published_speeds_are_estimated_and_lie_inside_the_interval() -> None:
