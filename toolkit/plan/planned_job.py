@@ -188,7 +188,13 @@ class PlannedJob(Job):
     def argument_values(self) -> dict[str, Any]:
         """Length, batch, degrees, and what is not the default, as training arguments."""
         values = {name: self.value(name) for name in BATCH_ARGUMENTS} | self.degrees
-        chosen = ("accumulate", "activation_checkpointing", "lora_r", "load_in_4bit")
+        chosen = (
+            "accumulate",
+            "activation_checkpointing",
+            "activation_checkpointing_offload",
+            "lora_r",
+            "load_in_4bit",
+        )
         values |= {name: self.value(name) for name in chosen if self.value(name)}
         return values | ({} if self.optim == DEFAULT_OPTIMIZER else {"optim": self.optim})
 
@@ -269,13 +275,14 @@ class TrainingSetup:
     @cached_property
     def engine(self) -> EngineSettings:
         """The preset's engine at this world size, buckets and thresholds in elements."""
+        numerics = self.job.numerics
         return engine_settings(
             self.preset,
             world_size=self.world_size,
             hidden_size=self.shape.hidden_size,
             mixed_precision=self.precision,
             layout=self.layout,
-            pure_bf16=self.job.numerics.pure_bf16,
+            pure_bf16=numerics.pure_bf16 and not (numerics.fsdp2_masters and self.preset.engine == "fsdp2"),
         )
 
     @property
