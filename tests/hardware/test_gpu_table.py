@@ -107,3 +107,13 @@ def test_without_a_name_the_gpu_is_this_nodes_if_it_has_one_kind(nvidia_smi: Cal
     assert named_or_visible_gpu(None) == find_gpu("h100-sxm")
     assert named_or_visible_gpu("t4") == find_gpu("t4")
     assert named_or_visible_gpu(None, has_memory=True) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("h100", 32 * 2**20), ("b200", 32 * 2**20), ("rtx-5090", 32 * 2**20), ("a100-80gb", 8_519_680), ("t4", 8_519_680),
+     ("mi300x", 128 * 2**20), ("mi250x", 32 * 2**20)],
+)  # fmt: skip
+def test_a_handle_of_cublas_has_the_workspace_that_torch_gives_it_on_the_gpu(name: str, size: int) -> None:
+    assert find_gpu(name).blas_workspace_bytes == size
+    assert custom_gpu(None, memory_gib=24).blas_workspace_bytes == 0

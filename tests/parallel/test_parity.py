@@ -46,7 +46,9 @@ def test_every_rank_reads_its_layout_back_and_holds_a_part_of_the_model_states(
         assert set(rank["byte_limits"]) == {"parameter", "gradient", "optimizer"}
         for part, (_, most) in rank["byte_limits"].items():
             assert 0 < rank[f"{part}_bytes"] <= most
-            shares = run.preset in ("cp", "ulysses") or run.words[:1] == ("--lora_r",)
+            divides_rows = run.preset in ("cp", "ulysses")
+            assert rank["loss"] == ("chunked" if divides_rows else rank["loss"])
+            shares = divides_rows or run.words[:1] == ("--lora_r",)
             assert most < rank["whole_bytes"][part] or shares
 
 

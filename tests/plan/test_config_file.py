@@ -243,6 +243,13 @@ def test_what_ms_swift_trains_otherwise_is_refused_by_name(
     assert option in str(refused.value.hint)
 
 
+def test_checkpoints_in_host_memory_are_planned_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("activation_checkpointing: true\nactivation_checkpointing_offload: true\n")
+    found = configured_plan(tmp_path / "job.yaml", str(LLAMA_8B_CONFIG), PlanOptions(), given=())
+    assert found.options.activation_checkpointing_offload
+    assert "not used" not in found.described
+
+
 def test_a_trl_yaml_that_several_methods_have_names_the_option(tmp_path: Path) -> None:
     text = "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n"
     with pytest.raises(ToolkitError, match="settings of several of TRL's methods") as refused:

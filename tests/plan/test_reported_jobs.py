@@ -12,34 +12,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
-import click
 import pytest
-import typer
 from measured_jobs import rows
+from planned_commands import planned_command
 
-from toolkit.cli.program import app
 from toolkit.plan.engine_buffers import driver_bytes
 from toolkit.plan.memory import DOES_NOT_FIT, FITS
-from toolkit.plan.options import PlanOptions
-from toolkit.plan.planner import Plan, make_plans, plan_request
+from toolkit.plan.planner import Plan
 from toolkit.units import GIB
-
-
-def planned(command: str) -> Plan:
-    group: Any = typer.main.get_command(app)
-    words = click.Context(group)
-    context = group.commands["plan"].make_context("plan", command.split(), parent=words)
-    names = {name: value for name, value in context.params.items() if name in PlanOptions.__dataclass_fields__}
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in names.items()}
-    model = next(value for name, value in context.params.items() if name.lower() == "model")
-    return make_plans(plan_request(model, PlanOptions(**options)))[0]
 
 
 @cache
 def reported() -> list[tuple[dict[str, str], Plan]]:
-    return [(row, planned(row["command"])) for row in rows("reported_jobs")]
+    return [(row, planned_command(row["command"])) for row in rows("reported_jobs")]
 
 
 def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
@@ -53,6 +39,30 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     ran_out = [plan.verdict for row, plan in of(half) if row["reported"] == "OOM"]
     ran = [plan.verdict for row, plan in of(half) if row["reported"] != "OOM"]
     assert (len(ran_out), ran_out.count(FITS), ran.count(DOES_NOT_FIT)) == (out_of_memory, wrong, 0)
+
+
+def allowance(plan: Plan) -> float:
+    """Return how many margins fit between the planned peak and the GPU's memory."""
+    memory = plan.memory
+    margin = memory.margin.of(memory.planned_peak_bytes, memory.peak.state_bytes)
+    return (plan.request.gpu.memory_bytes - memory.planned_peak_bytes) / margin
+
+
+def test_of_the_public_jobs_that_fit_one_ran_out_of_memory_whichever_source_sets_the_margin() -> None:
+    """Margins are multiplied by what keeps at most one in 20 of the other sources' jobs wrong, and not narrowed."""
+    jobs = [(row["url"], row["reported"] == "OOM", allowance(plan)) for row, plan in reported()]
+    fits, wrong = [], []
+    for url in dict.fromkeys(url for url, *_ in jobs):
+        others = [(ran_out, room) for other, ran_out, room in jobs if other != url]
+        factors = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
+        shares = {factor: [ran_out for ran_out, room in others if room >= factor] for factor in factors}
+        factor = next(factor for factor, found in shares.items() if statistics.mean(found or [0]) <= 0.05)
+        own = [(ran_out, room) for other, ran_out, room in jobs if other == url]
+        fits += [url for _, room in own if room >= factor]
+        wrong += [url for ran_out, room in own if room >= factor and ran_out]
+    print(f"planned as fits, its source left out: {len(fits)}, of which ran out of memory: {len(wrong)} {wrong}")
+    assert len(wrong) <= 1
+    assert len(fits) >= 15
 
 
 def test_reported_speeds_lie_inside_the_interval() -> None:

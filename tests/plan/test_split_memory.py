@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG
+from launching import LLAMA_8B_CONFIG, ROOT
 from model_configs import llama_8b, small_shape
+from planned_commands import planned_command
+from split_runs import SIZES
 
 from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.activations import Activations
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.memory import FITS, MemoryPlan, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
@@ -25,6 +30,7 @@ ATTENTION = {"lora_r": 4, "lora_target_modules": ("q_proj", "k_proj", "v_proj", 
 # accelerate 1.15, deepspeed 0.19.8, peft 0.21, torch 2.13.
 LIVE = [
     ("tp", "llama", 2, {"tp": 2}, (74_368, 92_800, 148_736)),
+    ("tp", "llama_tied", 2, {"tp": 2}, (55_936, 55_936, 111_872)),
     ("tp", "llama_tied", 4, {"tp": 2}, (55_936, 55_936, 111_872)),
     ("tp", "qwen3_moe", 2, {"tp": 2}, (150_272, 168_704, 300_544)),
     ("tp", "qwen3", 2, {"tp": 2, "lora_r": 4}, (86_272, 11_776, 23_552)),
@@ -81,6 +87,7 @@ def test_the_loss_is_full_where_ranks_share_a_batch_and_chunked_where_experts_ar
     full = 12 * 64 * 64 * 288
     assert logits("fsdp2_tp", "llama", tp=2) == full
     assert logits("ep", "qwen3_moe", ep=2) < full / 2
+    assert logits("cp", "llama", cp=2) == logits("ulysses", "llama", sp=2) < full / 4
 
 
 # --- torchtitan, Llama 3.1 8B on 8 H100 of 96 GB: FSDP × CP, full activation checkpointing, one sequence per group,
@@ -127,3 +134,100 @@ def test_ulysses_peaks_have_the_published_size_and_slope() -> None:
     assert planned == {length: pytest.approx(gb, rel=0.05) for length, gb in ULYSSES_GB.items()}
     slope = (planned[98_304] - planned[65_536]) / 32.768
     assert slope == pytest.approx(0.484, rel=0.07)  # GB per 1,000 tokens
+
+
+# --- long rows: one sequence of 1,048,576 tokens on 8 H100, TRL's chunked loss, peaks in GB of huggingface/trl#6845 and
+# accelerate#4175; models of 30 billion parameters with `fsdp_offload_params`, the largest with its MLP in tiles ---
+OFFLOAD = "--activation-checkpointing-offload"
+TRL_GB = [
+    ("Qwen3-0.6B", "cp", "", 27.9),
+    ("Qwen3-0.6B", "cp", OFFLOAD, 20.8),
+    ("Qwen3-8B", "cp", OFFLOAD, 56.2),
+    ("Qwen3-30B-A3B", "offload", OFFLOAD, 46.0),
+    ("Qwen3-32B", "offload", f"{OFFLOAD} --tiled-mlp", 60.8),
+]
+
+
+@pytest.fixture(scope="module")
+def cp_with_offload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The preset with parameters and optimizer in host memory."""
+    path = tmp_path_factory.mktemp("preset") / "cp_offload.yaml"
+    text = (ROOT / "accelerate_configs" / "cp.yaml").read_text()
+    path.write_text(text.replace("  fsdp_state_dict_type", "  fsdp_offload_params: true\n  fsdp_state_dict_type"))
+    return path
+
+
+@pytest.mark.parametrize(("model", "preset", "words", "gb"), TRL_GB)
+def test_peaks_of_a_million_tokens_are_those_that_were_published(
+    model: str, preset: str, words: str, gb: float, cp_with_offload: Path
+) -> None:
+    preset = str(cp_with_offload) if preset == "offload" else preset
+    job = f"--cp 8 --max-seq-length 1048576 --per-device-train-batch-size 1 --activation-checkpointing {words}"
+    plan = planned_command(f"{model} --gpu h100 --num-processes 8 --preset {preset} {job}")
+    assert plan.memory.peak.allocated_bytes / 1e9 == pytest.approx(gb, rel=0.03)
+    assert plan.verdict == FITS
+
+
+def test_offloaded_checkpoints_leave_one_layers_input_on_the_gpu_and_all_in_host_memory() -> None:
+    here, moved = (
+        on_gpus("fsdp2", length=32_768, loss="chunked", activation_checkpointing_offload=offload)
+        for offload in (False, True)
+    )
+    inputs = 32_768 * 4096 * 2
+    kept = [phase.activation_bytes for plan in (here, moved) for phase in plan.phases if phase.phase == "forward"]
+    assert kept[0] - kept[1] == 31 * inputs
+    assert moved.host.training_bytes - here.host.training_bytes == 8 * 32 * inputs  # a power of two
+
+
+def test_a_checkpoint_saves_one_input_per_layer_which_is_what_an_offload_moves() -> None:
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.utils.checkpoint import checkpoint
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 3})
+    model, moved = AutoModelForCausalLM.from_config(config), []
+
+    def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where transformers puts `save_on_cpu`."""
+        with saved_tensors_hooks(lambda tensor: moved.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=counted)
+    model.train()
+    model(input_ids=torch.zeros((1, 40), dtype=torch.long), use_cache=False).logits.sum().backward()
+    assert sum(moved) == 3 * 40 * 32 * 4
+
+
+def test_the_ranks_of_a_ring_save_attentions_output_twice() -> None:
+    """It is in the order of the heads, and the next linear layer saves a copy in that of the tokens."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    kernel, by_token = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, []
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    for rank in range(3):
+        dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        try:
+            out, *_ = ring._templated_ring_attention(dist.group.WORLD, 2, kernel, *tensors, is_causal=True)
+        finally:
+            dist.destroy_process_group()
+        by_token.append(out.transpose(1, 2).is_contiguous())
+    assert by_token == [False, False, False]
+    # per token and layer of Qwen3-0.6B: 16 heads of 128, in bf16; `cp` on an H200 needed 28 x 4,096 tokens of it more
+    shape = read_model("Qwen3-0.6B")
+    alone, shared = (
+        Activations(shape=shape, layout=layout).saved("none").largest_layer.per_token
+        for layout in (None, ParallelLayout(cp=2))
+    )
+    assert shared - alone == 4096
+
+
+def test_narrow_experts_backward_holds_three_copies_of_their_rows() -> None:
+    """Counted for Qwen3-30B-A3B's layers on 2 x 131,072 tokens; wide experts have their MLP's gradients instead."""
+    narrow = replace(small_shape("qwen3_moe"), hidden_size=2048, intermediate_size=768, experts_per_token=8)
+    assert Activations(shape=narrow).saved("none").backward.per_token == 106_496
+    wide = replace(narrow, intermediate_size=7168, experts_per_token=2)
+    assert Activations(shape=wide).saved("none").backward.per_token == 65_536

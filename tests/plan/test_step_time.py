@@ -7,11 +7,11 @@ import math
 import statistics
 from collections import Counter
 from dataclasses import fields, replace
-from functools import cache
 from typing import Any
 
 import numpy
 import pytest
+from left_out_speeds import WITHOUT, alike, as_measured, compared, planned
 from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs
 from published_runs import MPT, mpt, published
 
@@ -30,24 +30,6 @@ from toolkit.presets import load_preset
 from toolkit.record.measurements import percentile
 
 
-@cache
-def compared() -> dict[str, list[MeasuredJob]]:
-    """Rows with a speed that state enough, by source."""
-    by_source: dict[str, list[MeasuredJob]] = {}
-    for job in (*measured_jobs(), *mosaicml_jobs()):
-        if job.tokens_per_second and not job.why_not:
-            by_source.setdefault(job.source, []).append(job)
-    return by_source
-
-
-def planned(job: MeasuredJob, calibration: Calibration = CALIBRATION) -> StepTime:
-    assert job.setup is not None
-    assert job.interconnect is not None
-    speed = step_time(job.setup, job.interconnect, calibration=calibration)
-    assert speed is not None
-    return speed
-
-
 def compare(
     jobs: list[MeasuredJob], calibration: Calibration = CALIBRATION
 ) -> tuple[list[bool], list[float], list[float]]:
@@ -60,24 +42,6 @@ def compare(
         widths.append(high / low)
         errors.append(abs(speed.tokens_per_second_per_gpu_estimate / measured - 1))
     return inside, widths, errors
-
-
-def alike() -> list[list[MeasuredJob]]:
-    """Rows of one source with the same model, GPU, adapters and precision of the base."""
-    groups: dict[tuple[object, ...], list[MeasuredJob]] = {}
-    for job in itertools.chain.from_iterable(compared().values()):
-        assert job.setup is not None
-        how = job.setup.job
-        key = (job.source, job.row["model"], job.row["gpu"], how.lora_r is not None, how.load_in_4bit)
-        groups.setdefault(key, []).append(job)
-    return list(groups.values())
-
-
-def as_measured(job: MeasuredJob, calibration: Calibration = CALIBRATION) -> MeasuredStep:
-    speed = planned(job, calibration)
-    assert job.setup is not None
-    seconds = speed.tokens_per_step_per_gpu / job.tokens_per_second
-    return MeasuredStep(run=job.name, setup=job.setup, planned=speed, seconds=seconds, seconds_p90=seconds)
 
 
 def test_published_speeds_are_estimated_and_lie_inside_the_interval() -> None:
@@ -97,17 +61,6 @@ def test_published_speeds_are_estimated_and_lie_inside_the_interval() -> None:
     assert sum(inside) / len(inside) > 0.95
     assert statistics.median(widths) < 2.5
     assert statistics.median(errors) < 0.075
-
-
-# Constants that were fitted without a source, as `fitted_without` finds them.
-WITHOUT: dict[str, tuple[float, float, float, float]] = {
-    "fms-acceleration": (5.53, 0.424, 7.6, 1.46e-05),
-    "QwenLM": (5.54, 0.364, 12.5, 1e-05),
-    "torchtitan": (5.59, 0.434, 8.47, 1.46e-05),
-    "fms-fsdp": (5.57, 0.434, 8.51, 1.46e-05),
-    "stas00": (5.56, 0.436, 8.54, 1.46e-05),
-    "llm-foundry": (5.7, 0.431, 8.17, 1.46e-05),
-}
 
 
 def waits_for_hooks(job: MeasuredJob) -> bool:

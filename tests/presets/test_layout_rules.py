@@ -168,8 +168,8 @@ def test_methods_that_were_never_run_with_split_layers_or_sequences_are_refused(
 @pytest.mark.parametrize(
     ("preset", "job", "hint"),
     [
-        *((preset, Job(loss="chunked"), "leave `--loss` out: it is `full` here") for preset in ("fsdp2_tp", "ulysses")),
-        ("ep", Job(loss="chunked"), None),
+        ("fsdp2_tp", Job(loss="chunked"), "leave `--loss` out: it is `full` here"),
+        *((preset, Job(loss="chunked"), None) for preset in ("ep", "cp", "ulysses")),
         ("ulysses", Job(attn_implementation="flex_attention"), "`--attn_implementation sdpa`"),
         ("ulysses", Job(attn_implementation="flash_attention_2"), None),
         ("cp", Job(attn_implementation="flash_attention_2"), "`--attn_implementation sdpa`"),

@@ -32,7 +32,7 @@ from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, with_workspaces
 from toolkit.plan.step_time import step_time
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, counted, gib, number, seconds
 
@@ -70,6 +70,8 @@ def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | Non
         job, preset = spec.job(row), spec.preset(row.preset)
         planned_job = PlannedJob.of(job)
         check_planned_job(planned_job, shape)
+        if (gpu := None if spec.cpu else common_gpu(gpu_names())) is not None:
+            planned_job = with_workspaces(planned_job, gpu)
         mixed_precision = "no" if "bf16" in job.given and not job.bf16 else None
         return plan_memory(shape, preset, world_size=row.world_size, job=planned_job, mixed_precision=mixed_precision)
     return None

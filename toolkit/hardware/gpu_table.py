@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.hardware.gpus import count_gpus, gpu_names
-from toolkit.units import GIB
+from toolkit.units import GIB, KIB, MIB
 
 TERA = 10**12
 GIGA = 10**9
 PCIE_BYTES_PER_SECOND = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 DTYPES = ("bf16", "fp16", "tf32", "fp32")
+HOPPER_AND_BLACKWELL = ("h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb", "rtx-50", "rtx-pro-6000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,19 @@ class Gpu:
     @property
     def memory_bytes(self) -> int:
         return round(self.memory_gib * GIB)
+
+    @property
+    def blas_workspace_bytes(self) -> int:
+        """What torch allocates for each of its handles of cuBLAS or hipBLAS; 0 for a GPU that is not in the table.
+
+        torch, `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`, whose default this is.
+        """
+        name = self.name.partition(",")[0]
+        if name == "custom":
+            return 0
+        if name.startswith("mi"):
+            return (32 if name == "mi250x" else 128) * MIB
+        return 32 * MIB if name.startswith(HOPPER_AND_BLACKWELL) else 2 * 4 * MIB + 8 * 16 * KIB
 
     @property
     def host_memory(self) -> tuple[int, str]:

@@ -101,8 +101,9 @@ class Activations:
         """Return what is saved with this attention mask, one of `toolkit.models.shape.MASKS`.
 
         To that of the model, exchanges of heads (Ulysses) add attention's output in the layout of the heads, beside the
-        same in that of the tokens, which the next linear layer saves, and repeated keys and values; exchanges of tokens
-        (expert parallelism) the experts' outputs before they are weighted, on their token's rank.
+        same in that of the tokens, which the next linear layer saves, and repeated keys and values; a ring, whose sums
+        are in the layout of the heads, the same output; exchanges of tokens (expert parallelism) the experts' outputs
+        before they are weighted, on their token's rank.
         """
         counted, layout, shape = self.shape.counted_activations, self.layout, self.shape
         if counted is None:
@@ -110,12 +111,14 @@ class Activations:
         else:
             saved = counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
         more = self._dropout if self.lora_dropout and self.lora_r is not None else 0
-        if not more and (layout is None or layout.sp == layout.ep == 1):
+        if not more and (layout is None or layout.cp == layout.sp == layout.ep == 1):
             return saved
         layout = layout or ParallelLayout()
         if layout.sp > 1:
             repeated = max(0, layout.sp // shape.num_kv_heads - 1) * shape.num_kv_heads
             more += (2 * shape.num_attention_heads + 4 * repeated) * shape.head_dim
+        if layout.cp > 1 and shape.model_type not in PARTIAL_ROTARY:  # which have the copy anyway
+            more += 2 * shape.num_attention_heads * shape.head_dim
         if layout.ep > 1:
             more += 2 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp
         one = SavedBytes(per_token=more)
@@ -135,22 +138,33 @@ class Activations:
         return rows // max(1, self.shape.num_layers)
 
     @property
-    def exchanged_bytes_per_token(self) -> int:
-        """Bytes per token of this rank that a layer sends and receives at a time, beside what it saves.
+    def exchanged_bytes_per_token(self) -> tuple[int, int]:
+        """Bytes per token of this rank that attention and MLP send and receive at a time, beside what they save.
 
-        - Ring attention gathers the keys and values of the whole sequence (accelerate's default, `allgather`), and adds
-          up its output, or in the backward the gradients of query, key and value, in fp32.
+        - Ring attention gathers the keys and values of the whole sequence (accelerate's default, `allgather`), and
+          sends its own. Its backward adds up gradients in fp32: of the query (in two halves that are concatenated)
+          beside a block's own, of key and value beside a block's own and those that are sent and received (torch,
+          `_context_parallel/_attention.py`). A block's kernel has an fp32 query gradient, and gradients of key and
+          value per query head (`flash_api.cpp`, `mha_bwd`).
         - Ulysses sends and receives one of query, key, value and output at a time.
         - Expert parallelism sends and receives the rows of the experts.
         """
         layout, shape = self.layout, self.shape
         if layout is None:
-            return 0
+            return 0, 0
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        ring = 4 * keys * layout.cp + 4 * queries + 16 * keys if layout.cp > 1 else 0
+        per_head = 4 if keys < queries else 0
+        ring = 4 * keys * layout.cp + 32 * keys + (14 + per_head) * queries if layout.cp > 1 else 0
         heads = 4 * queries if layout.sp > 1 else 0
         experts = 4 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp if layout.ep > 1 else 0
-        return ring + heads + experts
+        return ring + heads, experts
+
+    @property
+    def mlp_bytes_per_token(self) -> int:
+        """Bytes per token that a layer's MLP and its norm save: they do not exist while the layer's attention runs."""
+        shape = self.shape
+        per_width = (LIGER_MLP_BYTES if self._has_liger_kernels else GATED_MLP_BYTES) if shape.gated_mlp else 2
+        return per_width * shape.intermediate_size * (shape.experts_per_token or 1) + 6 * shape.hidden_size
 
     def mask_at(self, seq_length: int, *, padded: bool, varlen: bool = False) -> str:
         """Return the kind of attention mask that rows of this length need.
@@ -205,12 +219,15 @@ class Activations:
     def _backward(self) -> SavedBytes:
         """Gradients of both halves of the MLP and of the residual stream; of the scores if attention is eager.
 
+        Of experts, also those of three copies of the rows, which are more where experts are narrow (counted for
+        Qwen3-MoE on rows of 65,536 tokens; TRL's run of a million tokens was planned 17 % low without them).
         Eager attention's backward is the peak of a layer: the activations of its MLP have been freed by then.
         """
         width, routed = self.shape.intermediate_size, self.shape.experts_per_token or 1
         if self.shape.attention == "eager":
             return SavedBytes(per_token=-GATED_MLP_BYTES * width, per_position=6 * self.shape.num_attention_heads)
-        return SavedBytes(per_token=4 * width * routed + 2 * self.residual_bytes * self.shape.hidden_size)
+        rows = 6 * self.shape.hidden_size if self.shape.experts_per_token else 0
+        return SavedBytes(per_token=max(4 * width, rows) * routed + 2 * self.residual_bytes * self.shape.hidden_size)
 
     def _sum(self, by_kind: dict[Layer, SavedBytes]) -> SavedBytes:
         total = self._first_layer()

@@ -60,6 +60,11 @@ class ParallelLayout:
         return self.pp * self.cp * self.sp * self.tp
 
     @property
+    def splits_head(self) -> bool:
+        """True where no rank has the whole head and what it reads: its loss is computed from the full logits."""
+        return self.pp * self.tp > 1
+
+    @property
     def pieces(self) -> int:
         """What the length of a padded row must be a multiple of: ring attention gives each rank two pieces."""
         return 2 * self.cp if self.cp > 1 else self.sp

@@ -21,7 +21,7 @@ from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.methods import Method, not_planned
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, with_workspaces
 from toolkit.plan.step_time import MeasuredStep, StepTime, speed_row, step_time
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
@@ -376,7 +376,7 @@ def largest_candidate(request: RecommendRequest, preset: PresetSpec, *, checkpoi
 
 def candidate_of(request: RecommendRequest, preset: PresetSpec, job: PlannedJob) -> Candidate:
     """Return the candidate of a job whose micro-batch, accumulation and checkpointing are known."""
-    shape = job.method.model(request.shape)
+    shape, job = job.method.model(request.shape), with_workspaces(job, request.gpu)
     setup = TrainingSetup(shape=shape, preset=preset, world_size=request.world_size, job=job)
     memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
     return Candidate(request=request, setup=setup, memory=memory)

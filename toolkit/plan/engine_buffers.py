@@ -243,9 +243,19 @@ def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates
     return HostMemory(
         loading_bytes=processes + _loading(engine, weights, ranks) + (offloaded if engine.shards_parameters else 0),
         before_first_step_bytes=offloaded,
-        training_bytes=processes + offloaded + ranks * created + staged,
+        training_bytes=processes + offloaded + ranks * (created + checkpointed_on_host(engine, weights, job)) + staged,
         disk_bytes=ranks * on_disk,
     )
+
+
+def checkpointed_on_host(engine: EngineSettings, weights: JobWeights, job: PlannedJob) -> int:
+    """Return what one rank keeps there of a micro-batch: the input of each layer, in page-locked blocks."""
+    if not (job.activation_checkpointing and job.activation_checkpointing_offload):
+        return 0
+    element = FP32_BYTES if engine.autocasts and not weights.frozen else engine.element_bytes
+    rows = -(-job.tokens_per_forward // engine.ranks_per_sequence)
+    block = rows * weights.shape.hidden_size * element
+    return weights.shape.num_layers * (1 << (block - 1).bit_length())
 
 
 def _loading(engine: EngineSettings, weights: JobWeights, ranks: int) -> int:

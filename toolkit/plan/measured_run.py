@@ -21,7 +21,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.methods import METHODS, SFT
 from toolkit.plan.options import JobAndGpuOptions
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, with_workspaces
 from toolkit.plan.step_time import MeasuredStep, step_time
 from toolkit.presets.preset import load_preset
 from toolkit.record.folder import RunFolder
@@ -139,7 +139,7 @@ class MeasuredRun:
                 shape,
                 preset,
                 world_size=world_size,
-                job=replace(own, max_seq_length=longest),
+                job=with_workspaces(replace(own, max_seq_length=longest), gpu),
                 mixed_precision=setup.mixed_precision,
             ),
             longest_row=longest,

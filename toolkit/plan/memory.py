@@ -368,6 +368,10 @@ class _Phases:
         saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
+        if job.numerics.tiled_mlp:
+            self.layer_backward = min(
+                self.layer_backward, self.tokens * 2 * activations.residual_bytes * shape.hidden_size
+            )
         self.outer = self.tokens * saved.outer.per_token
         quantized = job.load_in_4bit or job.numerics.load_in_8bit
         dequantized = 2 * self.weights.decoded_at_once if quantized else 0
@@ -379,7 +383,8 @@ class _Phases:
         if job.activation_checkpointing:  # saves their inputs; layers get the masks again when they are recomputed
             rows = job.rows
             self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)
-            self.saved = self.tokens * activations.residual_bytes * shape.hidden_size * shape.num_layers + self.masks
+            on_gpu = 1 if job.activation_checkpointing_offload else shape.num_layers
+            self.saved = self.tokens * activations.residual_bytes * shape.hidden_size * on_gpu + self.masks
             self.saved_copies = dequantized
         else:
             self.masks, self.saved_copies = 0, all_copies
@@ -389,10 +394,13 @@ class _Phases:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self._set_method(shape, activations, length)
         self.head_copy = activations.head_copy_bytes
-        self.exchanged = self.tokens * activations.exchanged_bytes_per_token
-        # Ranks that train on the same rows need the full logits (`--loss full`).
-        splits_batch = layout is not None and layout.ranks_per_batch > 1
-        needs_full = splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
+        # Attention exchanges before its layer's MLP has saved anything, and in the backward after that is gone.
+        of_attention, of_mlp = (self.tokens * each for each in activations.exchanged_bytes_per_token)
+        of_attention -= self.tokens * activations.mlp_bytes_per_token
+        self.exchanged = of_mlp + max(0, of_attention)
+        self.exchanged_in_backward = of_mlp + max(0, of_attention - self.layer_backward)
+        splits_head = layout is not None and layout.splits_head
+        needs_full = splits_head or shape.model_type in WITHOUT_CHUNKED_LOSS
         loss = "full" if job.loss == "chunked" and needs_full else job.loss
         if loss == "fused" and job.use_liger_kernel and shape.model_type not in LIGER_TYPES:
             loss = "full"
@@ -402,9 +410,10 @@ class _Phases:
         if loss == "log_probs":  # the head's input and its copy of the weights are in the loss
             self.head_copy = 0
             self.outer -= 0 if frozen else 2 * self.tokens * shape.hidden_size
+        own_tokens = -(-job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
         self.logits = logits_bytes(
             loss=loss,
-            tokens=job.tokens_per_micro_batch if loss == "chunked" else self.tokens,
+            tokens=own_tokens if loss == "chunked" else self.tokens,
             scored=method.scored_tokens(job.rows, length),
             row_bytes=activations.residual_bytes,
             output_bytes=4 if self.engine.autocasts else self.engine.element_bytes,
@@ -536,7 +545,7 @@ class _Phases:
         first_layer = self._phase(
             "backward",
             activations=self.one_layer + self.layer_backward + self.masks,
-            buffers=self.buffers.first_layer_bytes + self.exchanged + self.layer_copies,
+            buffers=self.buffers.first_layer_bytes + self.exchanged_in_backward + self.layer_copies,
             gradients=self._gradients_at_first_layer,
         )
         tied = self.buffers.end_bytes + self.tied_gradients
@@ -566,7 +575,7 @@ class _Phases:
         return self._phase(
             "backward",
             activations=saved + (self.one_layer if recomputes else 0) + self.layer_backward,
-            buffers=self.buffers.backward_bytes + gathered + self.exchanged + copies,
+            buffers=self.buffers.backward_bytes + gathered + self.exchanged_in_backward + copies,
             gradients=gradients,
         )
 
@@ -595,7 +604,12 @@ class _Phases:
             generation_bytes=generation + (self.method.vllm_bytes if resident else 0),
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
-            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated + waiting,
+            buffer_bytes=self.buffers.lasting_bytes
+            + self.job.workspace_bytes
+            + self.received
+            + buffers
+            + accumulated
+            + waiting,
         )
 
     @property

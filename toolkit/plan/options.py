@@ -113,6 +113,10 @@ class PlanOptions(JobAndGpuOptions):
             show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
         ),
     ] = None
+    activation_checkpointing_offload: Annotated[
+        bool,
+        Option("--activation-checkpointing-offload", help="keep the checkpointed activations in host memory"),
+    ] = False
     lora_target_modules: Annotated[
         tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
     ] = ()
@@ -178,6 +182,7 @@ class PlanOptions(JobAndGpuOptions):
     torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: the plan says what it lacks")] = (
         None
     )
+    tiled_mlp: Annotated[bool | None, Option("--tiled-mlp", help="the MLP takes a part of the rows at a time")] = None
     gradient_as_bucket_view: Annotated[
         bool | None,
         Option(

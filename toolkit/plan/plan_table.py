@@ -164,6 +164,7 @@ def _heading(answer: PlanAnswer) -> str:
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
         ", ".join(f"{name} {degree}" for name, degree in job.degrees.items()),
         "activation checkpointing" if job.activation_checkpointing else "",
+        "its checkpoints in host memory" if job.activation_checkpointing_offload else "",
         f"counted on the {shape.counted_on}" if shape.counted_on != "arithmetic" else "",
     ]
     if shape.activations_from == "llama":

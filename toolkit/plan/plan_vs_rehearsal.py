@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.node import usable_memory_bytes
 from toolkit.job.job import Job
-from toolkit.plan.memory import PARTS
+from toolkit.plan.memory import PARTS, plan_memory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
 from toolkit.presets.support import unsupported
@@ -128,6 +128,10 @@ def verify_plans(
             yield PlanVerification(**named, why_not=reason, failed=True)
             continue
         device = "fake tensors" if rehearsal.rehearsed.fake_tensors else str(run["spec"]["device"])
+        if "phase_peaks" not in run["rehearsal"]:  # only a GPU has workspaces of cuBLAS
+            job = replace(plan.job, workspace_bytes=0)
+            memory = plan_memory(plan.request.shape, plan.preset, world_size=plan.world_size, job=job)
+            plan = replace(plan, memory=memory)
         parts = tuple(compare_parts(plan.as_row(), run["rehearsal"]))
         yield PlanVerification(**named, rehearsed_on=device, parts=parts)
 
@@ -157,7 +161,7 @@ def rehearsal_of_plan(model: str, plan: Plan, *, cpu: bool) -> Rehearsal:
 def training_argv(model: str, job: PlannedJob, *, cpu: bool) -> list[str]:
     """Return the job as training arguments; on a CPU in bf16, as planned, where the default would be fp32."""
     values = {"model_name_or_path": model, **job.argument_values} | ({"bf16": True} if cpu else {})
-    loss = "full" if job.loss == "chunked" and job.gpus_per_batch > 1 else job.loss  # as planned
+    loss = "full" if job.loss == "chunked" and {"tp", "pp"} & set(job.degrees) else job.loss  # as planned
     values |= {"use_liger_kernel": True} if loss == "fused" else {"loss": loss}
     values |= {"lora_target_modules": job.lora_target_modules} if job.is_lora else {}
     return Job.from_values(values).to_argv()

@@ -41,6 +41,9 @@ LOSSES = ("chunked", "full", "fused", "chunked_output", "cut", "upcast")
 # Larger values are typing errors: no cluster has so many GPUs.
 LARGEST_DEGREE = 2**10
 LARGEST_WORLD_SIZE = 2**20
+# torch gives each of its handles of cuBLAS a workspace from the allocator, and each thread has a handle: the one that
+# computes the forward, and autograd's. Jobs on an H200 needed 64 MiB more than planned without them.
+BLAS_HANDLES = 2
 ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 
@@ -48,6 +51,7 @@ LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 PLANNED_ARGUMENTS = (
     *(*BATCH_ARGUMENTS, "packing", "attn_implementation", "lora_r", "lora_target_modules", "load_in_4bit", "optim"),
     *("loss_chunk_tokens", "async_save", "pipeline_schedule", "pipeline_chunks", *DEGREES),
+    "activation_checkpointing_offload",
 )
 
 
@@ -64,6 +68,8 @@ class PlannedJob(Job):
     method: Method = SUPERVISED
     gradient_as_bucket_view: bool | None = None
     """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
+    workspace_bytes: int = 0
+    """What the matrix products of a GPU keep of its memory."""
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
@@ -94,6 +100,8 @@ class PlannedJob(Job):
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
+        if given.get("activation_checkpointing_offload"):
+            given.setdefault("activation_checkpointing", True)
         method, lora = Method.from_options(options), given.get("lora_r") is not None
         numerics = numerics_of(options, method=method.method, lora=lora, in_4bit=bool(given.get("load_in_4bit")))
         if given.get("loss", "chunked") == "chunked":
@@ -180,7 +188,13 @@ class PlannedJob(Job):
     def argument_values(self) -> dict[str, Any]:
         """Length, batch, degrees, and what is not the default, as training arguments."""
         values = {name: self.value(name) for name in BATCH_ARGUMENTS} | self.degrees
-        chosen = ("accumulate", "activation_checkpointing", "lora_r", "load_in_4bit")
+        chosen = (
+            "accumulate",
+            "activation_checkpointing",
+            "activation_checkpointing_offload",
+            "lora_r",
+            "load_in_4bit",
+        )
         values |= {name: self.value(name) for name in chosen if self.value(name)}
         return values | ({} if self.optim == DEFAULT_OPTIMIZER else {"optim": self.optim})
 
@@ -261,13 +275,14 @@ class TrainingSetup:
     @cached_property
     def engine(self) -> EngineSettings:
         """The preset's engine at this world size, buckets and thresholds in elements."""
+        numerics = self.job.numerics
         return engine_settings(
             self.preset,
             world_size=self.world_size,
             hidden_size=self.shape.hidden_size,
             mixed_precision=self.precision,
             layout=self.layout,
-            pure_bf16=self.job.numerics.pure_bf16,
+            pure_bf16=numerics.pure_bf16 and not (numerics.fsdp2_masters and self.preset.engine == "fsdp2"),
         )
 
     @property
@@ -355,6 +370,11 @@ def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:
     if fp16 is None and gpu.peak_flops("bf16") is None and gpu.peak_flops("fp16") is not None:
         return replace(job, numerics=replace(job.numerics, fp16=True))
     return job
+
+
+def with_workspaces(job: PlannedJob, gpu: Gpu) -> PlannedJob:
+    """Return the job with the workspaces that torch has on a GPU."""
+    return replace(job, workspace_bytes=BLAS_HANDLES * gpu.blas_workspace_bytes)
 
 
 def check_world_size(world_size: int) -> None:

@@ -28,6 +28,8 @@ class Numerics:
     program: str = TOOLKIT
     pure_bf16: bool = False
     """Trained weights in bf16 without fp32 masters, so their gradients and AdamW's states are bf16 too."""
+    fsdp2_masters: bool = False
+    """Under FSDP2 these are fp32 all the same: accelerate 1.15 converts what is trained (`fsdp_utils.py:815`)."""
     load_in_8bit: bool = False
     kbit_training: bool = False
     """peft's `prepare_model_for_kbit_training`: embeddings, head, norms and the residual stream are fp32."""
@@ -42,6 +44,9 @@ class Numerics:
     expandable_segments: bool = False
     torch_compile: bool = False
     fsdp1: bool = False
+    tiled_mlp: bool = False
+    """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
+    of one part. What it saves stays."""
 
 
 OURS = Numerics()
@@ -63,7 +68,7 @@ class Program:
 
 
 _NONE: Mapping[str, Any] = {}
-_BF16 = {"pure_bf16": True}
+_BF16 = {"pure_bf16": True, "fsdp2_masters": True}
 PROGRAMS: Mapping[str, Program] = {
     TOOLKIT: Program(source="", numerics=_NONE, loss="chunked"),
     "trl": Program(
@@ -88,9 +93,10 @@ PROGRAMS: Mapping[str, Program] = {
         notes=("GaLore, APOLLO and BAdam are not planned: their states are a fraction of AdamW's 8 bytes",),
     ),
     "ms-swift": Program(
-        source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135, pipelines/train/tuner.py:402 "
-        "(trained weights in fp32 without DeepSpeed and FSDP)",
+        source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135 (the checkpoint's dtype), "
+        "pipelines/train/tuner.py:402 (adapters alone are converted, from fp16)",
         numerics={"peft_input_cast": True},
+        full_numerics=_BF16,
     ),
     "unsloth": Program(
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
@@ -100,7 +106,7 @@ PROGRAMS: Mapping[str, Program] = {
     ),
     "torchtune": Program(
         source="torchtune 0.6.1: recipes/configs/*/*_single_device.yaml (`dtype: bf16`), modules/loss",
-        numerics=_BF16,
+        numerics={"pure_bf16": True},
         loss="chunked_output",
         notes=("8-bit optimizers of torchao and an optimizer step inside of the backward are not planned",),
     ),
@@ -110,7 +116,7 @@ PROGRAMS: Mapping[str, Program] = {
         full_numerics=_BF16,
     ),
 }
-NUMERICS_OPTIONS = tuple(field.name for field in fields(Numerics) if field.name != "program")
+NUMERICS_OPTIONS = tuple(field.name for field in fields(Numerics) if field.name not in ("program", "fsdp2_masters"))
 
 
 def numerics_of(options: object, *, method: str, lora: bool, in_4bit: bool) -> Numerics:
@@ -126,6 +132,7 @@ def numerics_of(options: object, *, method: str, lora: bool, in_4bit: bool) -> N
     chosen = dict(program.numerics) | dict(_NONE if lora else program.full_numerics)
     if quantized:
         chosen |= dict(program.quantized_numerics) | {"kbit_training": method in program.kbit_methods}
+    chosen |= {"fsdp2_masters": False} if "pure_bf16" in given else {}
     return Numerics(program=name, **(chosen | given))
 
 
@@ -139,9 +146,11 @@ def numerics_text(numerics: Numerics) -> str:
         "expandable_segments": "expandable segments",
         "torch_compile": "compiled",
         "fsdp1": "FSDP1",
+        "tiled_mlp": "MLP in tiles",
     }
     parts = [f"numerics of {numerics.program}"] if numerics.program != TOOLKIT else []
     parts += [text for name, text in words.items() if getattr(numerics, name)]
+    parts += ["fp32 under FSDP2"] if numerics.fsdp2_masters else []
     parts += [] if numerics.double_quantization else ["no double quantization"]
     return ", ".join(parts)
 

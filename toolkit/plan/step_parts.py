@@ -14,6 +14,7 @@ from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.models.shape import ModelShape, SavedBytes
+from toolkit.plan.engine_buffers import checkpointed_on_host
 from toolkit.plan.interconnect import Estimate, Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
 
@@ -77,15 +78,12 @@ def operations_of(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
     """Return the operations per token of a setup: all that MFU counts, or with `causal` those that a GPU computes."""
     adapters = setup.weights.num_trained if setup.weights.adapters else 0
     length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
-    # In a ring, the rank with the end of a sequence attends to all of it, and the others wait: torchtitan's rings of 4
-    # and 8 (the table of its performance page) are as slow as that.
-    ring = setup.layout is not None and setup.layout.cp > 1
     # MFU counts every parameter; the GPU multiplies with none that is only looked up.
     return flops_of(
         setup.shape,
         seq_length=length,
         num_adapter_params=adapters,
-        causal=causal and not ring,
+        causal=causal,
         recompute=recompute,
         count_embeddings=not causal,
     )
@@ -201,12 +199,13 @@ def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float
 def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Estimate:
     """Return the seconds between GPU and host, host and disk, and of AdamW on the host, which a node's GPUs share."""
     preset, steps = setup.preset, setup.accumulation_steps
-    if preset.offload_optimizer is None and preset.offload_param is None:
+    activations = steps * checkpointed_on_host(setup.engine, setup.weights, setup.job)
+    if preset.offload_optimizer is None and preset.offload_param is None and not activations:
         return 0.0, 0.0, 0.0
     trained, shard = _optimizer_share(setup), (setup.weights.num_trained + setup.weights.num_frozen) / setup.world_size
     element_bytes = setup.engine.element_bytes
     stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
-    on_host = on_disk = 0.0  # bytes of one GPU per step
+    on_host, on_disk = 2.0 * activations, 0.0  # bytes of one GPU per step
     if preset.offload_param is not None:  # shards for gathers
         on_host += 2 * steps * stored_bytes * shard
     if preset.offload_optimizer is not None:  # gradients, and updated parameters

@@ -193,9 +193,8 @@ def parallel_method(case: Case, preset: PresetSpec) -> Answers:
     for name, (because, hint) in {**_NOT_SPLIT, **also}.items():
         if case.uses(name):
             yield method_answer(case, name, because, hint)
-    if job.loss == "chunked" and set(preset.degrees) - {"ep"}:
-        split = "the head is split over ranks, or sees a part of each sequence"
-        why = "the chunked loss was never run on a stage" if in_stages else split
+    if job.loss == "chunked" and {"tp", "pp"} & set(preset.degrees):
+        why = "the chunked loss was never run on a stage" if in_stages else "the head is split over ranks"
         yield method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
     attention, hint = f"attn_implementation {job.attn_implementation}", "`--attn_implementation sdpa`"
     if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):

@@ -267,8 +267,8 @@ def _resolved(
         chosen = chosen or default_accumulate(preset)
     job = replace(job, accumulate=chosen)
     if layout is not None and preset is not None:
-        if layout.ranks_per_batch > 1 and job.loss == "auto":
-            job = replace(job, loss="full")  # the head is split, or sees a part of each sequence, or of the layers
+        if layout.splits_head and job.loss == "auto":
+            job = replace(job, loss="full")
         attention = job.attn_implementation or training_arguments.SDPA
         if parallelism := training_arguments.parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
             values, job = values | parallelism, replace(job, attn_implementation=attention)

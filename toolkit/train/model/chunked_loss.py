@@ -248,7 +248,8 @@ def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
             print(f"the loss is computed from the full logits: {error}", flush=True)
     else:
         trainer.label_smoother = None  # it would compute the full logits; the chunked loss smooths labels itself
-        if isinstance(trainer.data_collator, Collator):
+        # Ranks that divide each row find the supervised positions in their own part of it.
+        if isinstance(trainer.data_collator, Collator) and trainer.data_collator.pieces == 1:
             trainer.data_collator.adds_positions = True
 
 
