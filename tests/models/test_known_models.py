@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
 from toolkit.models.read_model import bundled_models, config_path, known_models, read_model
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.plan_table import PlanAnswer, summary
+from toolkit.plan.planner import make_plans, plan_request
 
 # Billions of parameters that are published where the name says none, or rounds it more than the rest.
 PUBLISHED = {
@@ -114,6 +118,16 @@ def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(ToolkitError, match="unknown model_type 'mimo'") as refused:
         read_model(written(tmp_path, "mimo"))
     assert "mimi" not in str(refused.value.hint)  # a codec of sound
+
+
+def test_activations_that_could_not_be_counted_are_named_in_the_first_line() -> None:
+    options = PlanOptions(gpu="h200", num_processes=(8,), preset=("zero3",), per_device_train_batch_size=1)
+    request = plan_request("Qwen/Qwen3-VL-8B-Instruct", options)
+    shape = replace(request.shape, counted_activations=None, why_not_counted="it reads values")
+    request = replace(request, shape=shape)
+    line = summary(PlanAnswer(request=request, plans=make_plans(request)))
+    assert line.startswith("fits on")
+    assert "(margin: activations estimated as Llama's)" in line
 
 
 def test_a_known_model_needs_no_owner() -> None:
