@@ -118,6 +118,9 @@ def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(ToolkitError, match="unknown model_type 'mimo'") as refused:
         read_model(written(tmp_path, "mimo"))
     assert "mimi" not in str(refused.value.hint)  # a codec of sound
+    with pytest.raises(ToolkitError, match="unknown model_type 'minimax_m9'") as refused:
+        read_model(written(tmp_path, "minimax_m9"))  # a later generation than the installed library's
+    assert "a newer version may" in str(refused.value.hint)
 
 
 def test_activations_that_could_not_be_counted_are_named_in_the_first_line() -> None:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -280,6 +281,12 @@ def _check_type(fields: ConfigFields) -> None:
                 f"{fields.source}: model_type {shown(model_type)} needs code from the hub, which is not run",
                 hint="plan a model of the same shape that transformers has",
             )
+        if close and re.sub(r"\d", "", close) == re.sub(
+            r"\d", "", model_type
+        ):  # another generation, and no typing error
+            version = installed_version("transformers")
+            hint = f"transformers {version} has `{close}` and does not have this one; a newer version may"
+            raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
         raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
 
