@@ -50,44 +50,13 @@ WITHOUT_CHUNKED_LOSS = frozenset(
 # `use_liger_kernel` changes nothing, and the loss is transformers' own.
 LIGER_TYPES = frozenset(
     (
-        *(
-            "deepseek_v4",
-            "exaone4",
-            "falcon_h1",
-            "gemma",
-            "gemma2",
-            "gemma3",
-            "gemma3_text",
-            "gemma4",
-            "gemma4_text",
-            "glm4",
-            "glm4v",
-        ),
-        *("glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4"),
-        *(
-            "llama4_text",
-            "llava",
-            "ministral",
-            "mistral",
-            "mixtral",
-            "mllama",
-            "mllama_text_model",
-            "nemotron",
-            "olmo2",
-        ),
-        *(
-            "olmo3",
-            "paligemma",
-            "phi3",
-            "pixtral",
-            "qwen2",
-            "qwen2_5_vl",
-            "qwen2_5_vl_text",
-            "qwen2_vl",
-            "qwen2_vl_text",
-        ),
-        *("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl"),
-        *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3", "smolvlm"),
+        *("deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"),
+        *("glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl"),
+        *("llama", "llama4", "llama4_text", "llava", "ministral", "mistral", "mixtral", "mllama"),
+        *("mllama_text_model", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral", "qwen2", "qwen2_5_vl"),
+        *("qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "smollm3", "smolvlm"),
     )
 )
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
