@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.shape import Adapter, Layer, ModelShape, Tensor
+from toolkit.models.shape import Layer, ModelShape, Tensor
 
 BLOCK = re.compile(r"\.(?:blocks|layers?)\.\d+\.")
 ATTENTION_INPUTS, MLP_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv"), ("fc1", "linear_fc1", "gate_proj", "up_proj")
@@ -40,10 +40,9 @@ def patches_per_token(values: Mapping[str, Any]) -> int:
     return int(side or 1) ** 2
 
 
-def is_of_images(item: Tensor | Adapter) -> bool:
-    """Return True for a tensor, or the place of an adapter, in an encoder of images or its projector."""
-    name = item.name if isinstance(item, Tensor) else item.target
-    return Tensor(name=name, shape=()).in_tower and "audio" not in name
+def is_of_images(tensor: Tensor) -> bool:
+    """Return True for a tensor, or an adapter's, of an encoder of images or its projector."""
+    return tensor.in_tower and "audio" not in tensor.name
 
 
 def check_image_tokens(shape: ModelShape, image_tokens: int, row_tokens: int) -> None:
