@@ -44,23 +44,24 @@ def count(config: Path, result: Path) -> None:
                 result.write_text(json.dumps(counted, separators=(",", ":")) + "\n")
         except BaseException as error:
             print(f"{config.parent.name}: {str(error)[:300]}", file=sys.stderr)
-    result.with_suffix(".part").unlink()
+    result.with_suffix(".part").unlink(missing_ok=True)
     os._exit(0)
 
 
 def main() -> int:
     """Count what is missing within the time; with `--check`, return 1 where a new count differs from the old one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="hub ids; by default all")
+    parser.add_argument("names", nargs="*", help="hub ids, counted in this order; by default all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no count after this time")
     parser.add_argument("--again", action="store_true", help="count those with a file too")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a count differs")
     options = parser.parse_args()
     start, different = time.monotonic(), []
-    for name, config in known_models().items():
+    for name in options.names or known_models():
+        config = known_models()[name]
         values: dict[str, Any] = json.loads(config.read_text())
         path = config.with_name(COUNTED)
-        if values["model_type"] in types_with_formulas() or (options.names and name not in options.names):
+        if values["model_type"] in types_with_formulas():
             continue
         if (path.exists() and not options.again) or time.monotonic() - start > options.seconds:
             continue

@@ -51,14 +51,14 @@ def flops_of(
 ) -> TokenFlops:
     """Return the operations for a model: 6·N + 12·L·d·s for full fine-tuning with full attention.
 
-    A mixture of experts counts what one token passes through. With N_f frozen and N_t trained parameters it is
-    4·N_f + 6·N_t: `num_adapter_params` are those of LoRA, in addition to the model's; only they are trained, unless
-    `num_trainable_params` is given. The gradient is assumed to flow through all layers, which counts too much if only
-    the last ones are trained. `causal` counts only the half of the scores that causal attention needs; most published
-    figures count all. `count_embeddings=False` leaves out embeddings that are only looked up; a tied one is also the
-    head, and counts.
+    A mixture of experts counts what one token passes through; encoders of images count for none. With N_f frozen and
+    N_t trained parameters it is 4·N_f + 6·N_t: `num_adapter_params` are those of LoRA, in addition to the model's; only
+    they are trained, unless `num_trainable_params` is given. The gradient is assumed to flow through all layers, which
+    counts too much if only the last ones are trained. `causal` counts only the half of the scores that causal attention
+    needs; most published figures count all. `count_embeddings=False` leaves out embeddings that are only looked up; a
+    tied one is also the head, and counts.
     """
-    num_params = shape.num_active_params + num_adapter_params
+    num_params = shape.num_active_params - shape.num_tower_params + num_adapter_params
     if not count_embeddings:
         num_params -= sum(tensor.num_elements for tensor in shape.outer if tensor.is_embedding)
         num_params += shape.vocab_size * shape.hidden_size if shape.tied_embeddings else 0

@@ -64,16 +64,21 @@ def adapters_of(tensor: Tensor, *, experts: bool = False) -> Adapters:
 
 def check_lora_targets(shape: ModelShape, targets: tuple[str, ...]) -> None:
     """Raise ToolkitError if peft cannot adapt the model, or not these modules, or modules that are not planned."""
-    if shape.why_no_adapters is not None:
-        raise ToolkitError(f"peft cannot adapt the linear layers of {shape.model_type}: {shape.why_no_adapters}")
+    chosen = [tensor for kind in shape.layer_kinds for tensor in lora_layer(shape, kind, 1, targets)]
+    if shape.why_no_adapters is not None and (targets == ALL_LINEAR or not chosen):
+        others = {tensor.name.removesuffix(".lora_A.default.weight").rpartition(".")[2] for tensor in chosen[::2]}
+        hint = " ".join(f"--lora-target-modules {name}" for name in sorted(others))
+        message = f"peft cannot adapt the linear layers of {shape.model_type}: {shape.why_no_adapters}"
+        raise ToolkitError(message, hint=f"it adapts the others: `{hint}`" if hint else None)
     if targets == ALL_LINEAR:
         return
     names = _parameter_names(shape, targets)
     modules = [tensor.name.removesuffix(".weight") for tensor in shape.outer] + ["lm_head"]
-    outside = [name for name in modules if _matches(name, targets)]
+    adapted = {adapter.target for adapter in shape.outer_adapters}
+    outside = [name for name in modules if _matches(name, targets) and name not in adapted]
     if outside:
         raise ToolkitError(f"LoRA on {outside[0]} is not planned: only linear layers of decoder layers are")
-    if not any(lora_layer(shape, kind, 1, targets) for kind in shape.layer_kinds):
+    if not chosen:
         linear = (tensor.name for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
         known = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in linear})
         raise ToolkitError(

@@ -13,9 +13,11 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from toolkit.models.config_fields import ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
+from toolkit.models.vision_tower import patches_per_token
 from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
@@ -62,7 +65,8 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
         return shape
     if not count:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
-    return count_shape(path, fields.values)
+    counted = count_shape(path, fields.values)
+    return replace(counted, patches_per_token=patches_per_token(fields.values))
 
 
 def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
@@ -266,10 +270,9 @@ def _check_type(fields: ConfigFields) -> None:
     model_type = fields.values.get("model_type")
     if not isinstance(model_type, str):
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
-    for kind, types_of_kind in NO_DECODERS.items():
-        if model_type in types_of_kind and not fields.values.get("is_decoder"):
-            message = f"{model_type} is {kind}, whose heads and losses are not planned: only decoders are"
-            raise ToolkitError(message, hint="`toolkit rehearse --script YOUR_SCRIPT` measures it")
+    if kind := _other_kind(model_type, fields.values):
+        message = f"{model_type} is {kind}, whose heads and losses are not planned: only decoders are"
+        raise ToolkitError(message, hint="`toolkit rehearse --script YOUR_SCRIPT` measures it")
     types = model_types()
     if model_type not in types_with_formulas() and types and model_type not in types:
         close = nearest(model_type[:200], types, cutoff=0.85)
@@ -278,8 +281,32 @@ def _check_type(fields: ConfigFields) -> None:
                 f"{fields.source}: model_type {shown(model_type)} needs code from the hub, which is not run",
                 hint="plan a model of the same shape that transformers has",
             )
+        if close and re.sub(r"\d", "", close) == re.sub(
+            r"\d", "", model_type
+        ):  # another generation, and no typing error
+            version = installed_version("transformers")
+            hint = f"transformers {version} has `{close}` and does not have this one; a newer version may"
+            raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
         raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
+
+
+def _other_kind(model_type: str, values: Mapping[str, Any]) -> str | None:
+    """What a configuration describes that is no causal language model; None where nothing says so."""
+    for kind, types_of_kind in NO_DECODERS.items():
+        if model_type in types_of_kind and not values.get("is_decoder"):
+            return kind
+    classes = values.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if values.get("is_encoder_decoder") is True:
+        return "an encoder with a decoder"
+    if name.endswith(("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")):
+        return f"stored as a classifier ({name})"
+    # BLOOM's own checkpoints are stored as `BloomModel`
+    is_base = name.endswith("Model") and not name.endswith("LMHeadModel") and model_type != "bloom"
+    if is_base or values.get("use_bidirectional_attention") is True:
+        return f"stored as an embedding model ({name})"
+    return None
 
 
 NO_DECODERS = {
@@ -288,19 +315,25 @@ NO_DECODERS = {
         *("distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "funnel", "gte", "ibert", "layoutlm"),
         *("layoutlmv3", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert"),
         *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod"),
+        *("xlm-roberta-xl", "xmod", "esmc", "fnet", "jina_embeddings_v3", "modernvbert", "mra", "nystromformer"),
+        *("perceiver", "splinter", "tapas", "yoso"),
     ),
     "an encoder with a decoder": (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "fsmt", "led", "longt5", "m2m_100", "marian"),
         *("mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers"),
-        *("t5", "t5gemma", "umt5"),
+        *("t5", "t5gemma", "t5gemma2", "umt5"),
     ),
     "a model of sound": (
         *("hubert", "moonshine", "parakeet_ctc", "seamless_m4t", "speech_to_text", "wav2vec2", "wavlm", "whisper"),
+        *("audioflamingo3", "canary", "cohere_asr", "data2vec-audio", "dia", "glmasr", "granite_speech", "lasr_ctc"),
+        *("kyutai_speech_to_text", "moonshine_streaming", "moss_transcribe_diarize", "musicflamingo", "pop2piano"),
+        *("qwen2_audio", "qwen3_asr", "seamless_m4t_v2", "sew", "sew-d", "speecht5", "unispeech", "unispeech-sat"),
+        *("vibevoice", "vibevoice_asr", "voxtral", "voxtral_realtime", "wav2vec2-bert", "wav2vec2-conformer"),
     ),
     "a model of images": (
         *("beit", "clip", "convnext", "deit", "detr", "dinov2", "dinov3_vit", "segformer", "siglip", "siglip2", "swin"),
-        *("vit", "vit_mae"),
+        *("vit", "vit_mae", "depth_anything", "dpt", "grounding-dino", "mask2former", "owlv2", "owlvit", "resnet"),
+        *("rt_detr", "sam", "sam2", "sam3", "yolos"),
     ),
 }
 

@@ -214,6 +214,8 @@ class ModelShape:
     """Module names of transformers 4 that peft turns into parameters of fused experts, with these parameters."""
     why_no_adapters: str | None = None
     """Reason for which peft cannot adapt the model's linear layers; None if it can."""
+    patches_per_token: int = 1
+    """Patches of an image that become one token, where the model has an encoder of images."""
     sliding_window: int | None = None
     """Rows of at least this many tokens need an attention mask."""
     num_sliding_layers: int = 0
@@ -236,6 +238,11 @@ class ModelShape:
     def num_params(self) -> int:
         """Elements of all tensors."""
         return sum(_elements(layer) * count for layer, count in self.layer_kinds.items()) + _elements(self.outer)
+
+    @cached_property
+    def num_tower_params(self) -> int:
+        """Elements of encoders of images and sound and of their projectors, which no token of text passes through."""
+        return _elements(tuple(tensor for tensor in self.outer if tensor.in_tower))
 
     @cached_property
     def num_active_params(self) -> int:

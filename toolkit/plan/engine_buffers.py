@@ -109,9 +109,9 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
     # As views of them, gradients take nothing of their own, but for those of earlier accumulation steps.
     views, accumulates = engine.kind == "ddp" and job.has_bucket_views, job.gradient_accumulation_steps > 1
     casts = engine.trained_bytes == FP32_BYTES  # weights that are held in bf16 are not cast
-    cast_weight = 2 * (weights.largest_trained if weights.frozen else weights.largest_linear) * casts
+    cast_weight = 2 * (weights.largest_trained if weights.adapters else weights.largest_linear) * casts
     # A tied head's gradient waits outside of its bucket until the embedding's is added.
-    tied = views and weights.shape.tied_embeddings and not weights.frozen
+    tied = views and weights.shape.tied_embeddings and not weights.adapters
     head = trained_bytes * weights.embedding if tied else 0
     return EngineBuffers(
         lasting_bytes=0 if views else buckets,
@@ -134,7 +134,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
     root += weights.embedding if engine.unties_head and is_tied else 0
     resharded = engine.sharding != "shard_grad_op"
     unsharded = 0 if resharded else weights.num_trained + weights.num_frozen
-    trained = 0 if weights.frozen else 1
+    trained = 0 if weights.adapters else 1
     gradients = (element + reduced) * trained * layer  # and what the reduce-scatter takes
     # An untied embedding is reduced last and alone: its gradient, and both ends of the reduce-scatter.
     embedding = 0 if is_tied else trained * weights.embedding

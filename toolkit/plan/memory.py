@@ -12,6 +12,7 @@ from functools import lru_cache
 from toolkit.models.activations import Activations
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
+from toolkit.models.vision_tower import saved_per_token
 from toolkit.plan.engine_buffers import HostMemory, driver_bytes, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.logits import logits_bytes
@@ -49,44 +50,13 @@ WITHOUT_CHUNKED_LOSS = frozenset(
 # `use_liger_kernel` changes nothing, and the loss is transformers' own.
 LIGER_TYPES = frozenset(
     (
-        *(
-            "deepseek_v4",
-            "exaone4",
-            "falcon_h1",
-            "gemma",
-            "gemma2",
-            "gemma3",
-            "gemma3_text",
-            "gemma4",
-            "gemma4_text",
-            "glm4",
-            "glm4v",
-        ),
-        *("glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4"),
-        *(
-            "llama4_text",
-            "llava",
-            "ministral",
-            "mistral",
-            "mixtral",
-            "mllama",
-            "mllama_text_model",
-            "nemotron",
-            "olmo2",
-        ),
-        *(
-            "olmo3",
-            "paligemma",
-            "phi3",
-            "pixtral",
-            "qwen2",
-            "qwen2_5_vl",
-            "qwen2_5_vl_text",
-            "qwen2_vl",
-            "qwen2_vl_text",
-        ),
-        *("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl"),
-        *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3", "smolvlm"),
+        *("deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"),
+        *("glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl"),
+        *("llama", "llama4", "llama4_text", "llava", "ministral", "mistral", "mixtral", "mllama"),
+        *("mllama_text_model", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral", "qwen2", "qwen2_5_vl"),
+        *("qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "smollm3", "smolvlm"),
     )
 )
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
@@ -221,7 +191,8 @@ def plan_engine_memory(
     if job.attn_implementation == "eager" and shape.activations_from == "formulas":
         shape = with_eager_attention(shape)
     base = job.quantized_base
-    weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes, base)
+    targets, element, frozen_tower = job.lora_target_modules, engine.element_bytes, job.freeze_vision_tower
+    weights = job_weights(shape, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states, load).peaks()
     return MemoryPlan(
@@ -232,7 +203,7 @@ def plan_engine_memory(
             engine,
             activation_bytes=max(phase.activation_bytes for phase in phases),
             logits_bytes=max(phase.logits_bytes for phase in phases),
-            step_bytes=0 if weights.frozen else phases[-1].allocated_bytes,
+            step_bytes=0 if weights.adapters else phases[-1].allocated_bytes,
             expandable_segments=job.numerics.expandable_segments,
         ),
         driver_bytes=driver_bytes(engine),
@@ -335,19 +306,19 @@ class _Phases:
             self.prefetched = engine.element_bytes * weights.largest_layer(engine.ranks_sharing)
         self._set_activations(shape)
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
-        tied = shape.tied_embeddings and not weights.frozen
+        tied = shape.tied_embeddings and not weights.adapters
         self.tied_gradients = 2 * fp32_factor * (4 if engine.autocasts else 2) * self.head if tied else 0
         # What other micro-batches of a pipeline hold while one computes, and buffers for what arrives.
-        self.in_flight = self.received = 0
+        self.in_flight, self.received = self.tower, 0
         if load is not None:
             batches_at_head = 0 if job.method.spec.loss == "log_probs" else load.logits_in_flight
             logits = LOG_PROBABILITY_BYTES * job.tokens_per_forward * shape.vocab_size * batches_at_head
-            self.in_flight = max(0, int(self.saved * (load.micro_batches_in_flight - 1))) + logits
+            self.in_flight += max(0, int(self.saved * (load.micro_batches_in_flight - 1))) + logits
             activation = ACTIVATION_BYTES * job.tokens_per_forward * shape.hidden_size
             self.received = activation * load.buffered_activations
 
     def _set_activations(self, shape: ModelShape) -> None:
-        job, length, frozen = self.job, self.job.tokens_per_row, bool(self.weights.frozen)
+        job, length, frozen = self.job, self.job.tokens_per_row, self.weights.adapters is not None
         layout, autocast = self.engine.layout, self.engine.autocasts
         base = self.weights.base
         in_fp32 = base is not None and base.bits == FP32_BITS
@@ -393,6 +364,11 @@ class _Phases:
         if job.activation_checkpointing and frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self._set_method(shape, activations, length)
+        self.tower = 0  # a frozen encoder of images has no backward
+        if job.image_tokens and self.weights.trains_tower:
+            recomputes = job.activation_checkpointing
+            per_token = saved_per_token(shape, autocast=autocast, lora_r=job.lora_r, recomputes=recomputes)
+            self.tower = job.rows * job.image_tokens * per_token
         self.head_copy = activations.head_copy_bytes
         # Attention exchanges before its layer's MLP has saved anything, and in the backward after that is gone.
         of_attention, of_mlp = (self.tokens * each for each in activations.exchanged_bytes_per_token)
@@ -428,7 +404,7 @@ class _Phases:
 
     def _set_method(self, shape: ModelShape, activations: Activations, length: int) -> None:
         """What a method adds to supervised fine-tuning: a reference model, peft's casts, generation."""
-        job, method, engine, frozen = self.job, self.method, self.engine, bool(self.weights.frozen)
+        job, method, engine, frozen = self.job, self.method, self.engine, self.weights.adapters is not None
         residual, width = activations.residual_bytes, shape.intermediate_size * (shape.experts_per_token or 1)
         one_forward = 2 * residual * shape.hidden_size + 6 * width  # per token, what a layer makes at once
         self.one_forward = self.tokens * one_forward
@@ -490,7 +466,7 @@ class _Phases:
             kept = self.saved + self.outer + self.kept_rows
             graph_buffers = self.saved_copies + self.buffers.loss_bytes
         in_layer = at_head = graph_buffers + self.scoring_buffers
-        if self.engine.kind == "fsdp2" and self.weights.frozen:
+        if self.engine.kind == "fsdp2" and self.weights.adapters:
             in_layer += 2 * self.prefetched
             at_head += self.prefetched
             if not self.weights.shape.tied_embeddings:  # gathered apart from its unit, through a second copy
@@ -508,7 +484,7 @@ class _Phases:
         moments = []
         if method.precompute_ref_log_probs:
             # Under FSDP2 TRL loads a reference for it, since the policy is sharded only when training starts.
-            loads = self.engine.kind == "fsdp2" and not self.weights.frozen
+            loads = self.engine.kind == "fsdp2" and not self.weights.adapters
             precompute = PhaseMemory(
                 phase="precompute",
                 parameter_bytes=0 if loads else self.parameters,
@@ -531,7 +507,7 @@ class _Phases:
         """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
         trained, in_forward = self.weights.num_trained, self.gradients_in_forward
         # The head's gradient is the first of the backward.
-        head_gradient = int(self.gradients * (self.head / trained)) if trained and not self.weights.frozen else 0
+        head_gradient = int(self.gradients * (self.head / trained)) if trained and not self.weights.adapters else 0
         loss = self._phase(
             "backward",
             activations=self.saved + self.outer,
@@ -618,7 +594,7 @@ class _Phases:
         weights, trained = self.weights, self.weights.num_trained
         if self.engine.kind == "deepspeed" or not trained:
             return self.gradients
-        if weights.frozen:
+        if weights.adapters:
             return self.gradients - self.gradients // weights.shape.num_layers
         missing = weights.largest_layer() + (0 if weights.shape.tied_embeddings else self.head)
         share = 1 - min(missing, trained) / trained

@@ -15,6 +15,7 @@ from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
 from toolkit.models.nf4 import constant_bytes, packed_layer, packed_layer_8bit
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
+from toolkit.models.vision_tower import is_of_images
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
 
@@ -46,18 +47,32 @@ class JobWeights:
     outer_adapters: Layer = ()
     in_4bit: TensorCounts = ()  # weights that bitsandbytes quantizes, before they are packed; also those of 8 bits
     base: QuantizedBase | None = None
+    frozen_tower: bool = False
+    """The encoder of images and its projector are not trained."""
 
     @cached_property
     def trained(self) -> TensorCounts:
         """Tensors that have gradients."""
         if self.adapters is None:
-            return self._counted(self.stored, self.shape.outer)
+            return self._counted(self.stored, self.trained_outer)
         return self._counted(self.adapters, self.outer_adapters)
 
     @cached_property
     def frozen(self) -> TensorCounts:
         """Tensors without gradients, as they are stored."""
-        return () if self.adapters is None else self._counted(self.stored, self.shape.outer)
+        if self.adapters is not None:
+            return self._counted(self.stored, self.shape.outer)
+        return tuple((tensor, 1) for tensor in self.shape.outer if tensor not in self.trained_outer)
+
+    @cached_property
+    def trained_outer(self) -> Layer:
+        """Tensors outside the decoder layers that a full fine-tune trains."""
+        return tuple(tensor for tensor in self.shape.outer if not (self.frozen_tower and is_of_images(tensor)))
+
+    @cached_property
+    def trains_tower(self) -> bool:
+        """True if the encoder of images has gradients, its own or those of its adapters."""
+        return any(is_of_images(tensor) for tensor, _ in self.trained)
 
     def _counted(self, kinds: Mapping[Layer, Layer], outer: Layer) -> TensorCounts:
         counted = ((tensor, count) for kind, count in self.shape.layer_kinds.items() for tensor in kinds[kind])
@@ -161,7 +176,7 @@ class JobWeights:
         def gathered(tensor: Tensor) -> int:
             return (ranks := ranks_sharing(tensor)) * rows_share(tensor.shape, ranks=ranks)
 
-        adapters = (self.num_trained if self.frozen else 0) // max(self.shape.num_layers, 1)
+        adapters = (self.num_trained if self.adapters else 0) // max(self.shape.num_layers, 1)
         return max(sum(map(gathered, kind)) for kind in self.stored.values()) + adapters
 
     @cached_property
@@ -178,6 +193,7 @@ def job_weights(
     lora_target_modules: tuple[str, ...] = ALL_LINEAR,
     element_bytes: int = 2,
     base: QuantizedBase | None = None,
+    frozen_tower: bool = False,
 ) -> JobWeights:
     """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`; `base` says how it is quantized.
 
@@ -185,8 +201,9 @@ def job_weights(
     """
     kinds = shape.layer_kinds
     if lora_r is None:
-        return JobWeights(shape=shape, stored={kind: kind for kind in kinds})
+        return JobWeights(shape=shape, stored={kind: kind for kind in kinds}, frozen_tower=frozen_tower)
     in_8bit = base is not None and base.bits == 8
+    outer = outer_lora(shape, lora_r, lora_target_modules)
     tensors = [(tensor, count) for kind, count in kinds.items() for tensor in kind]
     quantized = [(t, n) for t, n in tensors if (t.is_linear_weight if in_8bit else t.is_quantized)]
     packed = packed_layer_8bit if in_8bit else packed_layer
@@ -196,7 +213,7 @@ def job_weights(
         base=base,
         stored={kind: packed(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},
         adapters={kind: lora_layer(shape, kind, lora_r, lora_target_modules) for kind in kinds},
-        outer_adapters=outer_lora(shape, lora_r, lora_target_modules),
+        outer_adapters=tuple(tensor for tensor in outer if not (frozen_tower and is_of_images(tensor))),
         in_4bit=tuple(quantized) if load_in_4bit else (),
     )
 

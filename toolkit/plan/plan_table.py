@@ -13,6 +13,7 @@ from toolkit.plan.candidates import candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
+from toolkit.plan.model_states import job_weights
 from toolkit.plan.planner import (
     VERDICT_TEXT,
     Plan,
@@ -158,6 +159,7 @@ def _heading(answer: PlanAnswer) -> str:
         job.method_text,
         numerics_text(job.numerics),
         f"{job.tokens_per_row:,} tokens per sequence",
+        _images(request),
         batch,
         "sequences of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
@@ -170,6 +172,15 @@ def _heading(answer: PlanAnswer) -> str:
     if shape.activations_from == "llama":
         parts.append(f"activations estimated as Llama's, because they cannot be counted ({shape.why_not_counted})")
     return "; ".join(part for part in parts if part)
+
+
+def _images(request: PlanRequest) -> str:
+    job = request.job
+    if not job.image_tokens:
+        return "text only: `--image-tokens` plans images" if request.shape.num_tower_params else ""
+    shape, targets = request.shape, job.lora_target_modules
+    weights = job_weights(shape, job.lora_r, lora_target_modules=targets, frozen_tower=job.freeze_vision_tower)
+    return f"{job.image_tokens:,} of images, their encoder {'trained' if weights.trains_tower else 'frozen'}"
 
 
 def _table(answer: PlanAnswer) -> Iterator[str]:

@@ -26,6 +26,7 @@ from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.split import WORDS, part_of_rank, read_split
+from toolkit.models.vision_tower import check_image_tokens
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
@@ -70,6 +71,9 @@ class PlannedJob(Job):
     """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
     workspace_bytes: int = 0
     """What the matrix products of a GPU keep of its memory."""
+    image_tokens: int = 0
+    """Tokens of images in each row, of `tokens_per_row`."""
+    freeze_vision_tower: bool = False
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
@@ -97,6 +101,8 @@ class PlannedJob(Job):
             "loss",
             "gradient_as_bucket_view",
             "gpus_per_node",
+            "image_tokens",
+            "freeze_vision_tower",
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
@@ -324,12 +330,14 @@ class TrainingSetup:
         """The tensors of that part, trained and frozen."""
         job = self.job
         element, base = self.engine.element_bytes, job.quantized_base
-        return job_weights(self.part, job.lora_r, job.load_in_4bit, job.lora_target_modules, element, base)
+        targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
+        return job_weights(self.part, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower)
 
     @property
     def trained(self) -> tuple[Layer, ...]:
         """Groups of tensors that have gradients."""
-        return self.weights.adapter_units or self.weights.units
+        weights = self.weights
+        return weights.adapter_units or (*weights.units[:-1], weights.trained_outer)
 
 
 def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
@@ -347,6 +355,8 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
             f"{option} is for --method {SFT}: {job.method.method} has a loss of its own", hint="leave it out"
         )
     check_word("--loss", job.loss, LOSSES)
+    if job.image_tokens or job.freeze_vision_tower:
+        check_image_tokens(shape, job.image_tokens, job.tokens_per_row)
     check_numerics(job.numerics, lora=is_lora, in_4bit=job.load_in_4bit)
     if job.accumulate is not None:
         check_word("--accumulate", job.accumulate, ACCUMULATE)

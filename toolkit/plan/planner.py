@@ -331,12 +331,14 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
     on_gpus, shape = _on_gpus(request, preset, world_size), request.shape
     candidate = best_candidate(on_gpus, preset) if request.finds_batch else candidate_of(on_gpus, preset, on_gpus.job)
     job = candidate.job
+    targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
+    trained = job_weights(shape, job.lora_r, job.load_in_4bit, targets, frozen_tower=frozen_tower).num_trained
     collectives = step_collectives(candidate.setup)
     return Plan(
         request=candidate.request,
         setup=candidate.setup,
         memory=candidate.memory,
-        num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules).num_trained,
+        num_trainable_params=trained,
         communication_bytes_per_step=communication_bytes(collectives),
         traffic=dimension_traffic(collectives, on_gpus.interconnect),
         largest_micro_batch=largest_micro_batch(

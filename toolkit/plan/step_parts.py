@@ -6,7 +6,7 @@ source; `toolkit.plan.step_time` adds the parts up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
@@ -14,6 +14,7 @@ from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.models.shape import ModelShape, SavedBytes
+from toolkit.models.vision_tower import forward_operations
 from toolkit.plan.engine_buffers import checkpointed_on_host
 from toolkit.plan.interconnect import Estimate, Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
@@ -79,13 +80,24 @@ def operations_of(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
     adapters = setup.weights.num_trained if setup.weights.adapters else 0
     length, recompute = setup.job.tokens_per_row, setup.job.activation_checkpointing
     # MFU counts every parameter; the GPU multiplies with none that is only looked up.
-    return flops_of(
+    flops = flops_of(
         setup.shape,
         seq_length=length,
         num_adapter_params=adapters,
         causal=causal,
         recompute=recompute,
         count_embeddings=not causal,
+    )
+    if not setup.job.image_tokens:
+        return flops
+    # Of a token of an image, in the encoder; shared by all tokens of its row.
+    images = forward_operations(setup.shape) * setup.job.image_tokens // length
+    trained = setup.weights.trains_tower
+    return replace(
+        flops,
+        dense_forward=flops.dense_forward + images,
+        dense_backward=flops.dense_backward + images * trained * (1 if setup.weights.adapters else 2),
+        recomputed=flops.recomputed + images * (recompute and trained),
     )
 
 
