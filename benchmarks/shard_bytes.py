@@ -119,9 +119,10 @@ def model_file(name: str, work: Path) -> Path:
 
 def planned(case: Case, model: Path) -> Case:
     """Return the planned bytes of a case, by the same names; in fp32, as in the rehearsal."""
+    from toolkit.models.job_weights import job_weights
     from toolkit.models.read_model import read_model
     from toolkit.plan.engine_settings import engine_settings
-    from toolkit.plan.model_states import job_weights, model_states
+    from toolkit.plan.model_states import model_states
     from toolkit.presets import load_preset
 
     shape = read_model(str(model))

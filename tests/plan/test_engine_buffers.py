@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
-from toolkit.plan.engine_buffers import PROCESS_BYTES, EngineBuffers, HostMemory, engine_buffers
+from toolkit.engines.planned import EngineBuffers
+from toolkit.models.job_weights import job_weights
+from toolkit.plan.engine_buffers import PROCESS_BYTES, HostMemory, engine_buffers
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.methods import Method
-from toolkit.plan.model_states import job_weights, model_states
+from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 

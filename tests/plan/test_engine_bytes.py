@@ -16,11 +16,12 @@ from launching import ROOT, SCRIPTS, cpu_environment, run_warm
 from model_configs import EXPERTS, GPT2, TINY, config_file
 from preset_files import deepspeed_pair
 
+from toolkit.models.job_weights import job_weights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import job_weights, model_states
+from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable

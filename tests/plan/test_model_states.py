@@ -10,10 +10,11 @@ import pytest
 from launching import ROOT, read
 from model_configs import LLAMA_8B_PARAMS, config_file, llama_8b
 
+from toolkit.models.job_weights import job_weights, total
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, linear
 from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import job_weights, model_states, total
+from toolkit.plan.model_states import model_states
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable
 

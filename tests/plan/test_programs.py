@@ -9,10 +9,11 @@ import pytest
 from command_line import run_command
 from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
 
+from toolkit.models.job_weights import QuantizedBase, job_weights
 from toolkit.models.shape import linear
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.model_states import QuantizedBase, job_weights, model_states
+from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import PROGRAMS, Numerics

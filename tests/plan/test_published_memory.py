@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from published_runs import MPT
 
+from toolkit.engines.planned import EngineSettings
+from toolkit.engines.registry import ENGINES
 from toolkit.engines.zero import Zero
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
+from toolkit.models.job_weights import job_weights
 from toolkit.models.shape import ModelShape
-from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, MemoryPlan, memory_verdict, plan_engine_memory, plan_memory
-from toolkit.plan.model_states import job_weights
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.units import GIB
@@ -138,7 +139,7 @@ def allocated_gib(**how: Any) -> float:
     shape = llama(3072, 8192, 28, 24, vocab=128256, num_key_value_heads=8, tie_word_embeddings=True)
     job = PlannedJob(per_device_train_batch_size=1, max_seq_length=8192, **{"loss": "full", **how})
     engine = EngineSettings(
-        kind="deepspeed", sharding="replicate", shards_parameters=False, world_size=1, shard_ranks=1
+        traits=ENGINES["deepspeed"], sharding="replicate", shards_parameters=False, world_size=1, shard_ranks=1
     )
     plan = plan_engine_memory(shape, engine, job)
     _, forward, backward, _ = plan.phases

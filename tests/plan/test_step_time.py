@@ -65,7 +65,7 @@ def test_published_speeds_are_estimated_and_lie_inside_the_interval() -> None:
 
 def waits_for_hooks(job: MeasuredJob) -> bool:
     assert job.setup is not None
-    gathers = job.setup.engine.kind == "deepspeed" and job.setup.engine.shards_parameters
+    gathers = job.setup.engine.traits.has_flat_states and job.setup.engine.shards_parameters
     return gathers and any("kernel launches" in why for why in planned(job).wider_for)
 
 

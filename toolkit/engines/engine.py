@@ -6,8 +6,13 @@ transformers 5.23, torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates, PlannedBatch, state_bytes
+from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of
+from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
+from toolkit.units import MIB
 
 Values = dict[str, Any]
 """Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
@@ -16,6 +21,9 @@ One rank's reading lacks a key where the engine or the run has no such thing. `b
 bytes that the preset's sharding allows this rank, by part of the model states; `whole_bytes` those of the unsharded
 part.
 """
+# DDP first broadcasts all parameters through flat copies of this size, two at a time (torch, `distributed.py`,
+# `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
+BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
 PARTS = ("parameter", "gradient", "optimizer")
 
 
@@ -64,6 +72,12 @@ class Engine:
     """True if gradients may wait for the last accumulation step either way, sharded or whole."""
     gathers_layers = False
     """True if FSDP2 gathers each layer where it is used."""
+    autocasts = True
+    """True if fp32 weights are cast where they are used."""
+    has_flat_states = False
+    """True if gradients and optimizer states are flat partitions, which come and go in the step."""
+    fragments_in_step = 0.0
+    """Share of what a full fine-tune allocates in the step that is reserved beside it."""
     can_be_traced = True
     """False if it reads values and addresses of its tensors, which fake ones have not."""
     replaces_offloaded_optimizer = False
@@ -165,3 +179,54 @@ class Engine:
         """Return the variables of the launcher's environment that `TrainingArguments` cannot carry."""
         del config
         return {}
+
+    # -- what a plan asks
+
+    def model_states(self, settings: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
+        """Return the bytes that the rank holds between steps: here everything."""
+        # Without FSDP2 the gradient of a split embedding is whole: other ranks' parts add to it. That of a tied one is
+        # added to its head's, which is split: one H200 held vocabulary x hidden x 2 bytes less than a whole one.
+        adds_parts = not weights.frozen and not weights.shape.tied_embeddings
+        whole_embedding = (settings.tp - 1) * weights.embedding if adds_parts else 0
+        return ModelStates(
+            parameter_bytes=weights.held_bytes(settings.element_bytes, settings.trained_bytes),
+            gradient_bytes=settings.trained_bytes * (weights.num_trained + whole_embedding),
+            optimizer_bytes=state_bytes(optimizer, weights, elements_of, settings),
+        )
+
+    def buffers(
+        self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
+    ) -> EngineBuffers:
+        """Return what is allocated beside model states and activations."""
+        trained_bytes = settings.trained_bytes
+        buckets = trained_bytes * weights.num_trained if self.uses_ddp else 0
+        # As views of them, gradients take nothing of their own, but for those of earlier accumulation steps.
+        views, accumulates = self.uses_ddp and job.has_bucket_views, job.gradient_accumulation_steps > 1
+        casts = settings.trained_bytes == FP32_BYTES  # weights that are held in bf16 are not cast
+        cast_weight = 2 * (weights.largest_trained if weights.adapters else weights.largest_linear) * casts
+        # A tied head's gradient waits outside of its bucket until the embedding's is added.
+        tied = views and weights.shape.tied_embeddings and not weights.adapters
+        head = trained_bytes * weights.embedding if tied else 0
+        return EngineBuffers(
+            lasting_bytes=0 if views else buckets,
+            waiting_bytes=buckets if views and accumulates else 0,
+            step_bytes=OPTIMIZERS[job.optim].step_copies * trained_bytes * weights.num_trained,
+            backward_bytes=cast_weight + head,
+            first_layer_bytes=cast_weight + head,
+            load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES) if self.uses_ddp else 0,
+        )
+
+    def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
+        """Yield the blocks of host memory that one rank allocates when its engine is built."""
+        del settings, weights, states
+        yield from ()
+
+    def created_on_host(self, states: ModelStates) -> int:
+        """Return what one rank allocates there in its first step, with its optimizer offloaded."""
+        del states
+        return 0
+
+    def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
+        """Return True if only the first rank of a node has the weights on the host before they are on the GPU."""
+        del settings, weights
+        return False

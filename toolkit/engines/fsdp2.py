@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.engines.engine import PARTS, Engine, Sharding
+from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates, PlannedBatch, state_bytes
+from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, rows_share, total
+from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
+from toolkit.models.shape import Tensor
 from toolkit.parallel.layout import PARALLEL_KEY
 
+# FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the input of the reduce-scatter
+# (torch, `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`). Without resharding all parameters are there
+# anyway, and are freed layer by layer; frozen layers have no gradients, and the first layer has no next one.
+PARAMETER_LAYERS = 2
+FORWARD_LAYERS = 3  # the layer, the next one, and the buffer it is gathered through
 # accelerate's key -> the key of `TrainingArguments.fsdp_config` (transformers 5.23, `_process_fsdp_args`), which
 # silently drops every other one.
 FSDP_CONFIG_KEYS = {
@@ -39,6 +48,7 @@ class Fsdp2(Engine):
     uses_fsdp_plugin = True
     chooses_accumulation = True
     gathers_layers = True
+    autocasts = False  # the weights are bf16 where they are used
     rejects_best_of_weights = True
     no_comm_hook = "FSDP2 reduce-scatters gradients itself, without DDP's buckets"
     # tests/train/test_training_methods.py shows these.
@@ -103,6 +113,75 @@ class Fsdp2(Engine):
                 name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
                 environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
         return environment
+
+    # -- what a plan asks
+
+    def model_states(self, settings: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
+        """Return the bytes of the rows that the rank holds."""
+        # the place of this rank among those that share its copy of the model
+        apart = settings.layout.ranks_per_batch if settings.layout is not None and settings.sharded_at_load else 1
+        shard_rank = settings.rank // apart % settings.shard_ranks
+
+        def share(tensor: Tensor) -> int:
+            ranks = settings.ranks_sharing(tensor)
+            return rows_share(tensor.shape, ranks=ranks, rank=shard_rank % ranks)
+
+        trained, frozen = total(weights.trained, share), total(weights.frozen, share)
+        in_fp32 = weights.base is not None and weights.base.bits == FP32_BITS
+        frozen_bytes = FP32_BYTES if in_fp32 else settings.element_bytes
+        return ModelStates(
+            parameter_bytes=settings.trained_bytes * trained + frozen_bytes * frozen + weights.constant_bytes,
+            gradient_bytes=settings.trained_bytes * trained,
+            optimizer_bytes=state_bytes(optimizer, weights, share, settings),
+            persistent_bytes=weights.constant_bytes,
+        )
+
+    def buffers(
+        self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
+    ) -> EngineBuffers:
+        """Return the buffers: layers are gathered one by one; norm and head stay from forward to backward."""
+        element, reduced, is_tied = settings.element_bytes, settings.reduce_bytes, weights.shape.tied_embeddings
+        layer = weights.largest_layer(settings.ranks_sharing)
+        # accelerate's root unit: final norm and head
+        # without an encoder of images, whose blocks are units of their own
+        outer = sum(tensor.num_elements for tensor in weights.shape.outer if not tensor.in_tower)
+        root = outer - (0 if is_tied else weights.embedding)
+        root += weights.embedding if settings.unties_head and is_tied else 0
+        resharded = settings.sharding != "shard_grad_op"
+        unsharded = 0 if resharded else weights.num_trained + weights.num_frozen
+        trained = 0 if weights.adapters else 1
+        gradients = (element + reduced) * trained * layer  # and what the reduce-scatter takes
+        # An untied embedding is reduced last and alone: its gradient, and both ends of the reduce-scatter.
+        embedding = 0 if is_tied else trained * weights.embedding
+        # The buffer that the last unit was gathered through stays until the next gather: the root unit's, or a layer's
+        # if the head is tied.
+        last_gathered = layer if is_tied else root
+        return EngineBuffers(
+            forward_bytes=element * ((root if resharded else unsharded) + last_gathered),
+            forward_layer_bytes=element * FORWARD_LAYERS * layer if resharded else 0,
+            loss_bytes=element * (root if resharded else unsharded),
+            backward_bytes=element * (unsharded + (PARAMETER_LAYERS * layer if resharded else 0)) + gradients,
+            first_layer_bytes=element * layer + gradients,
+            end_bytes=(element + reduced) * embedding + reduced * (embedding // settings.shard_ranks) or element * root,
+            accumulated_bytes=reduced * weights.num_trained if job.keeps_whole_gradients else 0,
+            step_bytes=OPTIMIZERS[job.optim].step_copies * states.gradient_bytes,
+            load_bytes=weights.largest_bytes(element),  # rank 0 broadcasts one complete tensor at a time
+        )
+
+    def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
+        """Yield the parameters' shards."""
+        del weights
+        if settings.offload_optimizer is not None:
+            yield states.parameter_bytes - states.persistent_bytes
+
+    def created_on_host(self, states: ModelStates) -> int:
+        """Return gradients and AdamW's states."""
+        return states.gradient_bytes + states.optimizer_bytes
+
+    def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
+        """Return True: rank 0 loads and broadcasts one tensor at a time (`fsdp_cpu_ram_efficient_loading`)."""
+        del settings, weights
+        return True
 
 
 class ShardedAtLoad(Fsdp2):

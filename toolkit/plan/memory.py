@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from toolkit.engines.planned import EngineSettings, ModelStates
 from toolkit.models.activations import Activations
+from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, job_weights
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.split import part_of_rank
 from toolkit.models.vision_tower import saved_per_token
 from toolkit.plan.engine_buffers import HostMemory, driver_bytes, engine_buffers, host_memory, overhead_bytes
-from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.logits import logits_bytes
 from toolkit.plan.methods import (
     SFT,
@@ -22,7 +23,7 @@ from toolkit.plan.methods import (
     reference_buffer_bytes,
     reference_bytes,
 )
-from toolkit.plan.model_states import FP32_BITS, FP32_BYTES, JobWeights, ModelStates, job_weights, model_states
+from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import (
     ACTIVATION_BYTES,
     LOG_PROBABILITY_BYTES,
@@ -216,18 +217,18 @@ def _margin(engine: EngineSettings, shape: ModelShape, job: PlannedJob) -> Margi
     if shape.activations_from == "llama":
         return Margin(of_rest=UNCERTAINTY_UNKNOWN, reason="activations estimated as Llama's")
     full, offload = job.lora_r is None, engine.offload_optimizer is not None or engine.offload_param is not None
-    if job.numerics.fsdp1 and engine.kind == "fsdp2":
+    if job.numerics.fsdp1 and engine.traits.gathers_layers:
         what = "offload" if offload else "full" if full else "adapters"
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_FSDP1[what], reason=f"FSDP1, {what}")
     if offload and job.numerics.program != TOOLKIT:
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OFFLOAD, reason="offload to the host")
-    if engine.kind == "deepspeed" and full:
+    if engine.traits.has_flat_states and full:
         reason = "a full fine-tune under DeepSpeed"
         return Margin(of_rest=UNCERTAINTY_DEEPSPEED, of_all=OF_ALL_DEEPSPEED_FULL, reason=reason)
     if job.numerics.program != TOOLKIT:
         reason = f"{job.numerics.program}, whose jobs were not measured here"
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OTHER_PROGRAM, reason=reason)
-    return Margin(of_rest=UNCERTAINTY_DEEPSPEED) if engine.kind == "deepspeed" else DEFAULT_MARGIN
+    return Margin(of_rest=UNCERTAINTY_DEEPSPEED) if engine.traits.has_flat_states else DEFAULT_MARGIN
 
 
 def fit_verdict(
@@ -292,8 +293,8 @@ class _Phases:
         # On the GPU after the reduction; they go where the optimizer is.
         self.gradients = 0 if engine.offload_optimizer else states.gradient_bytes
         # Those of earlier accumulation steps; what is never freed: ZeRO-3's partition, and views of DDP's buckets.
-        never_freed = engine.kind == "deepspeed" and engine.shards_parameters
-        never_freed |= engine.kind == "ddp" and job.has_bucket_views
+        never_freed = engine.traits.has_flat_states and engine.shards_parameters
+        never_freed |= engine.traits.uses_ddp and job.has_bucket_views
         waiting = never_freed or job.gradient_accumulation_steps > 1
         self.gradients_in_forward = self.gradients if waiting else 0
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
@@ -302,7 +303,7 @@ class _Phases:
         self.head = shape.vocab_size * shape.hidden_size // engine.tp
         # TRL's losses run while FSDP2 holds one layer beside the root.
         self.prefetched = 0
-        if job.method.spec.loss == "log_probs" and engine.kind == "fsdp2" and engine.sharding != "shard_grad_op":
+        if job.method.spec.loss == "log_probs" and engine.traits.gathers_layers and engine.sharding != "shard_grad_op":
             self.prefetched = engine.element_bytes * weights.largest_layer(engine.ranks_sharing)
         self._set_activations(shape)
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
@@ -466,7 +467,7 @@ class _Phases:
             kept = self.saved + self.outer + self.kept_rows
             graph_buffers = self.saved_copies + self.buffers.loss_bytes
         in_layer = at_head = graph_buffers + self.scoring_buffers
-        if self.engine.kind == "fsdp2" and self.weights.adapters:
+        if self.engine.traits.gathers_layers and self.weights.adapters:
             in_layer += 2 * self.prefetched
             at_head += self.prefetched
             if not self.weights.shape.tied_embeddings:  # gathered apart from its unit, through a second copy
@@ -484,7 +485,7 @@ class _Phases:
         moments = []
         if method.precompute_ref_log_probs:
             # Under FSDP2 TRL loads a reference for it, since the policy is sharded only when training starts.
-            loads = self.engine.kind == "fsdp2" and not self.weights.adapters
+            loads = self.engine.traits.gathers_layers and not self.weights.adapters
             precompute = PhaseMemory(
                 phase="precompute",
                 parameter_bytes=0 if loads else self.parameters,
@@ -496,7 +497,7 @@ class _Phases:
             moments.append(precompute)
         if not method.generates:
             return moments
-        zero3 = self.engine.kind == "deepspeed" and self.engine.shards_parameters
+        zero3 = self.engine.traits.has_flat_states and self.engine.shards_parameters
         gathered = self.engine.element_bytes * self.num_params if zero3 else self.buffers.forward_bytes
         values = {"activations": self.prefill, "buffers": gathered, "generation": self.cache}
         if method.vllm not in (None, "none"):
@@ -592,7 +593,7 @@ class _Phases:
     def _gradients_at_first_layer(self) -> int:
         """Gradients of all later layers: the first layer's appear as its activations go, an untied embedding's last."""
         weights, trained = self.weights, self.weights.num_trained
-        if self.engine.kind == "deepspeed" or not trained:
+        if self.engine.traits.has_flat_states or not trained:
             return self.gradients
         if weights.adapters:
             return self.gradients - self.gradients // weights.shape.num_layers

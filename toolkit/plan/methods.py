@@ -16,15 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from toolkit.engines.zero import PERSISTENCE_THRESHOLD
+from toolkit.engines.planned import EngineSettings
+from toolkit.engines.zero import PERSISTENCE_THRESHOLD, partition_share
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word
 from toolkit.models.activations import ATTENTION_INPUTS, MLP_INPUTS, Activations
+from toolkit.models.job_weights import job_weights, rows_share, total
 from toolkit.models.shape import ModelShape, Tensor
-from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.model_states import job_weights, total
 from toolkit.presets.compatibility import Reason
-from toolkit.presets.shard_bytes import partition_share, rows_share
 from toolkit.presets.spec import PresetSpec
 
 SFT = "sft"
@@ -244,10 +243,10 @@ def not_planned(method: Method, preset: PresetSpec) -> Reason | None:
 def reference_bytes(engine: EngineSettings, shape: ModelShape, method: Method) -> int:
     """Return the bytes of the reference model that a rank holds during the entire run."""
     weights = job_weights(shape).trained
-    if engine.kind == "fsdp2":
+    if engine.traits.gathers_layers:
         each = REF_DTYPES[method.ref_dtype or "float32"]
         return each * total(weights, lambda tensor: rows_share(tensor.shape, ranks=engine.shard_ranks))
-    if engine.kind != "deepspeed":
+    if not engine.traits.has_flat_states:
         return REF_DTYPES[method.ref_dtype or "float32"] * shape.num_params
     if not engine.shards_parameters:
         return engine.element_bytes * shape.num_params
@@ -266,9 +265,9 @@ def reference_buffer_bytes(engine: EngineSettings, activations: Activations, met
     linear layers. Under FSDP2 all weights twice.
     """
     shape = activations.shape
-    if engine.kind == "fsdp2":
+    if engine.traits.gathers_layers:
         return GATHERED_COPIES * engine.element_bytes * shape.num_params
-    if engine.kind == "deepspeed":
+    if engine.traits.has_flat_states:
         return gathered
     if not activations.casts_weights or method.ref_dtype == "bfloat16":
         return 0

@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
+from toolkit.engines.planned import EngineSettings
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.hardware.gpus import count_gpus
@@ -22,6 +23,7 @@ from toolkit.models.attention import (
     packed_attention,
     read_model_attention,
 )
+from toolkit.models.job_weights import FP32_BITS, JobWeights, QuantizedBase, job_weights
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape, Tensor
@@ -29,9 +31,8 @@ from toolkit.models.split import WORDS, part_of_rank, read_split
 from toolkit.models.vision_tower import check_image_tokens
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
-from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
-from toolkit.plan.model_states import FP32_BITS, JobWeights, QuantizedBase, job_weights
 from toolkit.plan.programs import OURS, PROGRAMS, TOOLKIT, Numerics, check_numerics, numerics_of
 from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.spec import PresetSpec, default_accumulate

@@ -17,6 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu, shared_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
+from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import model_and_gpu, read_model
 from toolkit.plan.candidates import (
     LARGEST_WORLD_SIZE,
@@ -36,7 +37,6 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import SFT, check_generations, not_planned
-from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory, on_gpu
 from toolkit.plan.step_time import DimensionTraffic, dimension_traffic

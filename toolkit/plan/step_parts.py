@@ -184,7 +184,7 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
     operations += adapters * sum(launched * times for launched, times in passes)
     seconds = operations * calibration.host_seconds
-    if setup.engine.kind == "deepspeed" and setup.engine.shards_parameters:
+    if setup.engine.traits.has_flat_states and setup.engine.shards_parameters:
         modules = sum(len({tensor.name.rpartition(".")[0] for tensor in layer}) for layer in setup.part.layers)
         seconds += ZERO_3_SECONDS * (modules + 2 * adapters) * (forwards + setup.accumulation_steps)
     return seconds

@@ -27,23 +27,6 @@ def largest_shard(shapes: Sequence[tuple[int, ...]], engine: str, *, ranks: int)
     return max(flat, sum(math.ceil(size / ranks) for size in sizes))
 
 
-def rows_share(shape: tuple[int, ...], *, ranks: int, rank: int = 0) -> int:
-    """Return the elements of a tensor that a rank holds under FSDP2: ceil(d/N) rows on the first ranks, then fewer."""
-    rows = shape[0] if shape else 1
-    each = -(-rows // ranks)
-    return min(each, max(0, rows - rank * each)) * (math.prod(shape) // max(rows, 1))
-
-
-def partition_share(elements: int, *, ranks: int) -> int:
-    """Return the elements of a tensor that every rank holds under ZeRO-3."""
-    return -(-elements // ranks)
-
-
-def flat_share(group_elements: int, *, ranks: int) -> int:
-    """Return the elements of a parameter group that every rank holds under ZeRO-1 and ZeRO-2."""
-    return -(-group_elements // (2 * ranks)) * 2
-
-
 @lru_cache(maxsize=256)
 def zero_block(preset: PresetSpec) -> dict[str, Any]:
     """Return the `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from toolkit.engines.planned import EngineSettings
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, chosen_gpu
 from toolkit.models.flops import flops_of
@@ -38,7 +39,7 @@ from toolkit.plan.candidates import (
     why_refused,
 )
 from toolkit.plan.communication import split_collectives
-from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.methods import SFT

@@ -8,9 +8,10 @@ import pytest
 from counted_collectives import assert_planned
 from launching import ROOT, accelerate_launch, losses, read
 
+from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_buffers import engine_buffers
-from toolkit.plan.model_states import job_weights, model_states
+from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
