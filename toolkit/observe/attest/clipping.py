@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from toolkit.observe.attest.differences import Difference, Readings, Values
 from toolkit.observe.attest.read_fsdp2 import is_shard
-from toolkit.observe.attest.tensors import local
+from toolkit.observe.attest.tensors import local, local_values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
 
@@ -81,7 +81,7 @@ class NormReader:
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
 
     def _norm(self, parameters: Iterable[Any]) -> float:
-        gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters if p.grad is not None]
+        gradients = [local_values(p.grad) / math.sqrt(self._copies(p)) for p in parameters if p.grad is not None]
         if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):  # flat, and with offload in host memory
             gradients = [part for gradient in gradients for part in gradient.flatten().split(ACCURATE_ELEMENTS)]
         return float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))

@@ -167,7 +167,8 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
         of_fsdp2 = read_fsdp2.reduce_dtype(wrapped) if read_fsdp2.is_fsdp2(wrapped) else None
         reduce_dtype = sent_dtype(wrapped) or of_fsdp2 or tensors.dtype_names(held)
     dtypes = {"gradient_dtype": tensors.dtype_names(held), "reduce_dtype": reduce_dtype}
-    return {"gradient_bytes": tensors.local_bytes(held), **dtypes}
+    dense = (gradient for gradient in held if not gradient.is_sparse)  # the bytes of others follow from the data
+    return {"gradient_bytes": tensors.local_bytes(dense), **dtypes}
 
 
 # -- what only the first step shows
