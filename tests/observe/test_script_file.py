@@ -23,7 +23,11 @@ OWN_TRAIN = "its `train` takes no `resume_from_checkpoint`"
         (TRAINER + "Trainer(args=TrainingArguments('out')).train()", (), None),
         (TRAINER + "TrainingArguments('out', save_strategy='no')", (), NOTHING_SAVED),
         (TRAINER + "TrainingArguments('out', save_strategy=chosen)", ("--save_strategy", "no"), None),
-        (TRAINER + "TrainingArguments('out', save_strategy='no').save_strategy = 'steps'", (), None),
+        (
+            TRAINER + "args = TrainingArguments(save_strategy='no')\nargs.save_strategy = 'steps'\nargs.save_strategy",
+            (),
+            None,
+        ),
         (TRAINER + "parse()", ("--save_strategy", "no"), NOTHING_SAVED),
         (TRAINER + "parse()", ("--save_strategy=steps",), None),
         (TRAINER + "TrainingArguments('out', save_only_model=True)", (), "no optimizer states are (`save_only_model`)"),

@@ -71,14 +71,15 @@ def cannot_resume(file: Path, arguments: Sequence[str]) -> str | None:
     """
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     words = dict(re.findall(r"--(save_\w+)[ =]([\w.]+)", " ".join(arguments)))
-    attributes = {node.attr: isinstance(node.ctx, ast.Store) for node in nodes if isinstance(node, ast.Attribute)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     for name, value, reason in (
         ("save_strategy", "no", "nothing is saved (`save_strategy`)"),
         ("save_only_model", "true", "no optimizer states are (`save_only_model`)"),
     ):
         passed = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == name]
         values = {ast.unparse(each).strip("'").lower() for each in passed} or {words.get(name, "").lower()}
-        if values == {value} and not attributes.get(name):
+        if values == {value} and name not in assigned:
             return reason
     imported = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
     imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -86,7 +87,7 @@ def cannot_resume(file: Path, arguments: Sequence[str]) -> str | None:
         return None  # its Trainer or its checkpoints may be there
     if not all(map(_takes_checkpoint, nodes)):
         return "its `train` takes no `resume_from_checkpoint`"
-    names = {node.id for node in nodes if isinstance(node, ast.Name)} | attributes.keys()
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} | {node.attr for node in attributes}
     saves = any(name.endswith("Trainer") or name.startswith(("load_state", "resume")) for name in names)
     if "backward" in names and not saves:
         return "its loop loads no state (`accelerator.load_state`)"
