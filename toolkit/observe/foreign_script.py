@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import io
 import os
 import runpy
 import sys
@@ -272,7 +273,8 @@ class ScriptRun:
 def write_whole_lines() -> None:
     """Write a line and its end at once, as to a terminal: another rank or thread prints in between otherwise."""
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "write_through", False):  # `toolkit train` starts ranks with PYTHONUNBUFFERED
+        # `toolkit train` starts ranks with PYTHONUNBUFFERED
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
