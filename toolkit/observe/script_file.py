@@ -85,24 +85,11 @@ def cannot_resume(file: Path, arguments: Sequence[str]) -> str | None:
     imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     if {name.partition(".")[0] for name in imported} & {"", *(path.stem for path in file.parent.iterdir())}:
         return None  # its Trainer or its checkpoints may be there
-    if not all(map(_takes_checkpoint, nodes)):
-        return "its `train` takes no `resume_from_checkpoint`"
     names = {node.id for node in nodes if isinstance(node, ast.Name)} | {node.attr for node in attributes}
     saves = any(name.endswith("Trainer") or name.startswith(("load_state", "resume")) for name in names)
     if "backward" in names and not saves:
         return "its loop loads no state (`accelerator.load_state`)"
     return None
-
-
-def _takes_checkpoint(node: ast.AST) -> bool:
-    """Return False for a class of a Trainer whose own `train` cannot be given a checkpoint."""
-    if not isinstance(node, ast.ClassDef) or not any(ast.unparse(base).endswith("Trainer") for base in node.bases):
-        return True
-    trains = (each.args for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "train")
-    return all(
-        train.kwarg or "resume_from_checkpoint" in {each.arg for each in (*train.args, *train.kwonlyargs)}
-        for train in trains
-    )
 
 
 def _module_file(name: str) -> Path | None:
