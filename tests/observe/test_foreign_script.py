@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from trl_jobs import TRL_ROWS, trl_words
 from toolkit.errors import ToolkitError
 from toolkit.launch.launch import prepare_run
 from toolkit.launch.options import TrainOptions
+from toolkit.observe.foreign_script import write_whole_lines
 from toolkit.observe.words import Words, check_transformers
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import RunFolder
@@ -219,6 +221,25 @@ def test_a_restart_says_from_which_step_the_script_really_resumed(
     (restart,) = run_of(tmp_path)["restarts"]
     assert restart["resumed_from_step"] == resumed_step
     assert [row.step for row in read_rows(RunFolder(tmp_path / "run").rank_rows(0))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_and_its_end_are_written_at_once_without_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[bytes]()
+
+    class Terminal(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            written.append(bytes(data))
+            return len(data)
+
+    unbuffered = io.TextIOWrapper(Terminal(), encoding="utf-8", write_through=True)  # type: ignore[type-var]
+    monkeypatch.setattr(sys, "stdout", unbuffered)
+    print("apart")
+    write_whole_lines()
+    print("together")
+    assert written == [b"apart", b"\n", b"together\n"]
 
 
 @pytest.mark.parametrize(

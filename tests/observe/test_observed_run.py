@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,16 @@ def test_a_rank_of_an_attempt_that_was_replaced_writes_no_failure(tmp_path: Path
     assert not folder.failure_json.exists()
     assert report_failure(RunFailed("lost"), Progress(output_dir=tmp_path, attempt_id="new")) == 1
     assert folder.failure_json.exists()
+
+
+def test_lines_of_both_streams_keep_their_order_on_one_terminal_and_in_the_log(tmp_path: Path) -> None:
+    lines = [f"line {number} on {stream}" for number in range(200) for stream in ("stdout", "stderr")]
+    program = (
+        "import sys; from pathlib import Path; from toolkit.observe.observed_run import copy_output_to\n"
+        "copy_output_to(Path('train.log'))\n"
+        "for n in range(200):\n"
+        "    for name in ('stdout', 'stderr'): print(f'line {n} on {name}', file=getattr(sys, name), flush=True)\n"
+    )
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout
+    assert printed.decode().splitlines() == (tmp_path / "train.log").read_text().splitlines() == lines

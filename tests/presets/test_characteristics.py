@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from preset_files import deepspeed_pair
 
+from toolkit.engines.registry import ENGINES
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.characteristics import PARTS, characteristics
-from toolkit.presets.shard_bytes import largest_shard, persistence_threshold, shard_byte_limits
+from toolkit.presets.shard_bytes import persistence_threshold, shard_byte_limits
 
 REDUCED = "all-reduces of activations in each layer"
 DISPATCHED = "all-to-alls of tokens, to their experts and back"
@@ -117,7 +118,7 @@ def test_a_users_own_file_has_characteristics_too(tmp_path: Path) -> None:
 def test_the_largest_shard_includes_the_engines_padding(
     shapes: list[tuple[int, ...]], engine: str, ranks: int, elements: int
 ) -> None:
-    assert largest_shard(shapes, engine, ranks=ranks) == elements
+    assert ENGINES[engine].largest_shard(shapes, ranks=ranks) == elements
 
 
 # Ten fp32 elements on two ranks, 40 bytes unsharded. Highest of a DeepSpeed shard: (5 + 8 of padding) x 4 = 52, and all

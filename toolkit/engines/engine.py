@@ -55,6 +55,8 @@ class Engine:
     reads_deepspeed_settings = False
     needs_launcher = True
     """False where a plain `python` starts it."""
+    launcher_options: tuple[str, ...] = ()
+    """Options of `accelerate launch` that several nodes need."""
     compiles_ops = False
     keeps_masters = False
     """True if trained weights are 16-bit copies, beside fp32 master weights of the engine's own."""
@@ -131,6 +133,11 @@ class Engine:
         """Return why `torch_compile` does not pay, or None where it may."""
         del sharding
         return None
+
+    def rejects_auto_find_batch_size(self, sharding: str) -> bool:
+        """Return True if the Trainer raises for `auto_find_batch_size` (transformers 5.23, `Trainer.__init__`)."""
+        del sharding
+        return False
 
     def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
         """Return what does not work, and the upstream issue."""

@@ -96,6 +96,14 @@ class Fsdp2(Engine):
         del deepspeed_config, splits_sequences
         return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
 
+    def largest_shard(self, shapes: Sequence[tuple[int, ...]], *, ranks: int) -> int:
+        """Return the elements of the first rank's rows.
+
+        >>> Fsdp2().largest_shard([(5, 2)], ranks=2)
+        6
+        """
+        return sum(rows_share(shape, ranks=ranks) for shape in shapes)
+
     def training_arguments(
         self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
     ) -> dict[str, Any]:

@@ -49,6 +49,12 @@ def local(tensor: Any) -> torch.Tensor:
     return held
 
 
+def local_values(tensor: Any) -> torch.Tensor:
+    """Return the values that this rank holds of a tensor: of a sparse gradient, those of each row that it has, once."""
+    held = local(tensor)
+    return held.coalesce().values() if held.is_sparse else held
+
+
 def uncompiled(module: Any) -> Any:
     """Return the module inside `torch.compile`'s wrapper; FSDP2 shards the wrapper itself, which is kept."""
     from torch.distributed.fsdp import FSDPModule
@@ -68,7 +74,9 @@ def local_bytes(tensors: Iterable[Any]) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors inside a subclass that only looks like a tensor, as torchao's quantized states do."""
+    """The tensors inside one that only looks like a tensor, as torchao's quantized states do; a sparse one's values."""
+    if tensor.is_sparse:
+        return [local_values(tensor)]
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/
 OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
 
 
+PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 NORM_BYTES = 8  # gradient norms are in fp64, one tensor at a time (`zero/utils.py`, `get_norm_dtype`)
 
 
@@ -59,6 +61,8 @@ class Zero(Engine):
     libraries = ("deepspeed", "ninja")
     needs = ("deepspeed",)
     needs_to_offload = ("a C++ compiler, for DeepSpeed's CPU Adam",)
+    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone.
+    launcher_options = ("--deepspeed_multinode_launcher standard",)
     compiles_ops = True
     keeps_masters = True
     launcher_decides_precision = False
@@ -123,6 +127,10 @@ class Zero(Engine):
             return None
         return "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
 
+    def rejects_auto_find_batch_size(self, sharding: str) -> bool:
+        """Return True under ZeRO-3."""
+        return sharding in SHARDS_PARAMETERS
+
     def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
         """Return what does not work under a stage, and the upstream issue."""
         if sharding in SHARDS_PARAMETERS:
@@ -157,6 +165,12 @@ class Zero(Engine):
         else:
             sent = config.get("communication_data_type")
         return {"reduce_dtype": DTYPES.get(str(sent).lower(), compute_dtype)}
+
+    def largest_shard(self, shapes: Sequence[tuple[int, ...]], *, ranks: int) -> int:
+        """Return the elements of the largest flat partition, padded for each parameter group."""
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = math.ceil(sum(sizes) / ranks) + PARAMETER_GROUPS * 2 * ranks
+        return max(flat, sum(partition_share(size, ranks=ranks) for size in sizes))
 
     def persistence_threshold(self, zero_block: Mapping[str, Any], sharding: str, *, hidden_size: int | None) -> int:
         """Return the elements up to which ZeRO-3 never releases a gathered parameter.

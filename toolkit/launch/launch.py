@@ -38,7 +38,7 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.terminal import OutputFilter
-from toolkit.observe.script_file import bf16_switched_off, check_script, check_script_preset, script_name
+from toolkit.observe.script_file import bf16_switched_off, cannot_resume, check_script, check_script_preset, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -110,7 +110,12 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
     gpus = None if options.on_cpu else count_gpus()
     check_process_count(processes, gpus=gpus, preset=preset, ranks_per_gpu=options.ranks_per_gpu)
     check_script_preset(preset)
-    check_script(options.script, options.module)
+    file = check_script(options.script, options.module)
+    if options.max_restarts and file is not None and (why := cannot_resume(file, options.training_arguments)):
+        on_message(
+            f"warning: a restart of this script begins at step 0: {why}\n"
+            "  hint: let it save its state and load it, or leave `--max-restarts` out"
+        )
     _check_trl_on_cpu(options)
     flag, wins = bf16_switched_off(options.training_arguments), preset.traits.launcher_decides_precision
     if flag is not None and wins and (precision := preset.mixed_precision) != "no":

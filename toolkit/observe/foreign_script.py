@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import io
 import os
 import runpy
 import sys
@@ -73,6 +74,7 @@ class ScriptRun:
 
     def run(self) -> int:
         """Run the script, and return its exit code; 1 where nothing was observed. Raises ToolkitError before it."""
+        write_whole_lines()
         self._open_folder()
         if self.stops is not None:
             self.stops.listen()
@@ -266,6 +268,14 @@ class ScriptRun:
         stop, untimed = self.words.stop_after_steps, self.words.untimed_steps
         joined = replace(training, folder=path, prepared=first, expected=expected)
         return replace(joined, stop_after_steps=stop, untimed_steps=untimed)
+
+
+def write_whole_lines() -> None:
+    """Write a line and its end at once, as to a terminal: another rank or thread prints in between otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        # `toolkit train` starts ranks with PYTHONUNBUFFERED
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def keep_apart(folder: Path) -> None:

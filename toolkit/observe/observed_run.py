@@ -163,20 +163,24 @@ def gather_from_ranks(value: Any, *, single_process: bool = False, group: Any = 
 
 
 def copy_output_to(log: Path) -> None:
-    """Copy this process's stdout and stderr into train.log, where no launcher does it.
+    """Copy this process's stdout and stderr into train.log, where no launcher does it, in their order if both are one.
 
     SLURM sends SIGTERM to every process of a job step: the copies ignore it, and end with the rank, which saves first.
     """
-    for stream in (sys.stdout, sys.stderr):
+    streams = (sys.stdout, sys.stderr)
+    for stream in streams:
         stream.flush()
+    together = os.path.sameopenfile(*(stream.fileno() for stream in streams))  # a terminal, or `2>&1`
+    for copied in [streams] if together else [[stream] for stream in streams]:
         copy = subprocess.Popen(
             ["sh", "-c", "trap '' TERM INT HUP; exec tee -a \"$0\"", str(log)],
             stdin=subprocess.PIPE,
-            stdout=stream.fileno(),
+            stdout=copied[0].fileno(),
             start_new_session=True,
         )
         assert copy.stdin is not None
-        os.dup2(copy.stdin.fileno(), stream.fileno())
+        for stream in copied:
+            os.dup2(copy.stdin.fileno(), stream.fileno())
 
 
 # -- whose folder it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
@@ -61,6 +62,34 @@ def bf16_switched_off(arguments: Sequence[str]) -> str | None:
     Under DeepSpeed the script decides.
     """
     return next(iter(re.findall(r"--(?:bf16[ =](?:false|no|0)|no[_-]bf16)\b", " ".join(arguments).lower())), None)
+
+
+def cannot_resume(file: Path, arguments: Sequence[str]) -> str | None:
+    """Return why a restart of a script begins at step 0; None where it resumes, or its text and words do not say.
+
+    Its text need not name `resume_from_checkpoint`: the observer gives the checkpoint to its first `train()`.
+    """
+    nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    words = dict(re.findall(r"--(save_\w+)[ =]([\w.]+)", " ".join(arguments)))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    for name, value, reason in (
+        ("save_strategy", "no", "nothing is saved (`save_strategy`)"),
+        ("save_only_model", "true", "no optimizer states are (`save_only_model`)"),
+    ):
+        passed = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == name]
+        values = {ast.unparse(each).strip("'").lower() for each in passed} or {words.get(name, "").lower()}
+        if values == {value} and name not in assigned:
+            return reason
+    imported = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    if {name.partition(".")[0] for name in imported} & {"", *(path.stem for path in file.parent.iterdir())}:
+        return None  # its Trainer or its checkpoints may be there
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} | {node.attr for node in attributes}
+    saves = any(name.endswith("Trainer") or name.startswith(("load_state", "resume")) for name in names)
+    if "backward" in names and not saves:
+        return "its loop loads no state (`accelerator.load_state`)"
+    return None
 
 
 def _module_file(name: str) -> Path | None:

@@ -296,7 +296,7 @@ def best_candidate(request: RecommendRequest, preset: PresetSpec) -> Candidate:
     """
     best = _fastest(request, preset)
     could_wait = best.fits and best.job.gradient_accumulation_steps > 1
-    if preset.engine != "fsdp2" or request.job.accumulate is not None or not could_wait:
+    if not preset.traits.chooses_accumulation or request.job.accumulate is not None or not could_wait:
         return best
     whole = _fastest(replace(request, job=replace(request.job, accumulate=WHOLE)), preset)
     is_faster = whole.fits and whole.job.keeps_whole_gradients and min(best.time_ratios(whole)) > EQUAL_WITHIN

@@ -70,7 +70,7 @@ def _reference_advice(
         )
         if saved > NOTHING * memory.peak.allocated_bytes:
             yield f"`--precompute-ref-log-probs` lowers the peak by {gib(saved)}"
-    if preset.engine == "fsdp2" and world_size > 1:
+    if preset.traits.gathers_layers and world_size > 1:
         gathers = "FSDP2 gathers the whole reference, and a copy of it, for its forward"
         yield f"{gathers}; ZeRO-3 gathers it module by module: `--preset zero3`"
     elif not preset.shards_parameters and world_size > 1 and held > GIB:

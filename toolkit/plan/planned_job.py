@@ -289,7 +289,7 @@ class TrainingSetup:
             hidden_size=self.shape.hidden_size,
             mixed_precision=self.precision,
             layout=self.layout,
-            pure_bf16=numerics.pure_bf16 and not (numerics.fsdp2_masters and self.preset.engine == "fsdp2"),
+            pure_bf16=numerics.pure_bf16 and not (numerics.fsdp2_masters and self.preset.traits.gathers_layers),
         )
 
     @property

@@ -188,12 +188,14 @@ def default_preset(job: Job, *, world_size: int, gpu: Gpu) -> str:
     Those whose libraries are not installed here are left out. Raises ToolkitError for a job that cannot be planned.
     """
     usable = [preset for preset in list_presets() if set(job.degrees) <= set(preset.parallel)]
-    usable = [preset for preset in usable if preset.engine != "deepspeed" or is_importable("deepspeed")]
+    usable = [preset for preset in usable if all(map(is_importable, preset.traits.needs))]
     shape = read_model(str(job.model_name_or_path), count=False)
     request = PlanRequest(shape=shape, presets=usable, world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
     plans = make_plans(replace(request, strict=False))
     fitting = [plan for plan in plans if plan.fits]
-    fitting = [plan for plan in fitting if plan.preset.engine == "none"] or fitting  # one process has nothing to shard
+    fitting = [
+        plan for plan in fitting if not plan.preset.traits.needs_launcher
+    ] or fitting  # one process has nothing to shard
     smallest = min(plans, key=lambda plan: plan.memory.planned_peak_bytes)
     return (best_plan(fitting)[0] if fitting else smallest).preset.name
 

@@ -67,7 +67,7 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
     launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
     # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
-    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
+    launcher += "".join(f" {option}" for option in preset.traits.launcher_options)
     degree = preset.dp_shard_size(request.world_size)
     launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
     return f"{launcher} -m toolkit.train {words}"

@@ -216,7 +216,7 @@ def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int 
         return 0.0, 0.0, 0.0
     trained, shard = _optimizer_share(setup), (setup.weights.num_trained + setup.weights.num_frozen) / setup.world_size
     element_bytes = setup.engine.element_bytes
-    stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
+    stored_bytes = 4 if preset.traits.gathers_layers else element_bytes  # FSDP2 keeps fp32 shards on the host
     on_host, on_disk = 2.0 * activations, 0.0  # bytes of one GPU per step
     if preset.offload_param is not None:  # shards for gathers
         on_host += 2 * steps * stored_bytes * shard
@@ -231,7 +231,7 @@ def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int 
     on_disk *= gpus
     disk = DISK_BYTES_PER_SECOND if nvme is None else (float(nvme), 0.75 * nvme, 0.5 * nvme)
     updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
-    adam = [each * updated for each in HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]]
+    adam = [each * updated for each in HOST_ADAM_SECONDS["fsdp2" if preset.traits.gathers_layers else "deepspeed"]]
     best = max(on_host / (pcie * PCIE_SHARE[0]), on_disk / disk[0], adam[0])
     estimate, worst = (on_host / (pcie * PCIE_SHARE[end]) + on_disk / disk[end] + adam[end] for end in (1, 2))
     return best, estimate, worst

@@ -224,7 +224,7 @@ def step_time(
     blocking = _sum(interconnect.estimate(collective) for collective in collectives if collective.blocks)
     optimizer = optimizer_seconds(setup, interconnect)
     offload = offload_seconds(setup, interconnect, nvme_bytes_per_second)
-    serial = preset.engine == "deepspeed" and preset.sharding in SHARDINGS_WITHOUT_OVERLAP
+    serial = preset.traits.has_flat_states and preset.sharding in SHARDINGS_WITHOUT_OVERLAP
 
     def seconds(place: int) -> float:
         hidden = communication[place] - blocking[place]

@@ -146,11 +146,6 @@ def rejects_save_only_model(fsdp_state_dict_type: str) -> bool:
     return fsdp_state_dict_type == "SHARDED_STATE_DICT"
 
 
-def rejects_auto_find_batch_size(*, engine: str, zero_stage: int) -> bool:
-    """Return True if the Trainer raises for `auto_find_batch_size`."""
-    return engine == "deepspeed" and zero_stage == 3
-
-
 def _fsdp_state_dict_type(preset: PresetSpec) -> str:
     """The preset's choice, or accelerate's default with FSDP2."""
     return str(preset.accelerate_config()["fsdp_config"].get("fsdp_state_dict_type", "SHARDED_STATE_DICT"))
@@ -177,7 +172,7 @@ def async_save(case: Case, preset: PresetSpec) -> Answers:
 def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
     if not case.job.auto_find_batch_size:
         return
-    if rejects_auto_find_batch_size(engine=preset.engine, zero_stage=3 if preset.shards_parameters else 2):
+    if preset.traits.rejects_auto_find_batch_size(preset.sharding):
         why = "the Trainer rejects it with ZeRO-3"
         yield method_answer(case, "auto_find_batch_size", why, "leave it out, or `--preset zero2`")
 

@@ -10,21 +10,6 @@ from typing import Any
 from toolkit.presets.spec import PresetSpec
 
 ADAM_STATES = 2  # momentum and variance
-PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
-
-
-def largest_shard(shapes: Sequence[tuple[int, ...]], engine: str, *, ranks: int) -> int:
-    """Return the elements of the largest shard that one rank may hold, including padding.
-
-    >>> largest_shard([(5, 2)], "fsdp2", ranks=2)
-    6
-    """
-    sizes = [math.prod(shape) for shape in shapes]
-    if engine == "fsdp2":
-        rows = [shape[0] if shape else 1 for shape in shapes]
-        return sum(math.ceil(row / ranks) * (size // max(row, 1)) for row, size in zip(rows, sizes, strict=True))
-    flat = math.ceil(sum(sizes) / ranks) + PARAMETER_GROUPS * 2 * ranks
-    return max(flat, sum(math.ceil(size / ranks) for size in sizes))
 
 
 @lru_cache(maxsize=256)
@@ -58,7 +43,7 @@ def shard_byte_limits(
     unsharded = sum(math.prod(shape) for shape in shapes) * element_bytes
     if part not in preset.sharded_parts:
         return unsharded, unsharded
-    highest = largest_shard(shapes, preset.engine, ranks=ranks) * element_bytes
+    highest = preset.traits.largest_shard(shapes, ranks=ranks) * element_bytes
     if part == "parameter":
         threshold = persistence_threshold(preset, hidden_size=hidden_size)
         highest += element_bytes * sum(size for size in map(math.prod, shapes) if size <= threshold)

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.engines.engine import Values
 from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
+from toolkit.observe.attest.read_rank import read_gradients
 from toolkit.parallel.layout import ParallelLayout
 
 
@@ -107,3 +108,15 @@ def test_the_norm_of_a_large_flat_gradient_in_host_memory_is_right() -> None:
     reader._on_step(torch.optim.SGD([flat], lr=0.0))
     assert reader.reading["optimizer_norm"] == pytest.approx(norm, rel=1e-4)
     assert float(torch.nn.utils.get_total_norm([gradient])) < 0.99 * norm  # what is worked around
+
+
+def test_the_norm_of_a_sparse_gradient_counts_a_row_that_came_twice_as_its_sum() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5, 2))
+    rows, values = torch.tensor([[1, 1]]), torch.tensor([[1.0, 2.0], [2.0, 2.0]])
+    weight.grad = torch.sparse_coo_tensor(rows, values, (5, 2), check_invariants=True)
+    reader = NormReader()
+    reader.trainer = SimpleNamespace(model_wrapped=torch.nn.ParameterList([weight]))
+    reader._on_step(torch.optim.SGD([weight], lr=0.0))
+    assert reader.reading["optimizer_norm"] == pytest.approx(5.0)
+    gradients = read_gradients(reader.trainer)
+    assert gradients == {"gradient_bytes": 0, "gradient_dtype": "float32", "reduce_dtype": "float32"}

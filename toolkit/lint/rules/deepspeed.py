@@ -20,7 +20,7 @@ from toolkit.lint.rules.settings import (
     stage3_key,
     zero_stage,
 )
-from toolkit.presets.method_rules import rejects_auto_find_batch_size, survives_offload
+from toolkit.presets.method_rules import survives_offload
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
 OWNED_BY_TRAINER = {
@@ -247,7 +247,7 @@ def auto_batch_at_stage_3(doc: Document) -> Iterator[Match]:
     json = doc.deepspeed_json
     if json is None or not as_bool(doc.get("auto_find_batch_size")):
         return
-    if rejects_auto_find_batch_size(engine="deepspeed", zero_stage=zero_stage(json)):
+    if zero_stage(json) == 3:
         yield Match("auto_find_batch_size", "refused under ZeRO-3", "`auto_find_batch_size: false`", remove=True)
 
 

@@ -84,7 +84,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
         self.with_gradient: set[int] = set()
-        """Parameters that have a gradient in the first step, by identity."""
+        """Parameters that have a gradient in the first step that is not sparse, by identity."""
         self.norms, self.forwards = NormReader(), ForwardDetector()
         self.loss_graph: LossGraph | None = None
         self.documents: list[KernelRow] | None = None
@@ -147,7 +147,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.replicas.note_rates()
         if self.gradients is None:
-            self.with_gradient = {id(p) for p in self.trainer.model_wrapped.parameters() if p.grad is not None}
+            held = ((id(p), p.grad) for p in self.trainer.model_wrapped.parameters())
+            self.with_gradient = {each for each, grad in held if grad is not None and not grad.is_sparse}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from toolkit.engines.engine import Values
 from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
-from toolkit.engines.tensors import local
+from toolkit.engines.tensors import local, local_values
 from toolkit.observe.attest.differences import Difference, Readings
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
@@ -83,7 +83,7 @@ class NormReader:
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
 
     def _norm(self, parameters: Iterable[Any]) -> float:
-        gradients = [local(p.grad) / math.sqrt(self._copies(p)) for p in parameters if p.grad is not None]
+        gradients = [local_values(p.grad) / math.sqrt(self._copies(p)) for p in parameters if p.grad is not None]
         if live_engine(self.trainer.model_wrapped).reduces_itself:  # flat, and with offload in host memory
             gradients = [part for gradient in gradients for part in gradient.flatten().split(ACCURATE_ELEMENTS)]
         return float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))

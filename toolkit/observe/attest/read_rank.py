@@ -137,7 +137,8 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
     held = live.gradients()
     reduce_dtype = sent_dtype(live.wrapped) or live.reduce_dtype(held)
     dtypes = {"gradient_dtype": tensors.dtype_names(held), "reduce_dtype": reduce_dtype}
-    return {"gradient_bytes": tensors.local_bytes(held), **dtypes}
+    dense = (gradient for gradient in held if not gradient.is_sparse)  # the bytes of others follow from the data
+    return {"gradient_bytes": tensors.local_bytes(dense), **dtypes}
 
 
 # -- what only the first step shows
