@@ -207,11 +207,12 @@ CHECKS = {
 def compared_fields() -> set[str]:
     """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
     expecting = {
-        "expected.py": ("expected_values", "_expected_optimizer", "_expected_gradients"),
+        "expected.py": ("expected_values", "_expected_optimizer"),
         "attestation.py": ("expected_values",),
     }
     sources = [(ATTEST / name, functions) for name, functions in expecting.items()]
     sources.append((ROOT / "toolkit" / "train" / "trainer.py", ("expected_readings", "observer_parts")))
+    sources += [(path, ("gradient_facts",)) for path in (ROOT / "toolkit" / "engines").glob("*.py")]
     keys: set[str] = set()
     for path, functions in sources:
         for node in functions_of(path):

@@ -149,7 +149,7 @@ def test_facts_are_merged_into_run_json(tmp_path: Path) -> None:
     folder.update_run(status="running", seed=42)
     assert folder.update_run(status="completed") == {"schema_version": 1, "status": "completed", "seed": 42}
     assert folder.read_run() == {"schema_version": 1, "status": "completed", "seed": 42}
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "run.json"]
     folder.run_json.write_text('{"status": "comp')
     assert folder.read_run() is None
 

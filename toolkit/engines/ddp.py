@@ -14,7 +14,7 @@ class Ddp(Engine):
 
     name = "ddp"
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("2 P per step", "NO_SHARD", "ZeRO-0")}
-    dimensions: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp", "ep", "pp")
+    dimensions: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp", "ep")
     uses_ddp = True
     no_comm_hook = None
 

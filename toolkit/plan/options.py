@@ -125,7 +125,7 @@ class PlanOptions(JobAndGpuOptions):
         bool,
         Option("--async-save", help="checkpoints are written while training continues, from a copy in host memory"),
     ] = False
-    image_tokens: Annotated[int, Option(help="tokens of images in each sequence, of --max-seq-length", min=0)] = 0
+    image_tokens: Annotated[int, Option(help="tokens of images among those of a sequence", min=0)] = 0
     freeze_vision_tower: Annotated[
         bool, Option("--freeze-vision-tower", help="the encoder of images and its projector are not trained")
     ] = False

@@ -148,7 +148,8 @@ def _engine(config: dict[str, Any], path: Path) -> tuple[Engine, tuple[str, ...]
     if sorted(set(names), key=DIMENSIONS.index) != names:
         raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
     if not set(names) <= set(engine.dimensions):
-        possible = (f"{each.name} ({', '.join(sorted(each.dimensions))})" for each in ENGINES.values())
+        engines = [each for each in ENGINES.values() if each.dimensions]
+        possible = (f"{each.name} ({', '.join(sorted(each.dimensions))})" for each in engines)
         raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {' or '.join(possible)}")
     return engine, tuple(names)
 
