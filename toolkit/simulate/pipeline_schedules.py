@@ -34,14 +34,12 @@ from toolkit.parallel import pipeline_schedule
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B, interleaved_rounds
 
 FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
-LETTERS = "FIBW"
-"""The letter of each kind of operation."""
+LETTERS = "FIBW"  # of each kind of operation
 NEEDED = ((FORWARD, FORWARD, -1), (BACKWARD_INPUT, BACKWARD_INPUT, 1), (BACKWARD, BACKWARD_INPUT, 1))
 """Kinds that wait for another chunk: kind, kind of result that they need and leave, and whose it is."""
 ZB_H2, ZB_V, DUALPIPE_V = "zb_h2", "zb_v", "dualpipe_v"
 SCHEDULES = (*pipeline_schedule.SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
-V_SHAPED = (ZB_V, DUALPIPE_V)
-"""Schedules of two chunks per stage, of which the second returns from the last stage to the first."""
+V_SHAPED = (ZB_V, DUALPIPE_V)  # of two chunks per stage; the second returns from the last stage to the first
 # Larger values are typing errors; more operations take minutes.
 LARGEST = {"--stages": 4096, "--micro-batches": 2**20, "--chunks": 256}
 MOST_OPERATIONS = 2**24
