@@ -91,8 +91,8 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
     check_ranges(options, RANGES)
     if (options.spare_nodes is None) != (options.repair_hours is None):
         flags = ("--spare-nodes", "--repair-hours")
-        given, needed = flags if options.repair_hours is None else flags[::-1]
-        raise ToolkitError(f"{given} has no effect without {needed}", hint=f"`{needed} 24`, for example")
+        flag, needed = flags if options.repair_hours is None else flags[::-1]
+        raise ToolkitError(f"{flag} has no effect without {needed}", hint=f"`{needed} 24`, for example")
     save_seconds, source = _checkpoint_seconds(options)
     minutes = options.checkpoint_interval_minutes
     job = FailingJob(

@@ -111,7 +111,7 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
     check_ranges(options, RANGES)
-    heading, layers, simulated = _with_given_times(options) if options.model is None else _with_model(options)
+    heading, layers, simulated = _with_times(options) if options.model is None else _with_model(options)
     possible, left_out = _possible(options, layers)
     return PipelineComparison(
         heading=f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}",
@@ -120,7 +120,7 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
     )
 
 
-def _with_given_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
+def _with_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
     """Times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
     refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
     forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
@@ -130,16 +130,16 @@ def _with_given_times(options: PipelineOptions) -> tuple[str, int | None, Simula
         missing = "--forward-ms" if forward is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
     parts = {"forward": forward, "backward": backward, "weight gradient": weight, "transfer": options.transfer_ms}
-    given = {name: (value or 0.0) / 1000 for name, value in parts.items()}
-    first, second, third, transfer = given.values()
-    times = ChunkTimes(forward_seconds=first, backward_seconds=second, weight_seconds=third)
+    parts_seconds = {name: (value or 0.0) / 1000 for name, value in parts.items()}
+    forward, backward, weight, transfer = parts_seconds.values()
+    times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
 
     def simulated(schedule: str, size: PipelineSize) -> SimulatedSchedule:
         chunks = [times.divided(size.chunks)] * size.num_chunks
         run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer)
         return SimulatedSchedule(run=run)
 
-    heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in given.items())
+    heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in parts_seconds.items())
     return heading, options.num_layers, simulated
 
 

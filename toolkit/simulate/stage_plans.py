@@ -1,9 +1,5 @@
 """Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
 
-    shape = read_model("Qwen/Qwen2.5-72B")
-    staged = StagedModel(shape=shape, job=job, gpu=find_gpu("h100"), tp=8)
-    times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
-
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
 (`toolkit.plan.planned_job`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
 and gradients, and fp32 master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed
@@ -11,8 +7,6 @@ optimizer).
 
 Where no preset fits a model, layouts of data x tensor x pipeline parallelism are such stages: 1F1B is simulated with
 their times, and gradients are summed over the replicas after the last backward.
-
-    layout = best_pipeline_layout(recommend_request("Qwen/Qwen2.5-72B", options))
 """
 
 from __future__ import annotations
@@ -30,28 +24,14 @@ from toolkit.models.flops import flops_of
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import (
-    Candidate,
-    NothingFits,
-    RecommendRequest,
-    best_candidates,
-    memory_refusal,
-    why_refused,
-)
+from toolkit.plan import candidates, planned_job
+from toolkit.plan.candidates import Candidate, NothingFits, RecommendRequest
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import (
-    LARGEST_DEGREE,
-    PlannedJob,
-    StageLoad,
-    TrainingSetup,
-    check_planned_job,
-    check_size,
-    model_part,
-)
+from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup
 from toolkit.plan.recommended_commands import broken, train_command
 from toolkit.plan.step_parts import compute_seconds
 from toolkit.plan.step_time import SPREAD
@@ -127,7 +107,7 @@ class StagedModel:
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
-        return self.job.method.model(model_part(self.shape, size.num_chunks, chunks))
+        return self.job.method.model(planned_job.model_part(self.shape, size.num_chunks, chunks))
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
@@ -238,13 +218,13 @@ def at_end(seconds: Range, end: int | None) -> float:
 
 def staged_model(options: PipelineOptions) -> StagedModel:
     """Return `--model`, whose stages are to be planned. Raises ToolkitError for what cannot be planned."""
-    check_size("--tp", options.tp, LARGEST_DEGREE)
+    planned_job.check_size("--tp", options.tp, planned_job.LARGEST_DEGREE)
     assert options.model is not None
     check_unquantized(options.model)
     shape = read_model(options.model)
     job = PlannedJob.from_options(options, full_length=True)
     job = replace(job, tp=None, gradient_accumulation_steps=options.micro_batches)
-    check_planned_job(job, shape)
+    planned_job.check_planned_job(job, shape)
     gpu = chosen_gpu(options.gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
     staged.check()
@@ -342,10 +322,10 @@ def _fitting(staged: StagedModel, stages: int, global_batch_size: int) -> Iterat
 def trained_pipeline(request: RecommendRequest) -> tuple[Candidate | None, str | None]:
     """Return the best degrees and micro-batch of the preset that trains pipelines, or why it cannot train the job."""
     preset = load_preset(TRAINED_PRESET)
-    best = next(iter(best_candidates(request, [preset], purpose="plan")), None)
+    best = next(iter(candidates.best_candidates(request, [preset], purpose="plan")), None)
     if best is None:
-        return None, why_refused(request, preset, purpose="plan")
-    return (best, None) if best.fits else (None, memory_refusal(best).removeprefix("it "))
+        return None, candidates.why_refused(request, preset, purpose="plan")
+    return (best, None) if best.fits else (None, candidates.memory_refusal(best).removeprefix("it "))
 
 
 def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> dict[str, Any]:

@@ -57,7 +57,6 @@ COLUMNS = (
     ("s to\nloss", "seconds_to_target", 1, 1),
     ("last\nloss", "final_loss", 1, 4),
 )
-SPENT = ("seconds", "own_seconds")  # of a rank's row: all of a step, and what it spends waiting for nobody
 NO_BACKUP = "fewer backup workers than workers; `--policy synchronous` has none"
 
 
@@ -256,9 +255,10 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
         raise ToolkitError(f"{folder} has no timed step of all ranks in ranks/rank*.jsonl", hint=hint)
     if any(row.own_seconds is None for step in steps for row in step):
         raise ToolkitError(f"the rows in {folder}/ranks have no own_seconds", hint="name a run of this version")
-    whole, own = (numpy.array([[getattr(row, name) for row in step] for step in steps]) for name in SPENT)
-    rest = (whole - own)[numpy.arange(len(steps)), own.argmax(axis=1)]
-    seconds: FloatArray = own + rest[:, None]
+    step_seconds = numpy.array([[row.seconds for row in step] for step in steps])
+    own_seconds = numpy.array([[row.own_seconds for row in step] for step in steps])
+    rest = (step_seconds - own_seconds)[numpy.arange(len(steps)), own_seconds.argmax(axis=1)]
+    seconds: FloatArray = own_seconds + rest[:, None]
     if seconds.min() <= 0:
         raise ToolkitError(f"a step in {folder}/ranks took no time", hint="name another run")
     return seconds
