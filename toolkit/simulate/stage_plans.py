@@ -42,9 +42,7 @@ from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, Pipelin
 from toolkit.units import gib, seconds
 
 STATES_LIKE = "zero1"
-SPLIT_LIKE = (
-    "fsdp2_tp"  # its tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16
-)
+SPLIT_LIKE = "fsdp2_tp"  # its tensor parallelism within a stage; on two replicas, so that it computes in bf16
 BF16_BYTES = 2
 SCHEDULE = "1f1b"  # of least memory among those that need no split backward
 MOST_MICRO_BATCHES = 4096
