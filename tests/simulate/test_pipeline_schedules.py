@@ -153,8 +153,8 @@ def test_peak_micro_batches_by_stage(schedule: str, peaks: tuple[float, ...]) ->
 def test_a_transfer_delays_the_other_stage_and_not_its_sender() -> None:
     run = step("gpipe", 2, 1, EQUAL, transfer=10.0)
     first, second = (list(run.stage_operations(stage)) for stage in range(2))
-    assert [(start, end) for start, end, _, _ in first] == [(0.0, 1.0), (24.0, 26.0)]
-    assert [(start, end) for start, end, _, _ in second] == [(11.0, 12.0), (12.0, 14.0)]
+    assert [(start, end) for start, end, _ in first] == [(0.0, 1.0), (24.0, 26.0)]
+    assert [(start, end) for start, end, _ in second] == [(11.0, 12.0), (12.0, 14.0)]
 
 
 def test_a_slow_chunk_makes_the_others_wait() -> None:

@@ -123,8 +123,7 @@ class NodeFinding:
     what: str
     value: str | None  # None where `what` says it, and so for `expected`
     expected: str | None
-    fix: str
-    """The line to type, or what to ask for."""
+    fix: str  # the line to type, or what to ask for
 
 
 @dataclass(slots=True)

@@ -79,13 +79,12 @@ def environment_report() -> dict[str, Any]:
         "cpu_limit": cpu_limit(),
         "memory_limit_bytes": memory_limit_bytes(),
         "shared_memory_bytes": filesystem_bytes(SHARED_MEMORY),
-        "disks": described_disks({"working directory": Path.cwd()} | usual_folders()),
+        "disks": described_disks("working directory", Path.cwd()),
         "hub_login": hub_login(),
         "variables": shown_variables(),
         "files": _configuration_files(),
     }
-    hidden: dict[str, Any] = without_secrets(facts)
-    return hidden
+    return dict(without_secrets(facts))
 
 
 def shown_variables() -> dict[str, str]:
@@ -108,11 +107,10 @@ def _configuration_files() -> dict[str, str]:
     ]
     shown: dict[str, str] = {}
     for path in paths:
-        lines = (text_of(path) or "").splitlines()[:MAX_FILE_LINES]
-        for number, line in enumerate(lines):
-            key = re.match(r"([^=:]*[=:]\s*)\S", line)
-            lines[number] = f"{key[1]}{HIDDEN}" if key and is_secret_name(key[1]) else line
-        shown |= {str(path): "\n".join(lines)} if lines else {}
+        if text := text_of(path):
+            keys = [(line, re.match(r"([^=:]*[=:]\s*)\S", line)) for line in text.splitlines()[:MAX_FILE_LINES]]
+            lines = (f"{key[1]}{HIDDEN}" if key and is_secret_name(key[1]) else line for line, key in keys)
+            shown[str(path)] = "\n".join(lines)
     return shown
 
 
@@ -175,11 +173,10 @@ class RdmaPort(NamedTuple):
 def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[RdmaPort]:
     """Return the RDMA ports that the kernel lists."""
     ports = []
-    for device in entries_of(root):
-        for port in entries_of(device / "ports"):
-            state, rate, link_layer = (text_of(port / name) for name in ("state", "rate", "link_layer"))
-            state = (state or "").rpartition(": ")[2] or None  # of `4: ACTIVE`
-            ports.append(RdmaPort(f"{device.name} port {port.name}", state, rate, link_layer))
+    for port in (port for device in entries_of(root) for port in entries_of(device / "ports")):
+        state, rate, link_layer = (text_of(port / name) for name in ("state", "rate", "link_layer"))
+        state = (state or "").rpartition(": ")[2] or None  # of `4: ACTIVE`
+        ports.append(RdmaPort(f"{port.parent.parent.name} port {port.name}", state, rate, link_layer))
     return ports
 
 
@@ -201,9 +198,8 @@ def compiler_versions() -> dict[str, str | None]:
 
 def compiled_ops() -> dict[str, bool]:
     """Return whether each of DeepSpeed's CPU ops is compiled; empty without torch or DeepSpeed."""
-    if installed_version("torch") is None or installed_version("deepspeed") is None:
-        return {}
-    return {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)}
+    has_both = installed_version("torch") is not None and installed_version("deepspeed") is not None
+    return {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)} if has_both else {}
 
 
 def filesystem_bytes(folder: Path) -> int | None:
@@ -213,15 +209,11 @@ def filesystem_bytes(folder: Path) -> int | None:
     return None
 
 
-def described_disks(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Return path, file system, size and free space of the disk of each named folder, which may not exist yet."""
-    return {name: {"path": str(path), **disk_facts(existing_folder(path))} for name, path in folders.items()}
-
-
-def usual_folders() -> dict[str, Path]:
-    """Return the hub's cache, the toolkit's cache, and the folder for temporary files."""
+def described_disks(name: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the disks of a folder, which may not exist yet, of both caches and of temporary files."""
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")
-    return {"hub cache": hub_home(), "toolkit cache": cache_folder(), "temporary files": temporary}
+    folders = {name: folder, "hub cache": hub_home(), "toolkit cache": cache_folder(), "temporary files": temporary}
+    return {name: {"path": str(path), **disk_facts(existing_folder(path))} for name, path in folders.items()}
 
 
 def hub_login() -> str | None:

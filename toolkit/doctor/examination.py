@@ -113,7 +113,6 @@ def clock_offset_seconds(folder: Path) -> float | None:
 
 
 def _counted(values: Iterable[str]) -> str | None:
-    """`8 × NVIDIA H200`; None for nothing."""
     return ", ".join(f"{count} × {value}" for value, count in sorted(Counter(values).items())) or None
 
 
@@ -143,8 +142,7 @@ class Examination:
         findings = [{"check": name} | asdict(finding) for name, finding in self.findings]
         keys = ("status", "seconds", "measured", "skipped")
         rows = [{"check": name} | {key: getattr(each, key) for key in keys} for name, each in self.checks.items()]
-        hidden: dict[str, Any] = without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts})
-        return hidden
+        return dict(without_secrets({"findings": findings, "checks": rows, "node_facts": self.node_facts}))
 
     def lines(self, *, verbose: bool) -> list[str]:
         """Return the findings, the worst first, and how many checks ran and why others did not; without secrets.

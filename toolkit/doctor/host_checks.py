@@ -19,7 +19,7 @@ import psutil
 from toolkit import cache
 from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks, usual_folders
+from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks
 from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
 from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header, stale_locks
 from toolkit.hardware import node as limits
@@ -249,7 +249,7 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
 )
 def disk_space(node: NodeReadings, outcome: Outcome) -> None:
     """Free space for the run folder (`--output-dir`), the hub's cache, the toolkit's cache, temporary files."""
-    outcome.measured = described_disks({"run folder": node.output_dir} | usual_folders())
+    outcome.measured = described_disks("run folder", node.output_dir)
     for name, disk in outcome.measured.items():
         path, free, fix = disk["path"], disk["free_bytes"], f"{MOVED_BY[name]} on another disk"
         if not os.access(existing_folder(Path(path)), os.W_OK | os.X_OK):

@@ -123,7 +123,7 @@ def _compile_in_child_process(log: Path, builders: list[str]) -> None:
 
 
 def _with_precompiled_headers(folder: Path, path: str) -> str:
-    """Return PATH with a `c++` in front that precompiles torch's header; unchanged for a compiler of the user's own."""
+    """Put a `c++` that precompiles torch's header in front of PATH, except for a compiler of the user's own."""
     compiler = shutil.which("c++", path=path)
     if compiler is None or os.environ.get("CXX"):
         return path
@@ -150,10 +150,9 @@ def main(argv: Sequence[str] = ()) -> int:
         return EXIT_INVALID_INPUT
     builders = CPU_OPS | (ASYNC_IO_BUILDERS if argv and has_libaio_header() else {})
     code = exit_code_of(lambda: compile_ops(builders))
-    if argv and not code and len(builders) == len(CPU_OPS):
-        print_message(
-            f"without NVMe offload: libaio.h is missing; {cache.INSTALL_LIBAIO}, then `{cache.COMPILE_ASYNC_IO}`"
-        )
+    if argv and not code and builders == CPU_OPS:
+        fix = f"{cache.INSTALL_LIBAIO}, then `{cache.COMPILE_ASYNC_IO}`"
+        print_message(f"without NVMe offload: libaio.h is missing; {fix}")
     return code
 
 

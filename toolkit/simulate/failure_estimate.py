@@ -32,6 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
 DEFAULT_RUNS = 10
 MOST_FAILURES = 2_000_000  # of all simulated runs: a few seconds
 POINTS_PER_DECADE = 20
+SHARES = ("checkpoint_fraction", "effective_time_ratio", "exact_time_ratio", "availability", "goodput")  # of a job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +80,7 @@ class FailureEstimate:
             "checkpoint_interval_seconds": job.interval,
             "best_checkpoint_interval_seconds": young,
             "daly_checkpoint_interval_seconds": daly,
-            "checkpoint_fraction": job.checkpoint_fraction,
-            "effective_time_ratio": job.effective_time_ratio,
-            "exact_time_ratio": job.exact_time_ratio,
-            "availability": job.availability,
-            "goodput": job.goodput,
+            **{name: getattr(job, name) for name in SHARES},
             "effective_gpus": job.exact_time_ratio * job.availability * self.gpus,
             "monte_carlo": asdict(self.simulated),
         }
@@ -94,8 +91,8 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
     check_ranges(options, RANGES)
     if (options.spare_nodes is None) != (options.repair_hours is None):
         flags = ("--spare-nodes", "--repair-hours")
-        given, needed = flags if options.repair_hours is None else flags[::-1]
-        raise ToolkitError(f"{given} has no effect without {needed}", hint=f"`{needed} 24`, for example")
+        flag, needed = flags if options.repair_hours is None else flags[::-1]
+        raise ToolkitError(f"{flag} has no effect without {needed}", hint=f"`{needed} 24`, for example")
     save_seconds, source = _checkpoint_seconds(options)
     minutes = options.checkpoint_interval_minutes
     job = FailingJob(
@@ -119,7 +116,6 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
 
 
 def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:
-    """Seconds of a save, and where they come from: of a run, the median in which training stood still."""
     folder, given = options.run_folder, options.checkpoint_seconds
     if folder is None:
         return (DEFAULT_CHECKPOINT_SECONDS, "assumed") if given is None else (given, "given")
@@ -155,22 +151,18 @@ def simulate_failures(job: FailingJob, *, days: float, runs: int, seed: int) -> 
 
 
 def _simulate(job: FailingJob, horizon: float, source: random.Random) -> tuple[float, int, float]:
-    """Return the share of progress, the failures, and the share of the time without enough nodes of one run.
-
-    From one failure to the next, complete intervals count, and the one that it interrupts is lost.
-    """
+    """One run: its share of progress, its failures, and the share of the time without enough nodes."""
     rate, training = 1 / job.mean_seconds_between_failures, job.interval
     interval = training + job.checkpoint_seconds
     now = progress = stopped = starting = 0.0
-    failures, in_repair = 0, list[float]()
-    """When each node that has failed will be spare: a heap."""
+    failures, in_repair = 0, list[float]()  # a heap: when each node that has failed will be spare
     while now < horizon:
         lasted = source.expovariate(rate)
         if now + lasted >= horizon:  # the interval that the end of the run interrupts counts
             complete, rest = divmod(max(0.0, horizon - now - starting), interval)
             progress += complete * training + min(rest, training)
             break
-        if lasted > starting:
+        if lasted > starting:  # the interval that a failure interrupts is lost
             progress += (lasted - starting) // interval * training
         now += lasted + job.detection_seconds
         failures += 1
@@ -233,10 +225,10 @@ def interval_chart(estimate: FailureEstimate) -> LineChart:
     """Return the effective time ratio at a tenth of the best interval to ten times it, with both best intervals."""
     job, (young, daly) = estimate.job, estimate.best_intervals
     places = [math.log10(young) + s / POINTS_PER_DECADE for s in range(-POINTS_PER_DECADE, POINTS_PER_DECADE + 1)]
-    exact = [(place, job.at_interval(10**place).exact_time_ratio) for place in places]
-    first_order = [(place, job.at_interval(10**place).effective_time_ratio) for place in places]
-    lines = [Line(points=exact, label="exact", color="c0")]
-    lines.append(Line(points=first_order, label="first order", color="c1", dashed=True))
+    lines = []
+    for label, ratio, color in (("exact", "exact_time_ratio", "c0"), ("first order", "effective_time_ratio", "c1")):
+        points = [(place, getattr(job.at_interval(10**place), ratio)) for place in places]
+        lines.append(Line(points=points, label=label, color=color, dashed=label != "exact"))
     for name, color, best in (("Young", "c5", young), ("Daly", "c4", daly)):
         point = (math.log10(best), job.at_interval(best).exact_time_ratio)
         lines.append(Line(points=[point], label=f"best by {name}", color=color, width=6.0, dots=True))

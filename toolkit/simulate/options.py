@@ -12,16 +12,7 @@ from typer import Option
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import MAX_SEQ_LENGTH
 from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS
-from toolkit.plan.options import (
-    CHECKPOINTING_FLAG,
-    GpuMemory,
-    GpuName,
-    GpusPerNode,
-    GpuTflops,
-    MethodName,
-    PrecomputeFlag,
-    SeqLength,
-)
+from toolkit.plan import options as plan
 from toolkit.simulate.pipeline_schedules import SCHEDULES
 
 DEFAULT_CHECKPOINT_SECONDS = 60.0
@@ -70,18 +61,19 @@ class PipelineOptions:
     transfer_ms: Annotated[float | None, Option(help="transfer from one stage to the next; by default 0")] = None
     num_layers: Annotated[int | None, Option(help="layers to divide among the stages; with --model its own")] = None
     model: Annotated[str | None, Option(help="its times and memory: a hub id, a folder or a config.json")] = None
-    gpu: GpuName = None
-    gpu_memory_gib: GpuMemory = None
-    gpu_tflops: GpuTflops = None
-    gpus_per_node: GpusPerNode = 8
+    gpu: plan.GpuName = None
+    gpu_memory_gib: plan.GpuMemory = None
+    gpu_tflops: plan.GpuTflops = None
+    gpus_per_node: plan.GpusPerNode = 8
     tp: Annotated[int, Option(help="with --model: GPUs that split each layer of a stage")] = 1
-    max_seq_length: SeqLength = MAX_SEQ_LENGTH
+    max_seq_length: plan.SeqLength = MAX_SEQ_LENGTH
     per_device_train_batch_size: Annotated[int, Option(help="with --model: sequences per micro-batch")] = 1
     activation_checkpointing: Annotated[
-        bool, Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False)
+        bool,
+        Option(plan.CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False),
     ] = False
-    method: MethodName = "sft"
-    precompute_ref_log_probs: PrecomputeFlag = False
+    method: plan.MethodName = "sft"
+    precompute_ref_log_probs: plan.PrecomputeFlag = False
     timeline: Annotated[
         bool, Option("--timeline/--no-timeline", help="print timelines; of many schedules, that of the shortest step")
     ] = True
@@ -93,7 +85,7 @@ class FailureOptions:
     """Options of `toolkit simulate failures`."""
 
     gpus: Annotated[int, Option(help="GPUs of the job, without spares")]
-    gpus_per_node: GpusPerNode = 8
+    gpus_per_node: plan.GpusPerNode = 8
     failures_per_1000_node_days: Annotated[
         float, Option(help="failures of 1,000 nodes in a day; the default is that of Meta's RSC-1 (arXiv 2410.21680)")
     ] = 6.5
@@ -145,7 +137,7 @@ class StragglerOptions:
         float | None, Option(help="of the small network, for one global batch; by default it grows with the workers")
     ] = None
     model: Annotated[str | None, Option(help="communicate its gradients: hub id, folder or config.json")] = None
-    gpu: GpuName = None
+    gpu: plan.GpuName = None
     gpus_per_node: Annotated[int | None, Option(help="by default the largest divisor of the workers up to 8")] = None
     network_gb_per_second: Annotated[float | None, Option(help="of a node: all cards, one direction")] = None
     parameter_servers: Annotated[int | None, Option(help="parameter servers; by default one per node")] = None

@@ -10,7 +10,7 @@ stage 1 ..FFBBBBFFBBBB....
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,7 @@ from toolkit.units import gib, seconds
 if TYPE_CHECKING:
     from toolkit.simulate.stage_plans import StageMemory
 
-WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
-"""Schedules that never split a backward."""
+WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # they never split a backward
 OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
 OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing", "method")
 LONGEST_MS = 10**7  # hours: more is a unit mixed up
@@ -43,9 +42,8 @@ LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
 LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
 MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
-# CSS variables of the page's colors by kind of operation: F, I, B, W.
-COLORS = ("c0", "c1", "c5", "c4")
-KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")
+COLORS = dict(zip(LETTERS, ("c0", "c1", "c5", "c4"), strict=True))  # CSS variables of the page
+KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")  # in the order of LETTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +51,8 @@ class SimulatedSchedule:
     """One step of one schedule, and with a model what the plan adds."""
 
     run: PipelineRun
-    step_seconds_range: tuple[float, float] | None = None
-    """Steps at both ends of the planned times; None for given times."""
-    memory: Sequence[StageMemory] | None = None
-    """By stage; None without a model."""
+    step_seconds_range: tuple[float, float] | None = None  # steps at both ends of the planned times
+    memory: Sequence[StageMemory] | None = None  # by stage
 
     @property
     def largest(self) -> StageMemory | None:
@@ -71,9 +67,7 @@ class SimulatedSchedule:
             "stages": size.stages,
             "micro_batches": size.micro_batches,
             "chunks": size.chunks,
-            "step_seconds": run.step_seconds,
-            "makespan_seconds": run.makespan_seconds,
-            "bubble_fraction": run.bubble_fraction,
+            **{name: getattr(run, name) for name in ("step_seconds", "makespan_seconds", "bubble_fraction")},
             "peak_micro_batches": list(run.peak_micro_batches),
             "chunk_seconds": [list(times.by_kind()) for times in run.times],
         }
@@ -84,6 +78,9 @@ class SimulatedSchedule:
             row["activation_bytes"] = [stage.held_bytes for stage in memory]
             row["verdict"] = [stage.verdict for stage in memory]
         return row
+
+
+Simulated = Callable[[str, PipelineSize], SimulatedSchedule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,40 +111,53 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
     check_ranges(options, RANGES)
-    staged = None
-    if options.model is None:
-        refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
-    else:
-        from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
+    heading, layers, simulated = _with_times(options) if options.model is None else _with_model(options)
+    possible, left_out = _possible(options, layers)
+    return PipelineComparison(
+        heading=f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}",
+        schedules=[simulated(schedule, size) for schedule, size in possible],
+        left_out=left_out,
+    )
 
-        refuse_given(options, OF_TIMES, "{flag} has no effect with --model, which has its own", "give one of them")
-        staged = staged_model(options.model, options)
-    times = _given_times(options)
-    transfer = (options.transfer_ms or 0.0) / 1000
-    possible, left_out = _possible(options, options.num_layers if staged is None else staged.shape.num_layers)
-    schedules = []
-    for schedule, size in possible:
-        if staged is None:
-            chunks = [times.divided(size.chunks)] * size.num_chunks
-            run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer)
-            schedules.append(SimulatedSchedule(run=run))
-        else:
-            run = staged.simulate(schedule, size)
-            low, high = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
-            memory = staged.stage_memory(run)
-            schedules.append(SimulatedSchedule(run=run, step_seconds_range=(low, high), memory=memory))
-    if staged is None:
-        names = ("forward", "backward", "weight gradient", "transfer")
-        given = (times.forward_seconds, times.backward_seconds, times.weight_seconds, transfer)
-        heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in zip(names, given, strict=True))
-    else:
-        heading = staged.heading
-    heading = f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}"
-    return PipelineComparison(heading=heading, schedules=schedules, left_out=left_out)
+
+def _with_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
+    """Times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
+    refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
+    forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
+    if forward is backward is weight is None:
+        forward = backward = weight = EQUAL_MS
+    if forward is None or backward is None:
+        missing = "--forward-ms" if forward is None else "--backward-ms"
+        raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
+    parts = {"forward": forward, "backward": backward, "weight gradient": weight, "transfer": options.transfer_ms}
+    parts_seconds = {name: (value or 0.0) / 1000 for name, value in parts.items()}
+    forward, backward, weight, transfer = parts_seconds.values()
+    times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
+
+    def simulated(schedule: str, size: PipelineSize) -> SimulatedSchedule:
+        chunks = [times.divided(size.chunks)] * size.num_chunks
+        run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer)
+        return SimulatedSchedule(run=run)
+
+    heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in parts_seconds.items())
+    return heading, options.num_layers, simulated
+
+
+def _with_model(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
+    from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
+
+    refuse_given(options, OF_TIMES, "{flag} has no effect with --model, which has its own", "give one of them")
+    staged = staged_model(options)
+
+    def simulated(schedule: str, size: PipelineSize) -> SimulatedSchedule:
+        run = staged.simulate(schedule, size)
+        low, high = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
+        return SimulatedSchedule(run=run, step_seconds_range=(low, high), memory=staged.stage_memory(run))
+
+    return staged.heading, staged.shape.num_layers, simulated
 
 
 def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tuple[str, PipelineSize]], list[str]]:
-    """Named schedules, or those of all that are possible; `--chunks` is that of the interleaved one, and 2 for a V."""
     possible, left_out = [], []
     given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
@@ -175,28 +185,13 @@ def chunks_without_effect(options: PipelineOptions) -> bool:
 
 
 def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
-    """There are at least as many layers as chunks, and where a stage has several, they divide the layers."""
-    if num_layers is None:
-        return
-    if num_layers < size.num_chunks:
+    if num_layers is not None and num_layers < size.num_chunks:
         chunks, hint = "" if size.chunks == 1 else f" of {size.chunks} chunks", max(1, num_layers // size.chunks)
         what = f"{num_layers} layers are too few for {size.stages} stages{chunks}"
         raise ToolkitError(what, hint=f"`--stages {hint}` or fewer")
-    if size.chunks > 1 and num_layers % size.num_chunks:
+    if num_layers is not None and size.chunks > 1 and num_layers % size.num_chunks:
         what = f"{num_layers} layers are not divisible by {size.stages} stages of {size.chunks} chunks"
         raise ToolkitError(what, hint="other --stages or --chunks, or a schedule with one chunk per stage")
-
-
-def _given_times(options: PipelineOptions) -> ChunkTimes:
-    """The times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
-    forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
-    if forward is backward is weight is None:
-        forward = backward = weight = EQUAL_MS
-    if forward is None or backward is None:
-        missing = "--forward-ms" if forward is None else "--backward-ms"
-        raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
-    weight = weight or 0.0
-    return ChunkTimes(forward_seconds=forward / 1000, backward_seconds=backward / 1000, weight_seconds=weight / 1000)
 
 
 def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: bool = False) -> SimulationReport:
@@ -210,16 +205,15 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
     sections: list[tuple[str, Table | Chart | str]] = [("", table)]
     if on_page:
         timelines = [_drawn_timeline(each.run, expanded=each is fastest) for each in schedules]
-        colors = list(zip(COLORS, KINDS, strict=True))
+        colors = list(zip(COLORS.values(), KINDS, strict=True))
         sections.append(("Timelines", TimelineCharts(timelines=timelines, colors=colors)))
     for simulated in schedules if on_page or len(schedules) <= MOST_SHOWN else [fastest]:
         run = simulated.run
-        whole = (
-            f"step {seconds(run.step_seconds)}, from the first start to the last end {seconds(run.makespan_seconds)}"
-        )
-        heading = f"{run.order.schedule}, {'memory by stage' if on_page else whole}"
+        times = f"step {seconds(run.step_seconds)}, from the first start to the last end"
+        shown = "memory by stage" if on_page else f"{times} {seconds(run.makespan_seconds)}"
+        heading = f"{run.order.schedule}, {shown}"
         if simulated.memory is not None:
-            sections.append((heading, _stages_table(simulated, simulated.memory)))
+            sections.append((heading, _stages_table(run, simulated.memory)))
             heading = ""
         if timeline:
             sections.append((heading, "\n".join(text_timeline(run, columns=terminal_columns() - LABEL_COLUMNS))))
@@ -261,21 +255,19 @@ def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
     largest, bounds = simulated.largest, simulated.step_seconds_range
     if largest is None or bounds is None:
         return cells
-    step = Cell(text=f"{seconds(bounds[0])} to {seconds(bounds[1])}", value=bounds[0])
+    step = Cell(text=" to ".join(map(seconds, bounds)), value=bounds[0])
     peak = Cell(text=gib(largest.peak_bytes), value=largest.peak_bytes)
     return (*cells, peak, text_cell(largest.verdict.replace("_", " ")), step)
 
 
-def _stages_table(simulated: SimulatedSchedule, stages: Sequence[StageMemory]) -> Table:
-    """One row per stage of a schedule with a model: micro-batches in flight, bytes, verdict."""
+def _stages_table(run: PipelineRun, stages: Sequence[StageMemory]) -> Table:
     numbers = ("micro-batches in flight", "model states", "activations", "peak")
-    headings = (text_heading("stage"), *(Heading(text=text) for text in numbers), text_heading("verdict"))
     rows = []
-    for stage, memory in enumerate(stages):
-        in_flight = simulated.run.peak_micro_batches[stage]
+    for stage, (in_flight, memory) in enumerate(zip(run.peak_micro_batches, stages, strict=True)):
         sizes = (memory.state_bytes, memory.held_bytes, memory.peak_bytes)
         cells = [Cell(text=f"{in_flight:g}", value=in_flight), *(Cell(text=gib(size), value=size) for size in sizes)]
         rows.append((text_cell(f"stage {stage}"), *cells, text_cell(memory.verdict.replace("_", " "))))
+    headings = (text_heading("stage"), *(Heading(text=text) for text in numbers), text_heading("verdict"))
     return Table(headings=headings, rows=tuple(rows))
 
 
@@ -300,12 +292,12 @@ def shown_stages(count: int, most: int) -> Sequence[int]:
 
 def _sampled(run: PipelineRun, stage: int, columns: int) -> Iterator[str]:
     operations = run.stage_operations(stage)
-    start, end, kind, _ = next(operations)
+    start, end, letter = next(operations)
     for column in range(columns):
         now = (column + 0.5) * run.makespan_seconds / columns
         while end <= now and (following := next(operations, None)) is not None:
-            start, end, kind, _ = following
-        yield LETTERS[kind] if start <= now < end else IDLE
+            start, end, letter = following
+        yield letter if start <= now < end else IDLE
 
 
 def _drawn_timeline(run: PipelineRun, *, expanded: bool) -> TimelineChart:
@@ -313,12 +305,11 @@ def _drawn_timeline(run: PipelineRun, *, expanded: bool) -> TimelineChart:
     rows, step = [], run.makespan_seconds / MOST_POINTS
     for stage in shown_stages(run.size.stages, MOST_STAGES_ON_PAGE):
         if len(run.order.operations[stage]) <= MOST_POINTS:
-            drawn = [(LETTERS[kind], start, end) for start, end, kind, _ in run.stage_operations(stage)]
+            drawn = list(run.stage_operations(stage))
         else:
             letters = enumerate(_sampled(run, stage, MOST_POINTS))
-            drawn = [(letter, place * step, (place + 1) * step) for place, letter in letters]
-        spans = {each: [(start, end) for letter, start, end in drawn if letter == each] for each in LETTERS}
-        boxes = [Boxes(spans=spans[letter], color=color) for letter, color in zip(LETTERS, COLORS, strict=True)]
-        rows.append((f"stage {stage}", boxes))
+            drawn = [(place * step, (place + 1) * step, letter) for place, letter in letters]
+        spans = {each: [(start, end) for start, end, letter in drawn if letter == each] for each in LETTERS}
+        rows.append((f"stage {stage}", [Boxes(spans=spans[letter], color=color) for letter, color in COLORS.items()]))
     label = run.order.schedule
     return TimelineChart(label=label, rows=rows, seconds=run.makespan_seconds, x_name="one step", expanded=expanded)

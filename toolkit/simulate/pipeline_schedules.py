@@ -34,14 +34,12 @@ from toolkit.parallel import pipeline_schedule
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B, interleaved_rounds
 
 FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
-LETTERS = "FIBW"
-"""The letter of each kind of operation."""
+LETTERS = "FIBW"  # of each kind of operation
 NEEDED = ((FORWARD, FORWARD, -1), (BACKWARD_INPUT, BACKWARD_INPUT, 1), (BACKWARD, BACKWARD_INPUT, 1))
 """Kinds that wait for another chunk: kind, kind of result that they need and leave, and whose it is."""
 ZB_H2, ZB_V, DUALPIPE_V = "zb_h2", "zb_v", "dualpipe_v"
 SCHEDULES = (*pipeline_schedule.SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
-V_SHAPED = (ZB_V, DUALPIPE_V)
-"""Schedules of two chunks per stage, of which the second returns from the last stage to the first."""
+V_SHAPED = (ZB_V, DUALPIPE_V)  # of two chunks per stage; the second returns from the last stage to the first
 # Larger values are typing errors; more operations take minutes.
 LARGEST = {"--stages": 4096, "--micro-batches": 2**20, "--chunks": 256}
 MOST_OPERATIONS = 2**24
@@ -79,10 +77,8 @@ class OperationOrder:
 
     def stage_of(self, chunk: int) -> int:
         """Return the stage that has a chunk."""
-        stages = self.size.stages
-        if self.schedule in V_SHAPED and chunk >= stages:
-            return 2 * stages - 1 - chunk
-        return chunk % stages
+        turned = self.schedule in V_SHAPED and chunk >= self.size.stages
+        return 2 * self.size.stages - 1 - chunk if turned else chunk % self.size.stages
 
     def decode(self, operation: int) -> tuple[int, int, int]:
         """Return kind, chunk and micro-batch of an operation."""
@@ -93,8 +89,8 @@ class OperationOrder:
 def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
     """Return the order of operations. Raises ToolkitError for a schedule that is impossible with these sizes."""
     check_schedule(schedule, size)
-    operations = tuple(_ORDERS[schedule](size, stage) for stage in range(size.stages))
-    return OperationOrder(schedule=schedule, size=size, operations=operations)
+    operations = (_ORDERS[schedule](size, stage) for stage in range(size.stages))
+    return OperationOrder(schedule=schedule, size=size, operations=tuple(operations))
 
 
 def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> int:
@@ -132,11 +128,6 @@ def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int)
     return [*forwards[:warmup], *itertools.chain.from_iterable(turns), *backwards[len(rest) :]]
 
 
-def _one_forward_one_backward(size: PipelineSize, stage: int) -> list[int]:
-    """Warm-up forwards until the last stage has a micro-batch, then forwards and backwards in turns."""
-    return _in_turns(size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=size.stages - 1 - stage)
-
-
 def _zero_bubble(size: PipelineSize, stage: int, *, scale: int) -> list[int]:
     """1F1B with `scale` times its warm-up, and with weight gradients `scale` times `stage` micro-batches late."""
     backward, weights, delay = size.row(BACKWARD_INPUT, stage), size.row(BACKWARD_WEIGHT, stage), scale * stage
@@ -160,8 +151,7 @@ def _interleaved(size: PipelineSize, stage: int) -> list[int]:
         ]
         for kind, order in ((FORWARD, range(chunks)), (BACKWARD, range(chunks - 1, -1, -1)))
     )
-    warmup = (chunks - 1) * per_round + 2 * (size.stages - 1 - stage)
-    return _in_turns(forward, backward, warmup=warmup)
+    return _in_turns(forward, backward, warmup=(chunks - 1) * per_round + 2 * (size.stages - 1 - stage))
 
 
 def _in_a_v(size: PipelineSize, stage: int, program: Iterable[tuple[int, str]]) -> list[int]:
@@ -175,9 +165,9 @@ def _in_a_v(size: PipelineSize, stage: int, program: Iterable[tuple[int, str]]) 
         rows[letter], rows[letter.lower()] = size.row(kind, stage), size.row(kind, 2 * size.stages - 1 - stage)
     operations, late, done = [], list[str](), dict.fromkeys(rows, 0)
     for step in itertools.chain.from_iterable(times * steps for times, steps in program):
-        letter = (late.pop(0) if late else "") if step == "L" else step
-        if not letter:
+        if step == "L" and not late:
             continue
+        letter = late.pop(0) if step == "L" else step
         if letter in "Ii":
             late.append("W" if letter == "I" else "w")
         elif step in "Ww":
@@ -215,7 +205,9 @@ def _dualpipe_v(size: PipelineSize, stage: int) -> list[int]:
 
 _ORDERS: dict[str, Callable[[PipelineSize, int], list[int]]] = {
     GPIPE: lambda size, stage: [*size.row(FORWARD, stage), *size.row(BACKWARD, stage)],
-    ONE_F_ONE_B: _one_forward_one_backward,
+    ONE_F_ONE_B: lambda size, stage: _in_turns(
+        size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=size.stages - 1 - stage
+    ),
     INTERLEAVED: _interleaved,
     "zb_h1": partial(_zero_bubble, scale=1),
     ZB_H2: partial(_zero_bubble, scale=2),
@@ -307,12 +299,12 @@ class PipelineRun:
         rows = (operation // self.size.micro_batches for operation in self.order.operations[stage])
         return max(itertools.accumulate(change[row] for row in rows))
 
-    def stage_operations(self, stage: int) -> Iterator[tuple[float, float, int, int]]:
-        """Yield start and end in seconds, kind and micro-batch of each operation of a stage, in order."""
+    def stage_operations(self, stage: int) -> Iterator[tuple[float, float, str]]:
+        """Yield start and end in seconds, and the letter of each operation of a stage, in order."""
         for operation in self.order.operations[stage]:
-            kind, chunk, micro_batch = self.order.decode(operation)
+            kind, chunk, _ = self.order.decode(operation)
             end = self.end_seconds[operation]
-            yield end - self.times[chunk].by_kind()[kind], end, kind, micro_batch
+            yield end - self.times[chunk].by_kind()[kind], end, LETTERS[kind]
 
 
 def simulate(
@@ -327,50 +319,46 @@ def simulate(
 
 
 def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_seconds: float) -> list[float]:
-    """Each stage runs until it needs a tensor that is not there yet, and again once that exists."""
     per_row = order.size.micro_batches
     seconds = [chunk.by_kind()[kind] for kind in range(len(LETTERS)) for chunk in times]
     needs, delays, writes = _dependencies(order, transfer_seconds)
     ends = [NOT_RUN] * (len(seconds) * per_row)
-    progress, free = [0] * order.size.stages, [0.0] * order.size.stages
-    waiting: dict[int, int] = {}
-    ready = list(range(order.size.stages))
-    while ready:
-        stage = ready.pop()
-        operations, now = order.operations[stage], free[stage]
-        for place in range(progress[stage], len(operations)):
-            operation = operations[place]
+
+    def run(operations: Sequence[int]) -> Iterator[int]:
+        """Run a stage, and yield each operation whose result it needs and that has not run yet."""
+        now = 0.0
+        for operation in operations:
             row = operation // per_row
             if needs[row]:
                 needed = operation + needs[row]
-                end = ends[needed]
-                if end < 0:
-                    waiting[needed] = stage
-                    progress[stage] = place
-                    break
-                now = max(now, end + delays[row])
+                if ends[needed] < 0:
+                    yield needed
+                now = max(now, ends[needed] + delays[row])
             now += seconds[row]
             written = operation + writes[row]
             ends[operation] = ends[written] = now
             if written in waiting:
                 ready.append(waiting.pop(written))
-        else:
-            progress[stage] = len(operations)
-        free[stage] = now
+
+    ready, waiting = [run(operations) for operations in order.operations], dict[int, Iterator[int]]()
+    while ready:
+        stage = ready.pop()
+        needed = next(stage, None)
+        if needed is not None:
+            waiting[needed] = stage
     assert not waiting, f"{order.schedule} with {order.size} never ends"
     return ends
 
 
 def _dependencies(order: OperationOrder, transfer_seconds: float) -> tuple[list[int], list[float], list[int]]:
     """By kind and chunk, the way from an operation to the one that it needs, the delay, and the way to its result."""
-    size, stages = order.size, [order.stage_of(chunk) for chunk in range(order.size.num_chunks)]
-    rows = len(LETTERS) * size.num_chunks
+    size, rows = order.size, len(LETTERS) * order.size.num_chunks
     needs, delays, writes = [0] * rows, [0.0] * rows, [0] * rows
     for kind, result, step in NEEDED:
-        for chunk, stage in enumerate(stages):
+        for chunk in range(size.num_chunks):
             row, neighbour, first = kind * size.num_chunks + chunk, chunk + step, size.row(kind, chunk).start
             writes[row] = size.row(result, chunk).start - first
             if 0 <= neighbour < size.num_chunks:
                 needs[row] = size.row(result, neighbour).start - first
-                delays[row] = transfer_seconds if stages[neighbour] != stage else 0.0
+                delays[row] = transfer_seconds if order.stage_of(neighbour) != order.stage_of(chunk) else 0.0
     return needs, delays, writes

@@ -21,10 +21,8 @@ class SimulationReport:
 
     title: str
     summary: str
-    sections: list[tuple[str, Table | Chart | str]]
-    """Heading, which may be empty, and a table; lines of characters in the terminal, or a chart on a page."""
-    notes: list[str]
-    """What a reader must know before quoting a figure."""
+    sections: list[tuple[str, Table | Chart | str]]  # heading or "", and a table, a chart on a page, or a text timeline
+    notes: list[str]  # what a reader must know before quoting a figure
 
     def print(self) -> None:
         """Print it as text."""

@@ -1,9 +1,5 @@
 """Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
 
-    shape = read_model("Qwen/Qwen2.5-72B")
-    staged = StagedModel(shape=shape, job=job, gpu=find_gpu("h100"), tp=8)
-    times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
-
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
 (`toolkit.plan.planned_job`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
 and gradients, and fp32 master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed
@@ -11,8 +7,6 @@ optimizer).
 
 Where no preset fits a model, layouts of data x tensor x pipeline parallelism are such stages: 1F1B is simulated with
 their times, and gradients are summed over the replicas after the last backward.
-
-    layout = best_pipeline_layout(recommend_request("Qwen/Qwen2.5-72B", options))
 """
 
 from __future__ import annotations
@@ -30,28 +24,14 @@ from toolkit.models.flops import flops_of
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.candidates import (
-    Candidate,
-    NothingFits,
-    RecommendRequest,
-    best_candidates,
-    memory_refusal,
-    why_refused,
-)
+from toolkit.plan import candidates, planned_job
+from toolkit.plan.candidates import Candidate, NothingFits, RecommendRequest
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import (
-    LARGEST_DEGREE,
-    PlannedJob,
-    StageLoad,
-    TrainingSetup,
-    check_planned_job,
-    check_size,
-    model_part,
-)
+from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup
 from toolkit.plan.recommended_commands import broken, train_command
 from toolkit.plan.step_parts import compute_seconds
 from toolkit.plan.step_time import SPREAD
@@ -62,11 +42,9 @@ from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, Pipelin
 from toolkit.units import gib, seconds
 
 STATES_LIKE = "zero1"
-SPLIT_LIKE = "fsdp2_tp"
-"""Preset whose tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16."""
+SPLIT_LIKE = "fsdp2_tp"  # its tensor parallelism within a stage; on two replicas, so that it computes in bf16
 BF16_BYTES = 2
-SCHEDULE = "1f1b"
-"""The schedule of least memory that needs no split backward."""
+SCHEDULE = "1f1b"  # of least memory among those that need no split backward
 MOST_MICRO_BATCHES = 4096
 TRAINED_PRESET = "pipeline_1f1b"
 
@@ -127,35 +105,30 @@ class StagedModel:
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
-        return self.job.method.model(model_part(self.shape, size.num_chunks, chunks))
+        return self.job.method.model(planned_job.model_part(self.shape, size.num_chunks, chunks))
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
         parts = [self.part(size, chunk) for chunk in range(size.num_chunks)]
-        by_tensors = {(part.layers, part.outer): part for part in parts}
-        times = {tensors: self._times(part, end) for tensors, part in by_tensors.items()}
+        distinct = {(part.layers, part.outer): part for part in parts}
+        times = {tensors: self._times(part, end) for tensors, part in distinct.items()}
         return [times[part.layers, part.outer] for part in parts]
 
-    def transfer_seconds(self, size: PipelineSize) -> Range:
-        """Return the seconds in which the activations of a micro-batch reach the next stage.
+    def simulate(self, schedule: str, size: PipelineSize, end: int | None = None) -> PipelineRun:
+        """Return one step at one end of the planned range, or with the geometric means of both.
 
-        If the pipeline leaves a node, as if all GPUs of a node sent to the next one at once.
+        If the pipeline leaves a node, activations travel as if all GPUs of a node sent to the next one at once.
         """
-        per_stage = self.tp * self.data_parallel_size
-        leaves_node = size.stages * per_stage > self.job.gpus_per_node
+        per_stage, per_node = self.tp * self.data_parallel_size, self.job.gpus_per_node
         activations = Collective(
             name="permute",
             purpose="activations of a stage",
             payload_bytes=BF16_BYTES * self.job.tokens_per_forward * self.shape.hidden_size,
             group_size=2,
             group="pp",
-            stride=self.job.gpus_per_node if leaves_node else per_stage,
+            stride=per_node if size.stages * per_stage > per_node else per_stage,
         )
-        return self._interconnect(size.stages).seconds(activations)
-
-    def simulate(self, schedule: str, size: PipelineSize, end: int | None = None) -> PipelineRun:
-        """Return one step at one end of the planned range, or with the geometric means of both."""
-        transfer = at_end(self.transfer_seconds(size), end)
+        transfer = at_end(self._interconnect(size.stages).seconds(activations), end)
         return simulate(schedule, size, self.chunk_times(size, end), transfer_seconds=transfer)
 
     def gradient_seconds(self, size: PipelineSize) -> Range:
@@ -200,7 +173,9 @@ class StagedModel:
             self.gpu, shape, job, peak=peak, tokens=tokens / self.tp, own_tokens=tokens, flops=causal, tp=self.tp
         )
         seconds = at_end((compute / math.exp(SPREAD), compute * math.exp(SPREAD)), end) / max(flops.hardware_flops, 1)
-        exchange = at_end(self._exchange_seconds(shape), end) / 2
+        collectives = split_collectives(self._split(shape)) if self.tp > 1 else []
+        ranges = [self._interconnect(1).seconds(collective) for collective in collectives]
+        exchange = at_end((sum(low for low, _ in ranges), sum(high for _, high in ranges)), end) / 2
         weight = flops.dense_backward // 2
         backward = flops.recomputed + flops.attention_backward + flops.dense_backward - weight
         return ChunkTimes(
@@ -208,12 +183,6 @@ class StagedModel:
             backward_seconds=seconds * backward + exchange,
             weight_seconds=seconds * weight,
         )
-
-    def _exchange_seconds(self, shape: ModelShape) -> Range:
-        if self.tp == 1:
-            return 0.0, 0.0
-        ranges = [self._interconnect(1).seconds(each) for each in split_collectives(self._split(shape))]
-        return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
     @cached_property
     def _engine(self) -> EngineSettings:
@@ -245,14 +214,15 @@ def at_end(seconds: Range, end: int | None) -> float:
     return math.sqrt(seconds[0] * seconds[1]) if end is None else seconds[end]
 
 
-def staged_model(model: str, options: PipelineOptions) -> StagedModel:
-    """Return the model whose stages are to be planned. Raises ToolkitError for what cannot be planned."""
-    check_size("--tp", options.tp, LARGEST_DEGREE)
-    check_unquantized(model)
-    shape = read_model(model)
+def staged_model(options: PipelineOptions) -> StagedModel:
+    """Return `--model`, whose stages are to be planned. Raises ToolkitError for what cannot be planned."""
+    planned_job.check_size("--tp", options.tp, planned_job.LARGEST_DEGREE)
+    assert options.model is not None
+    check_unquantized(options.model)
+    shape = read_model(options.model)
     job = PlannedJob.from_options(options, full_length=True)
     job = replace(job, tp=None, gradient_accumulation_steps=options.micro_batches)
-    check_planned_job(job, shape)
+    planned_job.check_planned_job(job, shape)
     gpu = chosen_gpu(options.gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
     staged.check()
@@ -277,7 +247,6 @@ class PipelineLayout:
 
     @property
     def fits(self) -> bool:
-        """True if every stage fits on its GPUs."""
         return all(stage.fits for stage in self.memory)
 
     def step_seconds(self, end: int | None = None) -> float:
@@ -326,49 +295,44 @@ def pipeline_layouts(request: RecommendRequest) -> Iterator[PipelineLayout]:
             continue
         for stages in range(2, min(groups, request.shape.num_layers) + 1):
             if rest == 0 and groups % stages == 0:
-                divided = replace(staged, data_parallel_size=groups // stages)
                 for checkpointing in (False, True):
-                    yield from _fitting(divided, stages, request.global_batch_size, checkpointing=checkpointing)
+                    job = replace(request.job, activation_checkpointing=checkpointing)
+                    divided = replace(staged, job=job, data_parallel_size=groups // stages)
+                    yield from _fitting(divided, stages, request.global_batch_size)
 
 
-def _fitting(
-    staged: StagedModel, stages: int, global_batch_size: int, *, checkpointing: bool
-) -> Iterator[PipelineLayout]:
+def _fitting(staged: StagedModel, stages: int, global_batch_size: int) -> Iterator[PipelineLayout]:
     """Micro-batches in powers of two that leave 1F1B one per stage, or more; the last may not fit."""
     share, rest = divmod(global_batch_size, staged.data_parallel_size)
     rows = 1
     while not rest and share % rows == 0 and share // rows >= stages:
-        count = share // rows
-        job = replace(staged.job, per_device_train_batch_size=rows, gradient_accumulation_steps=count)
+        if (count := share // rows) <= MOST_MICRO_BATCHES:
+            job = replace(staged.job, per_device_train_batch_size=rows, gradient_accumulation_steps=count)
+            divided = replace(staged, job=job)
+            run = divided.simulate(SCHEDULE, PipelineSize(stages=stages, micro_batches=count))
+            layout = PipelineLayout(staged=divided, run=run, memory=divided.stage_memory(run))
+            yield layout
+            if not layout.fits:
+                return
         rows *= 2
-        if count > MOST_MICRO_BATCHES:
-            continue
-        divided = replace(staged, job=replace(job, activation_checkpointing=checkpointing))
-        run = divided.simulate(SCHEDULE, PipelineSize(stages=stages, micro_batches=count))
-        layout = PipelineLayout(staged=divided, run=run, memory=divided.stage_memory(run))
-        yield layout
-        if not layout.fits:
-            return
 
 
 def trained_pipeline(request: RecommendRequest) -> tuple[Candidate | None, str | None]:
     """Return the best degrees and micro-batch of the preset that trains pipelines, or why it cannot train the job."""
     preset = load_preset(TRAINED_PRESET)
-    found = best_candidates(request, [preset], purpose="plan")
-    if not found:
-        return None, why_refused(request, preset, purpose="plan")
-    if not found[0].fits:
-        return None, memory_refusal(found[0]).removeprefix("it ")
-    return found[0], None
+    best = next(iter(candidates.best_candidates(request, [preset], purpose="plan")), None)
+    if best is None:
+        return None, candidates.why_refused(request, preset, purpose="plan")
+    return (best, None) if best.fits else (None, candidates.memory_refusal(best).removeprefix("it "))
 
 
 def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> dict[str, Any]:
     """Return what `toolkit recommend --json` prints in place of a recommendation: `choice` is null."""
     candidate, why_not = trained_pipeline(request)
-    trained: dict[str, Any] = {"preset": TRAINED_PRESET, "command": None, "why_not": why_not}
-    if candidate is not None:
-        trained = {"preset": TRAINED_PRESET, "command": train_command(candidate, request, model)}
-        trained["degrees"] = candidate.job.degrees
+    if candidate is None:
+        trained: dict[str, Any] = {"command": None, "why_not": why_not}
+    else:
+        trained = {"command": train_command(candidate, request, model), "degrees": candidate.job.degrees}
     return {
         "model": model,
         "model_type": request.shape.model_type,
@@ -379,7 +343,7 @@ def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str
         "why_no_choice": error.message,
         "way_out": error.hint,
         "pipeline_layout": layout.as_row(),
-        "trained_pipeline": trained,
+        "trained_pipeline": {"preset": TRAINED_PRESET, **trained},
     }
 
 

@@ -8,7 +8,7 @@ pushes them to a parameter server and pulls the weights, as slowly as if all wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from toolkit.job.argument_values import check_word
 from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.folder import RunFolder
-from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
+from toolkit.record.measurements import percentile, read_steps, timed_steps
 from toolkit.report.charts import Bar, BarChart, LineChart, curves
 from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate import options as defaults
@@ -29,15 +29,12 @@ from toolkit.simulate import synchronization
 from toolkit.simulate.options import LEAST, StragglerOptions, check_ranges, refuse_given
 from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.simulate.synchronization import Curve, FloatArray, Policy, PolicyRun, SmallProblem, best_backup_workers
-from toolkit.units import SECONDS_PER_HOUR, gib, number
+from toolkit.units import SECONDS_PER_HOUR, counted, gib, number
 from toolkit.units import seconds as seconds_text
 
-MOST_BATCHES = 1_000_000
-"""Workers times steps: about two minutes per policy."""
-PROGRESS_BATCHES = 10_000
-"""More take seconds, so that each policy is named when it begins."""
-# Losses of one policy vary by this much from one evaluation to the next.
-TARGET_MARGIN = 1.05
+MOST_BATCHES = 1_000_000  # workers times steps: about two minutes per policy
+PROGRESS_BATCHES = 10_000  # more take seconds, so that each policy is named when it begins
+TARGET_MARGIN = 1.05  # losses of one policy vary by this much from one evaluation to the next
 GRADIENT_BYTES = 4  # fp32, as DDP reduces those of fp32 master weights
 FREE: Range = (0.0, 0.0)
 SYNCHRONOUS = Policy(name="synchronous")
@@ -85,15 +82,13 @@ class PolicyResult:
     def as_row(self) -> dict[str, Any]:
         """Return the result as `--json` prints it."""
         run, ages = self.run, sorted(self.run.staleness.elements())
-        total = run.workers * run.seconds
+        spent = {name: getattr(run, f"{name}_seconds") for name in ("waiting", "discarded", "communication")}
         return {
             "policy": run.policy.label,
             "seconds": run.seconds,
             "steps_per_second": run.steps_per_second,
             "updates_per_second": len(run.updates) / run.seconds,
-            "waiting_fraction": run.waiting_seconds / total,
-            "discarded_fraction": run.discarded_seconds / total,
-            "communication_fraction": run.communication_seconds / total,
+            **{f"{name}_fraction": seconds / (run.workers * run.seconds) for name, seconds in spent.items()},
             "wasted_gpu_hours": (run.waiting_seconds + run.discarded_seconds) / SECONDS_PER_HOUR,
             "staleness": dict(sorted(run.staleness.items())),
             "staleness_mean": sum(ages) / len(ages),
@@ -260,25 +255,17 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
         raise ToolkitError(f"{folder} has no timed step of all ranks in ranks/rank*.jsonl", hint=hint)
     if any(row.own_seconds is None for step in steps for row in step):
         raise ToolkitError(f"the rows in {folder}/ranks have no own_seconds", hint="name a run of this version")
-    seconds = numpy.array([compute_seconds(step) for step in steps])
+    step_seconds = numpy.array([[row.seconds for row in step] for step in steps])
+    own_seconds = numpy.array([[row.own_seconds for row in step] for step in steps])
+    rest = (step_seconds - own_seconds)[numpy.arange(len(steps)), own_seconds.argmax(axis=1)]
+    seconds: FloatArray = own_seconds + rest[:, None]
     if seconds.min() <= 0:
         raise ToolkitError(f"a step in {folder}/ranks took no time", hint="name another run")
     return seconds
 
 
-def compute_seconds(step: Sequence[StepRow]) -> tuple[float, ...]:
-    """Return each rank's compute seconds of one step: its own, and the slowest rank's rest.
-
-    >>> compute_seconds([StepRow.model_construct(seconds=5.0, own_seconds=own) for own in (1.0, 3.0)])
-    (3.0, 5.0)
-    """
-    own = [row.own_seconds or 0.0 for row in step]
-    rest = step[own.index(max(own))].seconds - max(own)
-    return tuple(seconds + rest for seconds in own)
-
-
 def _communication(options: StragglerOptions, gradient_bytes: int) -> tuple[Range, Range] | tuple[None, None]:
-    """Seconds of an all-reduce, and of a push and pull; None without a model, and flags without effect are refused."""
+    """Seconds of an all-reduce, and of a push and pull."""
     if options.model is None:
         names = ("gpu", "gpus_per_node", "network_gb_per_second", "parameter_servers")
         refuse_given(options, names, "{flag} has no effect: nothing is communicated", "--model, or no {flag}")
@@ -311,10 +298,10 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
     """Return the study for people: one row per policy, and what waiting for all workers costs."""
     rows, bars = [], []
     for row in (result.as_row() for result in study.policies):
-        values = [(row[key], factor, digits) for _, key, factor, digits in COLUMNS]
-        cells = [number_cell(None if value is None else factor * value, digits) for value, factor, digits in values]
-        diverged = [text_cell("diverged")] if row["diverged"] else cells[-1:]
-        rows.append((text_cell(row["policy"]), *cells[:-1], *diverged))
+        cells = [number_cell(row[key] and factor * row[key], digits) for _, key, factor, digits in COLUMNS]
+        if row["diverged"]:
+            cells[-1] = text_cell("diverged")
+        rows.append((text_cell(row["policy"]), *cells))
         speed = row["steps_per_second"]
         bars.append((row["policy"], Bar(segments=((speed, "speed"),), text=number(speed, 3))))
     headings = (text_heading("policy"), *(Heading(text=text) for text, *_ in COLUMNS))
@@ -333,16 +320,15 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
         x_name="seconds",
         title="loss by time",
     )
-    count, waste = study.best_backup_workers, 100 * (1 - 1 / study.slowdown)
     backup = "No number of backup workers would apply more gradients per second than none."
-    if count:
-        backup = f"{count} backup worker{'s'[: count > 1]} would apply most gradients per second,"
-        backup += f" {study.best_backup_gain:.3f} times those without."
+    if study.best_backup_workers:
+        workers = counted(study.best_backup_workers, "backup worker")
+        backup = f"{workers} would apply most gradients per second, {study.best_backup_gain:.3f} times those without."
     return SimulationReport(
         title="Stragglers and synchronization, simulated",
         summary=f"{study.workers} workers, {study.steps} steps, compute times: {study.step_times}. Waiting for every"
-        f" worker takes {study.slowdown:.3f} times the mean compute time: {waste:.1f} % of computing and waiting is"
-        f" waiting. {backup}",
+        f" worker takes {study.slowdown:.3f} times the mean compute time: {100 * (1 - 1 / study.slowdown):.1f} % of"
+        f" computing and waiting is waiting. {backup}",
         sections=[
             ("", Table(headings=headings, rows=tuple(rows))),
             ("Steps per second", BarChart(bars=tuple(bars))),

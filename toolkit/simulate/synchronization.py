@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[numpy.float64]
 Array = NDArray[numpy.float32]
 Weights = tuple[Array, ...]
-Curve = tuple[tuple[float, float], ...]
-"""Seconds of the simulation, and the loss over the test rows then."""
+Curve = tuple[tuple[float, float], ...]  # seconds of the simulation, and the loss over the test rows then
 
 MOST_BACKUP_WORKERS = 32  # more are dearer than the stragglers they hide
 
@@ -108,10 +107,8 @@ def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_s
     """
     required = len(seconds) - (policy.number if policy.name == "backup_workers" else 0)
     run = PolicyRun(policy=policy, workers=len(seconds), gradients_per_step=required)
-    if policy.is_synchronous:
-        _run_synchronous(run, seconds, steps, communication_seconds)
-    else:
-        _run_asynchronous(run, seconds, steps * run.workers, communication_seconds)
+    follow = _run_synchronous if policy.is_synchronous else _run_asynchronous
+    follow(run, seconds, steps, communication_seconds)
     return run
 
 
@@ -141,21 +138,20 @@ def _run_synchronous(run: PolicyRun, seconds: FloatArray, steps: int, communicat
         first = numpy.sort(numpy.argsort(finish, kind="stable")[: run.gradients_per_step])
         done = float(finish[first].max())
         started = start < done
-        dropped = started.copy()
-        dropped[first] = False
         free = numpy.where(started, finish, free)
         now = done + communication_seconds
         update = Update(seconds=now, version=version, workers=first.tolist(), batches=number[first].tolist())
         run.updates.append(update)
         run.waiting_seconds += float(numpy.maximum(done - free, 0.0).sum())
-        run.discarded_seconds += float(duration[dropped].sum())
+        run.discarded_seconds += float(duration[started & ~numpy.isin(numpy.arange(workers), first)].sum())
         run.communication_seconds += workers * communication_seconds
         number += started
 
 
-def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, communication_seconds: float) -> None:
+def _run_asynchronous(run: PolicyRun, seconds: FloatArray, steps: int, communication_seconds: float) -> None:
     """Apply each gradient when it arrives, and hold back workers that are too far ahead of the slowest."""
     workers, batches = seconds.shape
+    gradients = steps * workers
     finished, version = [0] * workers, [0] * workers
     events = [(float(seconds[worker, 0]) + communication_seconds, worker) for worker in range(workers)]
     heapq.heapify(events)
@@ -173,9 +169,7 @@ def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, commu
         freed = [worker]
         if workers_at[slowest] == 0:
             slowest, freed = slowest + 1, list(waits_since)
-        for ready in freed:
-            if finished[ready] - slowest > bound:
-                continue
+        for ready in (worker for worker in freed if finished[worker] - slowest <= bound):
             run.waiting_seconds += now - waits_since.pop(ready)
             version[ready] = len(run.updates)
             duration = float(seconds[ready, finished[ready] % batches]) + communication_seconds
@@ -186,14 +180,12 @@ def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, commu
 # -- The small network
 
 INPUTS, CLASSES, CLUSTERS_PER_CLASS = 32, 10, 4
-LAYERS = tuple(itertools.pairwise((INPUTS, 64, 64, CLASSES)))
-"""Shape of each weight matrix."""
+LAYERS = tuple(itertools.pairwise((INPUTS, 64, 64, CLASSES)))  # shape of each weight matrix
 NUM_PARAMS = sum(map(math.prod, LAYERS))
 # Standard deviation of a cluster over that of the clusters' centers: classes overlap, so that no batch is learned to 0.
 CLUSTER_SPREAD = 1.5
 TRAIN_ROWS, TEST_ROWS = 8192, 2048
-BATCH_ROWS = 16
-"""Rows of one worker's batch."""
+BATCH_ROWS = 16  # of one worker
 # The linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, per row of a batch.
 RATE_PER_WORKER = 0.0005 * BATCH_ROWS
 LARGEST_LEARNING_RATE = 0.8  # training becomes unstable above
@@ -270,8 +262,8 @@ def train(run: PolicyRun, problem: SmallProblem, *, learning_rate: float) -> Cur
     divided by the gradients of a global batch, so that a batch of rows moves the weights as far under every policy.
     The curve ends early where the loss is not finite.
     """
-    weights, curve = problem.initial_weights, [(0.0, problem.test_loss(problem.initial_weights))]
-    read: list[Weights] = [weights] * run.workers
+    weights = problem.initial_weights
+    curve, read = [(0.0, problem.test_loss(weights))], [weights] * run.workers
     readers: dict[int, list[int]] = {}  # by number of updates, the workers that read the weights then
     for update in run.updates:
         readers.setdefault(update.version, []).extend(update.workers)
