@@ -12,8 +12,9 @@ from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import is_checked
 from toolkit.plan.candidates import candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
+from toolkit.plan.phases import PARTS
 from toolkit.plan.planner import (
     VERDICT_TEXT,
     Plan,
