@@ -14,9 +14,9 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.plan.engine_buffers import PROCESS_BYTES
-from toolkit.plan.logits import logits_bytes
+from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.plan.memory import MemoryPlan, fit_verdict, memory_verdict, plan_memory
-from toolkit.plan.planned_job import LOSSES, PlannedJob
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 
@@ -113,15 +113,20 @@ def test_a_model_without_document_lengths_packs_with_a_mask() -> None:
     assert replace(job, attn_implementation="flash_attention_2").packs_without_mask(gemma2)
 
 
+def loss_bytes(loss: str, **sizes: int) -> tuple[int, int]:
+    return LOSSES[loss](LossSizes(**sizes))
+
+
 def test_full_cross_entropy_takes_12_bytes_per_logit_and_the_other_losses_less() -> None:
-    peaks = {loss: max(logits_bytes(loss=loss, tokens=4096, vocab_size=32000, hidden_size=4096)) for loss in LOSSES}
+    sizes = LossSizes(tokens=4096, vocab_size=32000, hidden_size=4096)
+    peaks = {loss: max(bytes_of(sizes)) for loss, bytes_of in LOSSES.items()}
     assert peaks["full"] == 12 * 4096 * 32000
     assert peaks["full"] > peaks["chunked_output"] > max(peaks["fused"], peaks["chunked"])
 
 
 def test_ligers_loss_holds_one_chunk_and_the_gradients_in_the_dtypes_of_head_and_input() -> None:
     """1,000 words and a hidden size of 10: 100 chunks, of 32 of the 3,072 tokens."""
-    size = functools.partial(logits_bytes, loss="fused", tokens=3072, vocab_size=1000, hidden_size=10)
+    size = functools.partial(loss_bytes, "fused", tokens=3072, vocab_size=1000, hidden_size=10)
     chunk, of_hidden = 2 * 32 * 1000, 2 * 3072 * 10
     assert size() == (chunk + of_hidden, of_hidden)  # the head is frozen
     assert size(head_bytes=2) == (chunk + 20_000 + of_hidden, 20_000 + of_hidden)
@@ -141,7 +146,7 @@ def test_ligers_kernels_save_less_than_its_loss_alone() -> None:
 
 def test_the_chunked_loss_holds_one_chunk_and_the_gradients_of_the_head_and_its_input() -> None:
     """3 chunks of 1,000 words and a hidden size of 10: bf16 logits, their fp32 copy; 10,000 weights in fp32."""
-    size = functools.partial(logits_bytes, loss="chunked", tokens=3 * 1024, vocab_size=1000, hidden_size=10)
+    size = functools.partial(loss_bytes, "chunked", tokens=3 * 1024, vocab_size=1000, hidden_size=10)
     of_hidden = 2 * 3 * 1024 * 10
     assert size() == (6 * 1024 * 1000 + of_hidden, of_hidden)  # the head is frozen
     assert size(head_bytes=2) == (6 * 1024 * 1000 + of_hidden + 4 * 10_000, of_hidden + 2 * 10_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +18,11 @@ from model_configs import LLAMA, NUM_PARAMS, config_file
 
 from toolkit.errors import ToolkitError
 from toolkit.models.read_model import read_model
-from toolkit.plan.logits import logits_bytes
-from toolkit.plan.memory import MemoryPlan, PhaseMemory, plan_memory
+from toolkit.plan.logits import LOSSES, LossSizes
+from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import METHODS, Method, check_generations, check_method, not_planned
+from toolkit.plan.phases import PhaseMemory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
@@ -182,14 +184,14 @@ def test_orpo_and_simpo_hold_these_bytes_per_token_and_vocabulary_entry(
 ) -> None:
     """Slopes of traced peaks: `test_the_bytes_per_logit_are_read_off_a_trace` repeats them."""
     output = 4 if autocast else 2
-    found = logits_bytes(loss=loss, tokens=10, vocab_size=7, hidden_size=3, output_bytes=output)
+    found = LOSSES[loss](LossSizes(tokens=10, vocab_size=7, hidden_size=3, output_bytes=output))
     assert found == tuple(10 * 7 * each for each in expected)
 
 
 def test_log_probabilities_need_no_logits_of_prompts() -> None:
     """Rows of hidden states of the scored tokens, and their fp32 gradient: nothing grows with the vocabulary."""
-    sizes = {"loss": "log_probs", "tokens": 8192, "vocab_size": 50_000, "hidden_size": 64, "head_bytes": 0}
-    more, fewer = (logits_bytes(**sizes, scored=scored)[1] for scored in (8192, 4096))
+    sizes = LossSizes(tokens=8192, vocab_size=50_000, hidden_size=64)
+    more, fewer = (LOSSES["log_probs"](replace(sizes, scored=scored))[1] for scored in (8192, 4096))
     assert more - fewer == 4096 * 64 * (2 + 4 + 2)
 
 
@@ -371,7 +373,7 @@ def test_the_bytes_per_logit_are_read_off_a_trace(method: str, preset: str, toke
         for name in ("forward", "backward")
     ]
     output = 4 if preset == "single" else 2
-    expected = logits_bytes(loss=method, tokens=1, vocab_size=1, hidden_size=1, output_bytes=output)
+    expected = LOSSES[method](LossSizes(tokens=1, vocab_size=1, hidden_size=1, output_bytes=output))
     assert [round(slope, 2) for slope in slopes] == list(expected)
 
 

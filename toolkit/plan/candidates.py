@@ -177,6 +177,11 @@ class Candidate:
         return self.request.step_time(self.setup)
 
     @property
+    def ranks_per_batch(self) -> int:
+        """GPUs that train on the same rows."""
+        return 1 if self.setup.layout is None else self.setup.layout.ranks_per_batch
+
+    @property
     def fits(self) -> bool:
         """True if the candidate can be chosen."""
         return self.verdict == FITS

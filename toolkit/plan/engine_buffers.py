@@ -15,7 +15,7 @@ from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates
 from toolkit.engines.zero import optimizer_elements
 from toolkit.models.job_weights import FP32_BYTES, JobWeights
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.units import GIB, MIB
+from toolkit.units import GIB, MIB, gib
 
 # A CUDA context with cuBLAS and its kernels: 0.5 to 0.9 GiB are reported.
 CONTEXT_BYTES = 700 * MIB
@@ -83,6 +83,11 @@ class HostMemory:
     def peak_bytes(self) -> int:
         """The larger of loading and training."""
         return max(self.loading_bytes, self.training_bytes)
+
+    @property
+    def disk_text(self) -> str:
+        """What is on the node's disk, for people, after its host memory; empty where nothing is."""
+        return f", {gib(self.disk_bytes)} on its disk" if self.disk_bytes else ""
 
 
 def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> HostMemory:

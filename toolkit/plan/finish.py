@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,15 @@ PRICE = "--price-per-gpu-hour"
 ANY_GPU = ""
 # Steps measured on one H200 took 1.0 to 1.4 times the best estimate (docs/evidence/gpu.md).
 EXPECT = "expect the upper end"
+
+
+def ends_text(show: Callable[[float], str], ends: Range) -> str:
+    """Return both ends of a range, as every plan is printed.
+
+    >>> ends_text(dollars, (1, 2.5))
+    '$1.00 to $2.50'
+    """
+    return " to ".join(map(show, ends))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +98,7 @@ class Finish:
     @property
     def cost_text(self) -> str:
         """Dollars, for people; empty without a price."""
-        return "" if self.dollars_range is None else " to ".join(map(dollars, self.dollars_range))
+        return "" if self.dollars_range is None else ends_text(dollars, self.dollars_range)
 
 
 def work_of(options: JobAndGpuOptions, job: PlannedJob, model: str) -> Work | None:
@@ -111,14 +120,14 @@ def work_of(options: JobAndGpuOptions, job: PlannedJob, model: str) -> Work | No
         return Work(epochs=options.num_train_epochs, max_steps=max_steps, tokens=options.dataset_tokens)
     if options.dataset is None:
         return None
-    tokens = _count_tokens(options.dataset, model) if job.packing else None
-    rows = None if job.packing else _count_rows(options.dataset, job)
-    return Work(epochs=options.num_train_epochs, tokens=tokens, rows=rows)
-
-
-def _count_rows(data: Path, job: PlannedJob) -> int:
-    """The rows of a file; those of TRL's other methods have formats of their own."""
-    return check_file(data, max_bytes=None).rows if job.method.method == SFT else sum(1 for _ in iter_rows(data))
+    data, epochs = options.dataset, options.num_train_epochs
+    if job.packing:
+        return Work(epochs=epochs, tokens=_count_tokens(data, model))
+    # TRL's other methods have formats of their own
+    is_sft = job.method.method == SFT
+    return Work(
+        epochs=epochs, rows=check_file(data, max_bytes=None).rows if is_sft else sum(1 for _ in iter_rows(data))
+    )
 
 
 def _count_tokens(data: Path, model: str) -> int:
@@ -197,7 +206,7 @@ class Cost:
         """Return the time and the cost of a plan's work."""
         assert self.work is not None
         job, work, speed, price = plan.job, self.work, plan.speed, self.per_hour(plan)
-        groups = plan.world_size // (1 if plan.setup.layout is None else plan.setup.layout.ranks_per_batch)
+        groups = plan.world_size // plan.ranks_per_batch
         steps = work.steps(job, groups=groups)
         if speed is None:
             return Finish(steps=steps)

@@ -20,7 +20,7 @@ from toolkit.engines.planned import EngineSettings
 from toolkit.engines.zero import PERSISTENCE_THRESHOLD, partition_share
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word
-from toolkit.models.activations import ATTENTION_INPUTS, MLP_INPUTS, Activations
+from toolkit.models.activations import ATTENTION_INPUTS, MLP_INPUTS
 from toolkit.models.job_weights import job_weights, rows_share, total
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.presets.compatibility import Reason
@@ -258,18 +258,17 @@ def reference_bytes(engine: EngineSettings, shape: ModelShape, method: Method) -
     return engine.element_bytes * (total(weights, lambda t: partition_share(t.num_elements, ranks=ranks)) + kept)
 
 
-def reference_buffer_bytes(engine: EngineSettings, activations: Activations, method: Method, gathered: int) -> int:
+def reference_buffer_bytes(engine: EngineSettings, shape: ModelShape, method: Method, gathered: int) -> int:
     """Return what the reference's forward allocates beside activations; `gathered` is what ZeRO-3 gathers.
 
     Under autocast, which caches the casts of weights that are not frozen, and TRL freezes none: a bf16 copy of all
     linear layers. Under FSDP2 all weights twice.
     """
-    shape = activations.shape
     if engine.traits.gathers_layers:
         return GATHERED_COPIES * engine.element_bytes * shape.num_params
     if engine.traits.has_flat_states:
         return gathered
-    if not activations.casts_weights or method.ref_dtype == "bfloat16":
+    if not engine.autocasts or method.ref_dtype == "bfloat16":
         return 0
     return 2 * sum(t.num_elements * n for kind, n in shape.layer_kinds.items() for t in kind if t.is_linear_weight)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import is_checked
 from toolkit.plan.candidates import candidate_of, host_assumption, sharding
-from toolkit.plan.finish import EXPECT, NO_COST, Cost
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
+from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
+from toolkit.plan.phases import PARTS
 from toolkit.plan.planner import (
     VERDICT_TEXT,
     Plan,
@@ -188,34 +189,32 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
     any_gpu, request, cost = answer.any_gpu, answer.request, answer.cost
     recomputes = any(plan.job.activation_checkpointing for plan in answer.ordered)
 
-    def batch(plan: Plan) -> str:
-        return f"{plan.job.per_device_train_batch_size}{' + ckpt' if plan.job.activation_checkpointing else ''}"
-
-    def most(plan: Plan) -> str:
-        return "" if plan.verdict == DOES_NOT_FIT else tenths_of_gib(plan.memory.possible_peak_bytes)
-
-    def speed(plan: Plan) -> str:
-        return " to ".join(map(_short, plan.speed.tokens_per_second_per_gpu)) if plan.speed else NOT_AVAILABLE
-
-    def price(plan: Plan) -> str:
-        return NOT_AVAILABLE if (value := cost.per_million_tokens(plan)) is None else dollars(value)
-
-    columns: list[tuple[str, bool, Callable[[Plan], str]]] = [
-        ("GPU", any_gpu, lambda plan: plan.request.gpu.name),
-        ("preset", True, lambda plan: plan.preset.name),
-        ("GPUs", any_gpu or len(request.world_sizes) > 1, lambda plan: str(plan.world_size)),
-        ("verdict", not any_gpu, lambda plan: plan.verdict.replace("_", " ")),
-        ("batch", request.finds_batch, batch),
-        ("GiB", True, lambda plan: tenths_of_gib(plan.memory.planned_peak_bytes)),
-        ("up to", True, most),
-        ("of", any_gpu, lambda plan: tenths_of_gib(plan.request.gpu.memory_bytes)),
-        ("tokens/s per GPU", True, speed),
-        ("$ per M", any_gpu and bool(cost.prices), price),
-    ]
-    names = [name for name, is_shown, _ in columns if is_shown]
-    rows = [[cell(plan) for _, is_shown, cell in columns if is_shown] for plan in answer.ordered]
-    left = {names.index(name) for name in ("GPU", "preset", "verdict", "batch") if name in names}
-    yield from table_lines([names, *rows], left=left)
+    shown = {
+        "GPU": any_gpu,
+        "GPUs": any_gpu or len(request.world_sizes) > 1,
+        "verdict": not any_gpu,
+        "batch": request.finds_batch,
+        "of": any_gpu,
+        "$ per M": any_gpu and bool(cost.prices),
+    }
+    rows = []
+    for plan in answer.ordered:
+        price, speed, ckpt = cost.per_million_tokens(plan), plan.speed, plan.job.activation_checkpointing
+        cells = {
+            "GPU": plan.request.gpu.name,
+            "preset": plan.preset.name,
+            "GPUs": str(plan.world_size),
+            "verdict": plan.verdict.replace("_", " "),
+            "batch": f"{plan.job.per_device_train_batch_size}{' + ckpt' if ckpt else ''}",
+            "GiB": tenths_of_gib(plan.memory.planned_peak_bytes),
+            "up to": "" if plan.verdict == DOES_NOT_FIT else tenths_of_gib(plan.memory.possible_peak_bytes),
+            "of": tenths_of_gib(plan.request.gpu.memory_bytes),
+            "tokens/s per GPU": ends_text(_short, speed.tokens_per_second_per_gpu) if speed else NOT_AVAILABLE,
+            "$ per M": NOT_AVAILABLE if price is None else dollars(price),
+        }
+        rows.append({name: cell for name, cell in cells.items() if shown.get(name, True)})
+    left = {at for at, name in enumerate(rows[0]) if name in ("GPU", "preset", "verdict", "batch")}
+    yield from table_lines([list(rows[0]), *(list(row.values()) for row in rows)], left=left)
     if request.finds_batch and recomputes:
         yield "batch: per GPU; ckpt: activation checkpointing"
 
@@ -253,18 +252,15 @@ def _part_lines(plan: Plan) -> Iterator[str]:
         f"torch allocates {allocated} GiB, {percent(plan.logits_fraction)} of it logits ({peak.phase}); with "
         f"{overhead} GiB for CUDA, NCCL and fragmentation nvidia-smi shows {plan.peak_text}"
     )
-    disk = f", {gib(host.disk_bytes)} on its disk" if host.disk_bytes else ""
-    yield f"host memory per node: {gib(host.peak_bytes)}{disk}; {host_assumption(plan.request)}"
+    yield f"host memory per node: {gib(host.peak_bytes)}{host.disk_text}; {host_assumption(plan.request)}"
     largest, fewest = plan.largest_micro_batch or "none", plan.smallest_world_size or "none"
     yield f"largest per-GPU batch: {largest}; fewest GPUs, with the smallest batch if none is given: {fewest}"
     if plan.setup.layout is not None:
         yield f"{plan.setup.layout}; each GPU sends per step, without overlap:"
         for traffic in plan.traffic:
-            fast, slow = traffic.seconds
-            sent = (
-                f"{traffic.sent_bytes / GIGA:,.2f} GB {'between nodes' if traffic.crosses_nodes else 'within a node'}"
-            )
-            yield f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}"
+            where = "between nodes" if traffic.crosses_nodes else "within a node"
+            sent = f"{traffic.sent_bytes / GIGA:,.2f} GB {where}"
+            yield f"  {traffic.dimension:<12} {sent:<24} {ends_text(seconds, traffic.seconds)}"
     yield from plan.advice
 
 

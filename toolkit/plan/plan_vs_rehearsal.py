@@ -15,7 +15,8 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.hardware.node import usable_memory_bytes
 from toolkit.job.job import Job
-from toolkit.plan.memory import PARTS, plan_memory
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.phases import PARTS
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
 from toolkit.presets.support import unsupported

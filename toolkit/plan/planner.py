@@ -34,10 +34,11 @@ from toolkit.plan.candidates import (
 )
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, PARTS, TOO_CLOSE
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import SFT, check_generations, not_planned
 from toolkit.plan.options import PlanOptions
+from toolkit.plan.phases import PARTS
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_world_size, node_memory, on_gpu
 from toolkit.plan.step_time import DimensionTraffic, dimension_traffic
 from toolkit.presets.compatibility import Reason

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, RecommendRequest, host_assumption
 from toolkit.plan.failures import FailingJob
-from toolkit.plan.finish import EXPECT, NO_COST, Cost
+from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
 from toolkit.plan.interconnect import Range
-from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command
 from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION
 from toolkit.screen_text import table_lines
-from toolkit.units import dollars, gib, percent, seconds, tenths_of_gib
+from toolkit.units import dollars, percent, seconds, tenths_of_gib
 
 SHOWN, COMPARED = 3, 2  # alternatives and rejected presets that are shown without `--all`; alternatives to measure
 # Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
@@ -40,12 +39,11 @@ def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[Scali
     """Return the curve from the request's GPUs, doubled up to 1,024; empty if the GPU's peak is unknown."""
     points: list[ScalingPoint] = []
     smallest: Range | None = None
-    size, preset, per_node = request.world_size, candidate.preset, request.job.gpus_per_node
-    while size <= max(request.world_size, min(LARGEST_WORLD_SIZE, preset.max_world_size or LARGEST_WORLD_SIZE)):
+    size, per_node = request.world_size, request.job.gpus_per_node
+    largest = min(LARGEST_WORLD_SIZE, candidate.preset.max_world_size or LARGEST_WORLD_SIZE)
+    while size <= max(request.world_size, largest):
         if size <= per_node or size % per_node == 0:
-            shape = candidate.job.method.model(request.shape)
-            setup = TrainingSetup(shape=shape, preset=preset, world_size=size, job=candidate.job)
-            speed = request.step_time(setup)
+            speed = request.step_time(replace(candidate.setup, world_size=size))
             if speed is None:
                 return []
             low, high = speed.tokens_per_second_per_gpu
@@ -78,15 +76,11 @@ def recommendation_json(
     choice, others, why_not = found.choice, found.others, found.why_not
 
     def row(candidate: Candidate) -> dict[str, Any]:
+        more = {"degrees": candidate.job.degrees, "global_batch_size": request.global_batch_size}
         names = ("communication_bytes_per_step", "communication_seconds")
-        return {
-            **candidate.as_row(),
-            "degrees": candidate.job.degrees,
-            "global_batch_size": request.global_batch_size,
-            **{name: getattr(candidate.speed, name, None) for name in names},
-            **cost.as_row(candidate),
-            "dollars_per_million_tokens": cost.range_per_million_tokens(candidate),
-        }
+        more |= {name: getattr(candidate.speed, name, None) for name in names} | cost.as_row(candidate)
+        more["dollars_per_million_tokens"] = cost.range_per_million_tokens(candidate)
+        return candidate.as_row() | more
 
     return {
         "model": model,
@@ -152,33 +146,30 @@ def recommendation_lines(
 
 def _facts(choice: Candidate, request: RecommendRequest, cost: Cost) -> Iterator[str]:
     host, speed = choice.memory.host, choice.speed
-    disk = f", {gib(host.disk_bytes)} on its disk" if host.disk_bytes else ""
-    yield f"memory    {choice.peak_text} per GPU; {tenths_of_gib(host.peak_bytes)} GiB of host memory per node{disk}"
+    on_host = f"{tenths_of_gib(host.peak_bytes)} GiB of host memory per node{host.disk_text}"
+    yield f"memory    {choice.peak_text} per GPU; {on_host}"
     if choice.preset.offloads and request.host_memory_bytes is None:
         yield f"host      {host_assumption(request)}"
     if speed is None:
         yield "speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"
         return
-    low, high = speed.tokens_per_second_per_gpu
     wide = f"; the range is wide because of {' and '.join(speed.wider_for)}" if speed.wider_for else ""
-    yield (
-        f"speed     {low:,.0f} to {high:,.0f} tokens/s per GPU (expect the lower end), "
-        f"{' to '.join(map(seconds, speed.step_seconds))} per step, MFU {' to '.join(map(percent, speed.mfu))}{wide}"
-        f"{f'; without {NO_GENERATION}' if speed.without_generation else ''}"
-    )
+    more = f"{wide}; without {NO_GENERATION}" if speed.without_generation else wide
+    step, mfu = ends_text(seconds, speed.step_seconds), ends_text(percent, speed.mfu)
+    tokens = ends_text("{:,.0f}".format, speed.tokens_per_second_per_gpu)
+    yield f"speed     {tokens} tokens/s per GPU (expect the lower end), {step} per step, MFU {mfu}{more}"
     if speed.communication_bytes_per_step:
         sent = f"{speed.communication_bytes_per_step / GIGA:,.1f} GB sent per step and GPU"
-        yield f"network   {sent}: {' to '.join(map(seconds, speed.communication_seconds))} without overlap"
+        yield f"network   {sent}: {ends_text(seconds, speed.communication_seconds)} without overlap"
     if speed.offload_efficiency is not None:
-        shares = " to ".join(map(percent, speed.offload_efficiency))
-        yield f"offload   leaves {shares} of the time to the GPU, without overlap"
+        yield f"offload   leaves {ends_text(percent, speed.offload_efficiency)} of the time to the GPU, without overlap"
     if cost.work is not None:
         finish = cost.finish(choice)
         of_data = "" if cost.work.max_steps else f" for {cost.work.text}"
         total = f", {finish.cost_text}" if finish.cost_text else ""
         yield f"total     {finish.time_text}{total} ({EXPECT}): {finish.steps:,} steps{of_data}"
     if per_million := cost.range_per_million_tokens(choice):
-        yield f"price     {' to '.join(map(dollars, per_million))} per million tokens ({EXPECT})"
+        yield f"price     {ends_text(dollars, per_million)} per million tokens ({EXPECT})"
 
 
 def _scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:

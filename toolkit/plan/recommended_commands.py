@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.job.job import Job
 from toolkit.models.read_model import hub_id
@@ -30,12 +31,12 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
         return None
     first, *others = compared
     recomputes = first.job.activation_checkpointing
-    size, rest = divmod(first.job.per_device_train_batch_size, _ranks_per_batch(first))
+    size, rest = divmod(first.job.per_device_train_batch_size, first.ranks_per_batch)
     if rest:
         return None
     degrees, presets = dict(first.job.degrees), [first.preset.name]
     for other in others:
-        job = other.request.job_with(micro_batch=size * _ranks_per_batch(other), checkpointing=recomputes)
+        job = other.request.job_with(micro_batch=size * other.ranks_per_batch, checkpointing=recomputes)
         same = all(degrees.get(name, degree) == degree for name, degree in other.job.degrees.items())
         if same and candidate_of(other.request, other.preset, job).fits:
             degrees |= other.job.degrees
@@ -48,21 +49,14 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
     )
 
 
-def _ranks_per_batch(candidate: Candidate) -> int:
-    layout = candidate.setup.layout
-    return layout.ranks_per_batch if layout else 1
-
-
 def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
     """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
     words = training_words(candidate.job, model, output="OUTPUT_DIR")
-    preset, nodes = candidate.preset, request.interconnect.num_nodes
-    if candidate.job.method.method != SFT:
-        name = candidate.job.method.method
-        script = f"--module trl.scripts.{name}" if candidate.job.method.spec.trainer is None else f"--script {name}.py"
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} {script} -- {words}"
-    if nodes == 1:
-        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
+    preset, method, nodes = candidate.preset, candidate.job.method, request.interconnect.num_nodes
+    if method.method != SFT or nodes == 1:
+        script = f" --script {method.method}.py" if method.spec.trainer else f" --module trl.scripts.{method.method}"
+        script = "" if method.method == SFT else script
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size}{script} -- {words}"
     config = f"accelerate_configs/{preset.name}.yaml"
     launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
     launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
@@ -91,19 +85,23 @@ def broken(command: str) -> str:
 
 def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     """Return the training arguments of a planned job, for a shell."""
-    folder = str(Path(model).parent) if model.endswith("config.json") else hub_id(model)
+    values: dict[str, Any] = {"model_name_or_path": hub_id(model)}
+    if model.endswith("config.json"):
+        values = {"model_name_or_path": str(Path(model).parent)}
+    last = {} if output is None else {"output_dir": output}
     if job.method.method != SFT:
-        return shlex.join(trl_words(job, folder, output=output))
-    values = {"model_name_or_path": folder, "dataset": "DATASET", **job.argument_values}
+        pairs = (values | _trl_arguments(job) | last).items()
+        return shlex.join(word for name, value in pairs for word in (f"--{name}", value))
+    values |= {"dataset": "DATASET", **job.argument_values}
     values |= {"learning_rate": LORA_LEARNING_RATES[SFT]} if job.is_lora else {}
     values |= {"fp16": True} if job.numerics.fp16 else {}
-    return shlex.join(Job.from_values(values | ({} if output is None else {"output_dir": output})).to_argv())
+    return shlex.join(Job.from_values(values | last).to_argv())
 
 
-def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
-    """Return the arguments of TRL's own scripts for a planned job."""
+def _trl_arguments(job: PlannedJob) -> dict[str, str]:
+    """The arguments of TRL's own scripts for a planned job."""
     method = job.method
-    values: dict[str, object] = {"model_name_or_path": model, "dataset_name": "DATASET"}
+    values: dict[str, Any] = {"dataset_name": "DATASET"}
     values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
     if not method.generates:
         values["max_length"] = job.tokens_per_row
@@ -114,12 +112,7 @@ def trl_words(job: PlannedJob, model: str, *, output: str | None) -> list[str]:
         values |= {"load_in_4bit": True} if job.load_in_4bit else {}
         values |= {"learning_rate": rate} if (rate := LORA_LEARNING_RATES.get(method.method)) else {}
     values |= {"reward_funcs": "REWARD_FUNCTION"} if method.generates else {}
-    trl_options = {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
+    values |= {name: getattr(method, name) for name in method.given if name not in ("vllm", "ref_dtype")}
     if method.vllm in ("colocate", "server"):
-        trl_options |= {"use_vllm": True, "vllm_mode": method.vllm}
-    values |= trl_options | ({} if output is None else {"output_dir": output})
-    return [
-        word
-        for name, value in values.items()
-        for word in (f"--{name}", str(value).lower() if value is True or value is False else str(value))
-    ]
+        values |= {"use_vllm": True, "vllm_mode": method.vllm}
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}

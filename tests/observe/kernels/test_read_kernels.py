@@ -16,7 +16,7 @@ from toolkit.observe.kernels import read_kernels
 from toolkit.observe.kernels.packed_documents import boundary
 from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
 from toolkit.plan import step_parts
-from toolkit.plan.logits import logits_bytes
+from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.record.kernel_table import AS_ASKED, DIFFERS, SLOWER
 
 sys.path.append(str(SCRIPTS))
@@ -118,7 +118,7 @@ def test_costs_are_in_the_plans_terms() -> None:
     assert step_parts.CALIBRATION.liger_share == read_kernels.LIGER_SHARE
     assert step_parts.WHOLE_BYTES + step_parts.SPLIT_BYTES == read_kernels.LAYER_BYTES
     assert (step_parts.PASSES, step_parts.RECOMPUTED_PASSES) == (read_kernels.PASSES, read_kernels.RECOMPUTED_PASSES)
-    assert max(logits_bytes(loss="full", tokens=2, vocab_size=5, hidden_size=1)) == 2 * 5 * read_kernels.LOGIT_BYTES
+    assert max(LOSSES["full"](LossSizes(tokens=2, vocab_size=5, hidden_size=1))) == 2 * 5 * read_kernels.LOGIT_BYTES
 
 
 def test_documents_are_known_by_positions_that_restart() -> None:

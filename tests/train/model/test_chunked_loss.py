@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.engines.tensors import without_adapters
 from toolkit.models.fake_tensors import LiveMemory
 from toolkit.observe.batches import IGNORED
-from toolkit.plan.logits import logits_bytes
-from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS
+from toolkit.plan.logits import LOSSES, WITHOUT_CHUNKED_LOSS, LossSizes
 from toolkit.train.data.collation import supervised_positions
 from toolkit.train.model import chunked_loss
 from toolkit.train.model.chunked_loss import ChunkedLoss, LogitScale, LossOptions, UnknownHead
@@ -150,7 +149,7 @@ def test_the_traced_peak_is_the_planned_one() -> None:
     with memory:
         memory.exclude((hidden, weight, labels, positions))
         loss = chunked_loss.chunked_cross_entropy(hidden, labels, positions, weight, None, options)
-    planned, _ = logits_bytes(loss="chunked", tokens=tokens, vocab_size=words, hidden_size=size, head_bytes=2)
+    planned, _ = LOSSES["chunked"](LossSizes(tokens=tokens, vocab_size=words, hidden_size=size, head_bytes=2))
     assert memory.peaks["load"].total_bytes == pytest.approx(planned, rel=0.03)
     assert memory.live_bytes == pytest.approx(2 * (tokens + words) * size, rel=0.1)
     loss.backward()
