@@ -25,7 +25,7 @@ def small_model(folder: Path, sizes: Mapping[str, Any] = SIZES, *, vocab_size: i
     """Write the model once, with the demo's tokenizer, or one like it with fewer words; return its folder."""
     from transformers import AutoTokenizer
 
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     from random_models import random_llama
 
     if not folder.exists():

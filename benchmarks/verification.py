@@ -28,7 +28,7 @@ from live_faults import FAULTY_RANKS
 from record import ROOT, append_line, print_table, read_lines, write_result
 from small_job import small_model, words
 
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "warm_starts")]
+sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "warm_starts")]
 
 from fork_server import SERVER_VARIABLE, fork_server
 from trl_jobs import GENERATES, TRL_ROWS

@@ -24,7 +24,8 @@ from pathlib import Path
 import pytest
 import typer
 
-sys.path.append(str(Path(__file__).parent / "warm_starts"))  # for `python tests/test_readme.py`
+for folder in ("support", "warm_starts"):  # for `python tests/test_readme.py`
+    sys.path.append(str(Path(__file__).parent / folder))
 from launching import ROOT, cpu_environment, run_bash
 from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table
