@@ -207,14 +207,14 @@ CHECKS = {
 def compared_fields() -> set[str]:
     """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
     expecting = {
-        "expected.py": ("expected_values", "_expected_optimizer", "_expected_gradients"),
-        "attestation.py": ("expected_values",),
+        "observe/attest/expected.py": ("expected_values", "_expected_optimizer"),
+        "observe/attest/attestation.py": ("expected_values",),
+        "train/trainer.py": ("expected_readings", "observer_parts"),
+        "engines/engine.py": ("gradient_facts",),
     }
-    sources = [(ATTEST / name, functions) for name, functions in expecting.items()]
-    sources.append((ROOT / "toolkit" / "train" / "trainer.py", ("expected_readings", "observer_parts")))
     keys: set[str] = set()
-    for path, functions in sources:
-        for node in functions_of(path):
+    for name, functions in expecting.items():
+        for node in functions_of(ROOT / "toolkit" / name):
             if node.name in functions:
                 keys |= {key for inner in ast.walk(node) for key in string_keys(inner)}
     mixed = {field for fields in CHECKS.values() for field in fields} - {EXPECTED, BYTES, EQUAL_ON_ALL_RANKS}

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from launching import ROOT
 
-from toolkit.models.read_model import read_model
-
 FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
 SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 
@@ -53,33 +51,6 @@ def test_the_plan_equals_the_recorded_shard_bytes_of_every_case(tmp_path: Path) 
     assert {case["architecture"] for case in cases} == set(sweep.ARCHITECTURES)
     assert {case["preset"] for case in cases} == set(sweep.WORLD_SIZES)
     assert sweep.differing(cases, tmp_path) == []
-
-
-def test_the_planned_bytes_of_every_collective_are_within_one_percent_of_those_counted(
-    record: Any, tmp_path: Path
-) -> None:
-    benchmark = __import__("communication")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 49_152, **benchmark.SIZES}))
-    shape = read_model(str(tmp_path))
-    facts, rows = record.read_result("communication")
-    counted = {row["setting"]: row["counted"] for row in rows}
-    settings = {setting.name: setting for setting in (*benchmark.lone_settings(), *benchmark.settings())}
-    assert (counted.keys(), facts["num_params"]) == (settings.keys(), shape.num_params)
-    for name, setting in settings.items():
-        assert benchmark.largest_difference(setting, shape, counted[name]) < 0.01, name
-
-
-def test_the_plan_next_to_the_measured_host_memory_is_current(record: Any, tmp_path: Path) -> None:
-    benchmark = __import__("host_memory")
-    facts, rows = record.read_result("host_memory")
-    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
-    shape = read_model(str(tmp_path))
-    settings = {setting.name: setting for setting in benchmark.settings()}
-    measured = [row["setting"] for row in rows]
-    assert measured == [name for name in settings if name in measured]
-    assert {settings[name].preset for name in measured} >= {"single", *benchmark.SHARED, *benchmark.OFFLOADED}
-    for row in rows:
-        assert row["planned"] == benchmark.planned(settings[row["setting"]], shape), row["setting"]
 
 
 def test_every_field_that_verification_compares_has_a_deviation_or_the_reason_why_it_has_none(record: Any) -> None:
