@@ -24,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from live_faults import FAULTY_RANKS
 from record import ROOT, append_line, print_table, read_lines, write_result
 from small_job import small_model, words
 
@@ -39,6 +38,7 @@ from toolkit.launch.options import TrainOptions
 from toolkit.observe.attest.differences import Difference
 from toolkit.record.folder import read_json
 
+FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 OURS, SFT, DPO, GRPO = "toolkit train", "sft", "dpo", "grpo"
 FAULT_VARIABLE = "TOOLKIT_FAULT"
 HEADER = ("Field", "Deviation", "Found: toolkit train", "Found: TRL", "As reported")
