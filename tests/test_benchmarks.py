@@ -82,23 +82,3 @@ def test_a_deviation_counts_as_found_only_if_its_field_is_named_with_both_values
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_can_be_imported(path: Path) -> None:
     assert __import__(path.stem).__doc__
-
-
-@pytest.mark.usefixtures("record")
-def test_the_structure_of_a_small_tree_is_counted(tmp_path: Path) -> None:
-    job = 'def read(values):\n    return _once(values)\n\n\ndef _once(values):\n    return flag(values, "a")\n'
-    files = {
-        **dict.fromkeys(("toolkit/__init__.py", "toolkit/train/__init__.py"), ""),
-        "toolkit/train/script.py": "from toolkit.job import read\n\n\ndef main():\n    read({})\n",
-        **{"toolkit/job.py": job, "toolkit/unused.py": "max_seq_length = 1\n"},
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "start.md").write_text("three short words\n")
-    found = __import__("structure").measure(tmp_path)
-    assert (found.toolkit_files, found.toolkit_lines, found.docs_words, found.functions) == (5, 12, 3, 3)
-    assert (found.private_functions, found.private_functions_referenced_once, found.argument_reads) == (1, 1, 1)
-    assert (found.files_naming_max_seq_length, found.longest_import_chain) == (1, 2)
-    assert (found.training_script_files, found.training_script_lines) == (2, 11)
