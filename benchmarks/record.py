@@ -1,7 +1,7 @@
-"""Helpers of every benchmark: interleaved pairs, tables, and a record of one line per run with where it was measured.
+"""Helpers of every benchmark: tables, and a record of one line per run with where it was measured.
 
-    write_result("planner", {"plans": 89}, rows)        # benchmarks/results/planner.jsonl
-    facts, rows = read_result("planner")
+    write_result("peers", {"setting": {}}, rows)        # benchmarks/results/peers.jsonl
+    facts, rows = read_result("peers")
 
 The first line of a record has what holds for all of its rows: the command, commit, versions and machine.
 """
@@ -14,28 +14,17 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from toolkit.hardware.node import describe_node, git_commit, library_versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-Figures = TypeVar("Figures")
 Row = dict[str, Any]
-
-
-def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> list[tuple[Figures, Figures]]:
-    """Run A B, B A, A B, ..., so that neither side always runs on the warmer or busier machine."""
-    measured = []
-    for index in range(number):
-        sides = (a, b) if index % 2 == 0 else (b, a)
-        first, second = [side() for side in sides]
-        measured.append((first, second) if index % 2 == 0 else (second, first))
-    return measured
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/speed_tables.py
 
-Rows, sources and constants are those of `tests/left_out_speeds.py`; the tests hold what they show.
+Rows, sources and constants are those of `tests/support/left_out_speeds.py`; the tests hold what they show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "support"))
 
 from left_out_speeds import (  # noqa: E402
     WITHOUT,

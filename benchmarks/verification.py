@@ -24,11 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from live_faults import FAULTY_RANKS
 from record import ROOT, append_line, print_table, read_lines, write_result
 from small_job import small_model, words
 
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "warm_starts")]
+sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "warm_starts")]
 
 from fork_server import SERVER_VARIABLE, fork_server
 from trl_jobs import GENERATES, TRL_ROWS
@@ -39,6 +38,7 @@ from toolkit.launch.options import TrainOptions
 from toolkit.observe.attest.differences import Difference
 from toolkit.record.folder import read_json
 
+FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 OURS, SFT, DPO, GRPO = "toolkit train", "sft", "dpo", "grpo"
 FAULT_VARIABLE = "TOOLKIT_FAULT"
 HEADER = ("Field", "Deviation", "Found: toolkit train", "Found: TRL", "As reported")
@@ -207,15 +207,14 @@ CHECKS = {
 def compared_fields() -> set[str]:
     """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
     expecting = {
-        "expected.py": ("expected_values", "_expected_optimizer"),
-        "attestation.py": ("expected_values",),
+        "observe/attest/expected.py": ("expected_values", "_expected_optimizer"),
+        "observe/attest/attestation.py": ("expected_values",),
+        "train/trainer.py": ("expected_readings", "observer_parts"),
+        "engines/engine.py": ("gradient_facts",),
     }
-    sources = [(ATTEST / name, functions) for name, functions in expecting.items()]
-    sources.append((ROOT / "toolkit" / "train" / "trainer.py", ("expected_readings", "observer_parts")))
-    sources += [(path, ("gradient_facts",)) for path in (ROOT / "toolkit" / "engines").glob("*.py")]
     keys: set[str] = set()
-    for path, functions in sources:
-        for node in functions_of(path):
+    for name, functions in expecting.items():
+        for node in functions_of(ROOT / "toolkit" / name):
             if node.name in functions:
                 keys |= {key for inner in ast.walk(node) for key in string_keys(inner)}
     mixed = {field for fields in CHECKS.values() for field in fields} - {EXPECTED, BYTES, EQUAL_ON_ALL_RANKS}

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from launching import ROOT
 
-from toolkit.models.read_model import read_model
-
 FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
 SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 
@@ -55,33 +53,6 @@ def test_the_plan_equals_the_recorded_shard_bytes_of_every_case(tmp_path: Path) 
     assert sweep.differing(cases, tmp_path) == []
 
 
-def test_the_planned_bytes_of_every_collective_are_within_one_percent_of_those_counted(
-    record: Any, tmp_path: Path
-) -> None:
-    benchmark = __import__("communication")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 49_152, **benchmark.SIZES}))
-    shape = read_model(str(tmp_path))
-    facts, rows = record.read_result("communication")
-    counted = {row["setting"]: row["counted"] for row in rows}
-    settings = {setting.name: setting for setting in (*benchmark.lone_settings(), *benchmark.settings())}
-    assert (counted.keys(), facts["num_params"]) == (settings.keys(), shape.num_params)
-    for name, setting in settings.items():
-        assert benchmark.largest_difference(setting, shape, counted[name]) < 0.01, name
-
-
-def test_the_plan_next_to_the_measured_host_memory_is_current(record: Any, tmp_path: Path) -> None:
-    benchmark = __import__("host_memory")
-    facts, rows = record.read_result("host_memory")
-    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
-    shape = read_model(str(tmp_path))
-    settings = {setting.name: setting for setting in benchmark.settings()}
-    measured = [row["setting"] for row in rows]
-    assert measured == [name for name in settings if name in measured]
-    assert {settings[name].preset for name in measured} >= {"single", *benchmark.SHARED, *benchmark.OFFLOADED}
-    for row in rows:
-        assert row["planned"] == benchmark.planned(settings[row["setting"]], shape), row["setting"]
-
-
 def test_every_field_that_verification_compares_has_a_deviation_or_the_reason_why_it_has_none(record: Any) -> None:
     benchmark = __import__("verification")
     injected = {deviation.field for deviation in benchmark.DEVIATIONS}
@@ -111,23 +82,3 @@ def test_a_deviation_counts_as_found_only_if_its_field_is_named_with_both_values
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_can_be_imported(path: Path) -> None:
     assert __import__(path.stem).__doc__
-
-
-@pytest.mark.usefixtures("record")
-def test_the_structure_of_a_small_tree_is_counted(tmp_path: Path) -> None:
-    job = 'def read(values):\n    return _once(values)\n\n\ndef _once(values):\n    return flag(values, "a")\n'
-    files = {
-        **dict.fromkeys(("toolkit/__init__.py", "toolkit/train/__init__.py"), ""),
-        "toolkit/train/script.py": "from toolkit.job import read\n\n\ndef main():\n    read({})\n",
-        **{"toolkit/job.py": job, "toolkit/unused.py": "max_seq_length = 1\n"},
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "start.md").write_text("three short words\n")
-    found = __import__("structure").measure(tmp_path)
-    assert (found.toolkit_files, found.toolkit_lines, found.docs_words, found.functions) == (5, 12, 3, 3)
-    assert (found.private_functions, found.private_functions_referenced_once, found.argument_reads) == (1, 1, 1)
-    assert (found.files_naming_max_seq_length, found.longest_import_chain) == (1, 2)
-    assert (found.training_script_files, found.training_script_lines) == (2, 11)

@@ -41,7 +41,7 @@ def recorded(part: str, quantity: str) -> dict[str, dict[str, Any]]:
 
 def test_shipped_counts_are_of_this_code() -> None:
     content = shipped_counts.shipped()
-    assert content["code"] == shipped_counts.code(), "count again: python tests/shipped_counts.py"
+    assert content["code"] == shipped_counts.code(), "count again: python tests/support/shipped_counts.py"
     assert {name: model["config"] for name, model in content["models"].items()} == {
         name: validate.CONFIGS[name] for name in shipped_counts.COUNTED
     }

@@ -1,6 +1,6 @@
 """No mutated file breaks a command: it is accepted, or refused in a few lines, and nothing else is written.
 
-The same examples in every run (`derandomize`). `benchmarks/mutations.py` tries 20,000 others.
+The same examples in every run (`derandomize`); 20,000 others were tried once (docs/evidence/trust.md).
 """
 
 from __future__ import annotations

@@ -160,27 +160,6 @@ def test_a_resumed_benchmark_repeats_neither_finished_runs_nor_failures() -> Non
     assert left == [(0, "ddp-full", "trl"), (1, "ddp-full", "trl"), (1, "ddp-full", "bare")]
 
 
-def test_the_table_says_why_a_program_could_not_run_and_shows_no_ratio_for_another_job() -> None:
-    failed = {"job": "ddp-full", "program": "axolotl", "error": "ValueError: no GPU | none", "exit_code": 1}
-    assert peers.cells_of(failed, peers.SPEED)[1:4] == ["axolotl", "exit 1", "n/a"]
-    assert "ValueError: no GPU / none" in peers.cells_of(failed, peers.SPEED)
-    assert "not run" in peers.cells_of(failed | {"exit_code": None}, peers.SPEED)
-    medians = {"tokens_per_second": 1000.0, "tokens_per_cpu_second": 500.0}
-    medians |= {"peak_pss_bytes": 2**30, "first_step_seconds": 6.25}
-    row = {"job": "ddp-full", "program": "trl", "repeats": 3, "medians": medians}
-    row["ours_over_theirs"] = {
-        "tokens_per_cpu_second": {"ratio": 1.5, "interval": [1.25, 1.75]},
-        "peak_pss_bytes": {"ratio": 0.9, "interval": None},
-    }
-    speed, memory = peers.cells_of(row, peers.SPEED), peers.cells_of(row, peers.MEMORY)
-    assert speed[2:] == [3, "500", "1.50 (1.25 to 1.75)", "1,000", "n/a", "6.2 s", "n/a"]
-    assert memory[2:] == [3, "1,024 MiB", "0.90"]
-    for figures in (peers.SPEED, peers.MEMORY):
-        assert len(peers.cells_of(row, figures)) == len(peers.header(figures)) == len(peers.cells_of(failed, figures))
-    other_job = peers.cells_of(row | {"differences": ["ran as ddp"]}, peers.SPEED)
-    assert other_job[4] == other_job[6] == "not the same job: ran as ddp"
-
-
 def test_the_reason_of_a_failure_is_the_programs_not_the_launchers() -> None:
     log = "[rank1]: RuntimeError: no CUDA\nE1122 failed\ntorch.distributed.elastic.ChildFailedError: \nsee above"
     assert measurement.error_line(log) == "RuntimeError: no CUDA"

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import typer
 
-sys.path.append(str(Path(__file__).parent / "warm_starts"))  # for `python tests/test_readme.py`
+sys.path += [str(Path(__file__).with_name(name)) for name in ("support", "warm_starts")]  # run as a program
 from launching import ROOT, cpu_environment, run_bash
 from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table

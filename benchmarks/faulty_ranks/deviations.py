@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sitecustomize import TRAINER, in_environment, no_clipping, replace, replaced, tell
+from sitecustomize import TRAINER, in_environment, replace, replaced, tell
 
 LLAMA = "transformers.models.llama.modeling_llama"
 PREPARED = "accelerate:Accelerator.prepare_model"
@@ -335,7 +335,6 @@ DEVIATIONS: dict[str, Deviation] = {
     "perturbed_on_rank_1": changed_model(perturb, rank=1, after=True),
     "detached": replaced(f"{LLAMA}:LlamaMLP.forward", detached),
     "one_left_out": replaced(f"{TRAINER}.create_optimizer", one_left_out),
-    "no_clipping_offload": replaced("accelerate:Accelerator.clip_grad_norm_", no_clipping),
     "without_positions": replaced(
         f"{LLAMA}:LlamaForCausalLM.forward",
         lambda original, model, *args, **kwargs: original(

@@ -9,20 +9,17 @@ itself does not know of it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import os
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 IN_FORK_SERVER = any("multiprocessing.forkserver" in word for word in sys.orig_argv)
-SLOW_SECONDS, FIRST_STEP_SECONDS = 0.3, 1.0
 ADAM = "torch.optim:AdamW.step"
 TRAINER = "transformers:Trainer"
 FAULT_VARIABLE = "TOOLKIT_FAULT"
@@ -94,12 +91,6 @@ def with_arguments(*words: str) -> None:
     sys.argv += words
 
 
-def one_process(rank: int) -> None:
-    if rank == 1:
-        os._exit(0)
-    in_environment(rank, WORLD_SIZE="1")
-
-
 def in_environment(_: int, **variables: str) -> None:
     tell()
     os.environ |= variables
@@ -109,105 +100,28 @@ def without_resharding(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **(kwargs | {"reshard_after_forward": False}))
 
 
-def counted_as(wrong: Callable[[Any], dict[str, int]]) -> Callable[[int], None]:
-    def add_batch(original: Any, meter: Any, facts: Any) -> None:
-        original(meter, dataclasses.replace(facts, **wrong(facts)))
-
-    return replaced("toolkit.observe.timer:StepTimer.add_batch", add_batch)
-
-
-def padded_to_the_longest(_: int) -> None:
-    """Each batch is as wide as the longest row may be; what is counted is what is trained on."""
-    import torch
-
-    widest = int(argument("--max_seq_length") or 0)
-
-    def padded(original: Any, collator: Any, rows: Any, fill: int) -> Any:
-        found = original(collator, rows, fill)
-        return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
-
-    replace("toolkit.train.data.collation:Collator._padded", padded)
-
-
-def first_step_timed(_: int, *, slowly: bool = False) -> None:
-    def row(original: Any, meter: Any, number: int, step: Any) -> Any:
-        return original(meter, number, step) | {"step_of_process": number + 2}
-
-    replace("toolkit.observe.timer:StepTimer._row", row)
-    if slowly:
-        slow_step(0, number=1)
-
-
-def slow_step(_: int, *, number: int) -> None:
-    def training_step(original: Any, trainer: Any, *args: Any) -> Any:
-        if trainer.state.global_step == number - 1:
-            time.sleep(FIRST_STEP_SECONDS)
-        return original(trainer, *args)
-
-    replace(f"{TRAINER}.training_step", training_step)
-
-
-def slow_rank(rank: int, place: str = f"{TRAINER}.training_step") -> None:
-    def slowed(original: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(SLOW_SECONDS * rank)
-        return original(*args, **kwargs)
-
-    replace(place, slowed)
-
-
 def checkpointing(original: Any, trainer: Any, **kwargs: Any) -> Any:
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     return original(trainer, **kwargs)
 
 
-def checkpointing_without_a_flag(original: Any, *args: Any) -> Any:
-    """Recompute what a layer does, although no module says so."""
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(original, *args, use_reentrant=False)
-
-
-def checkpointing_at_two(_: int) -> None:
-    if os.environ["WORLD_SIZE"] == "2":
-        with_arguments("--activation_checkpointing", "true")
-
-
 FAULTS: dict[str, Callable[[int], None]] = {
-    **dict.fromkeys(("bf16_adam", "bf16_adam_zero2"), bf16_adam),
-    "bf16_adam_on_rank_1": lambda rank: bf16_adam(rank) if rank == 1 else None,
-    **dict.fromkeys(
-        ("no_clipping", "no_clipping_fsdp2", "nothing_to_clip_yet"),
-        replaced("accelerate:Accelerator.clip_grad_norm_", no_clipping),
-    ),
+    "bf16_adam": bf16_adam,
+    "no_clipping": replaced("accelerate:Accelerator.clip_grad_norm_", no_clipping),
     "no_clipping_zero2": no_clipping_in_deepspeed("stage_1_and_2:DeepSpeedZeroOptimizer"),
     "no_clipping_zero3": no_clipping_in_deepspeed("stage3:DeepSpeedZeroOptimizer_Stage3"),
     "order_on_rank_1": order_on_rank_1,
     "seed_on_rank_1": lambda rank: with_arguments("--seed", "43") if rank == 1 else None,
-    "one_process": one_process,
     "each_alone": functools.partial(in_environment, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0"),
     "ddp_for_fsdp2": functools.partial(in_environment, ACCELERATE_USE_FSDP="false"),
     "fsdp2_without_resharding": replaced("torch.distributed.fsdp:fully_shard", without_resharding),
-    "padding_counted_alone": counted_as(lambda facts: {"tokens": facts.tokens - facts.non_padding_tokens}),
-    "padding_counted_as_text": counted_as(lambda facts: {"non_padding_tokens": facts.tokens}),
-    "prompt_counted_as_supervised": counted_as(lambda facts: {"supervised_tokens": facts.non_padding_tokens}),
-    "padded_to_the_longest": padded_to_the_longest,
-    "first_step_timed": functools.partial(first_step_timed, slowly=True),
-    "first_step_timed_as_fast": first_step_timed,
-    "compiled_late": functools.partial(slow_step, number=3),  # after the untimed steps, which are there for this
-    **dict.fromkeys(("slow_rank", "slow_rank_zero2", "slow_rank_fsdp2"), slow_rank),
-    "slow_loading_on_rank_1": functools.partial(slow_rank, place=f"{TRAINER}.get_batch_samples"),
-    "slow_optimizer_on_rank_1": functools.partial(slow_rank, place=ADAM),
     "checkpointing": replaced(f"{TRAINER}.train", checkpointing),
-    "checkpointing_without_a_flag": replaced(
-        "transformers.models.llama.modeling_llama:LlamaMLP.forward", checkpointing_without_a_flag
-    ),
     # The layers' flag, which the arguments switched on, is ignored.
     "no_checkpointing": replaced(
         "transformers.modeling_utils:checkpoint", lambda _, function, *args, **__: function(*args)
     ),
-    "checkpointing_at_two": checkpointing_at_two,
 }
-"""By the name of the row that carries it; each is called with its rank. `live_faults.py` says what each does."""
+"""By the name of the row that carries it; each is called with its rank. Those of `deviations.py` are as well."""
 
 
 def row_of_this_rank() -> str | None:

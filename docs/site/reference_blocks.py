@@ -55,10 +55,7 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 }
 
 # Table of a page of evidence -> the benchmark that recorded it.
-RECORDED = {
-    name: name
-    for name in ("host_memory", "kill_ranks", "live_faults", "mutations", "overhead", "peers", "verification")
-}
+RECORDED = {name: name for name in ("overhead", "peers", "verification")}
 RECORDED |= {"traced_grid": "plan_errors"}
 RECORDED |= dict.fromkeys(("observed", "observed_pages_kept", "overhead_pages_kept", "first_step"), "overhead")
 RECORDED |= dict.fromkeys(("peers_in_turns", "peers_one_process"), "peers")

@@ -163,7 +163,6 @@ def test_options_that_do_not_go_with_a_script_are_refused(given: dict[str, Any],
     ("given", "message"),
     [
         ({"script": "no-such.py"}, "script no-such.py does not exist"),
-        ({"script": None, "module": "no.such.module"}, "there is no module 'no.such.module'"),
         ({"preset": ("ddp", "tp")}, "preset 'tp' divides the model inside our training script"),
         (
             {"preset": ("zero3_nvme_offload",)},

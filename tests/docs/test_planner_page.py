@@ -185,25 +185,6 @@ def test_every_request_is_for_the_pages_own_folder(page: Page, requests: list[st
 
 
 @pytest.mark.parametrize(
-    ("field", "text", "message"),
-    [
-        ("max_seq_length", "many", "“Tokens per sequence” is 'many'"),
-        ("gpus", "0", "“GPUs per node” is 0"),
-        ("host_memory_gib", "-1", "“Host memory, GiB” is -1.0"),
-    ],
-)
-def test_a_value_that_is_refused_has_the_message_beside_its_field(
-    page: Page, field: str, text: str, message: str
-) -> None:
-    entered(page, field, text)
-    shown, invalid = page.inner_text(f"#error-{field}"), page.get_attribute(f"#{field}", "aria-invalid")
-    entered(page, field, page.get_attribute(f"#{field}", "data-default") or "")
-    assert message in shown
-    assert invalid == "true"
-    assert page.locator(".error:visible").count() == 0
-
-
-@pytest.mark.parametrize(
     ("config", "message"),
     [
         ("[1]", "models/bad/config.json"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from file_mutations.attempts import call, command
@@ -79,12 +78,6 @@ def checkpoint_format(name: str, case: str, run: Path, model: Path) -> Format:
         share=share,
         adjust=sealed,
     )
-
-
-def checkpoint_formats(runs: Mapping[str, Path], model: Path) -> list[Format]:
-    """Return every kind of file of every checkpoint; `runs` are run folders by preset (`zero3`, `zero3-lora`)."""
-    cases = [(name, case) for name, (_, cases, _) in CHECKPOINT_FILES.items() for case in cases]
-    return [checkpoint_format(name, case, runs[case], model) for name, case in cases]
 
 
 def exported_formats(folder: Path) -> list[Format]:

@@ -122,6 +122,7 @@ def test_an_error_names_the_field_as_the_page_does(
 ) -> None:
     show(page, served, words)
     assert message in page.inner_text(f"#error-{field}")
+    assert page.get_attribute(f"#{field}", "aria-invalid") == "true"
     page.set_viewport_size(PHONE)
     assert message in page.inner_text("#glance")
 

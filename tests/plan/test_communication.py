@@ -104,6 +104,33 @@ def test_tensor_and_data_parallelism_send_what_is_planned(words: list[str], tiny
     assert [rank["layout"] for rank in ranks] == [setup.layout.degrees() if setup.layout else None] * 4
 
 
+def recorded_setup(name: str, shape: ModelShape) -> TrainingSetup:
+    """`fsdp2 n8 a2 whole`: the preset, its ranks, its accumulation steps, and what else was set."""
+    preset, ranks, steps, *extras = name.split()
+    job = PlannedJob(
+        gradient_accumulation_steps=int(steps.removeprefix("a")),
+        accumulate="whole" if "whole" in extras else None,
+        lora_r=8 if "lora" in extras else None,
+        activation_checkpointing="ckpt" in extras,
+    )
+    place = {"preset": load_preset(preset), "shape": shape, "world_size": int(ranks.removeprefix("n"))}
+    return TrainingSetup(**place, job=job, mixed_precision="no")
+
+
+def test_the_payloads_that_were_counted_once_in_37_settings_are_planned(tmp_path: Path) -> None:
+    """docs/evidence/plan-accuracy.md says what was run. The model is a Llama of six layers."""
+    config = {"model_type": "llama", "vocab_size": 49_152, "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"max_position_embeddings": 512, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_model(str(tmp_path))
+    facts, *rows = map(json.loads, (ROOT / "benchmarks/results/communication.jsonl").read_text().splitlines())
+    assert (facts["num_params"], len(rows)) == (shape.num_params, 37)
+    for row in rows:
+        payloads = {name: pytest.approx(payload, rel=0.01) for name, payload in row["counted"].items()}
+        assert planned(recorded_setup(row["setting"], shape)) == payloads, row["setting"]
+
+
 LAYER = (Tensor(name="mlp.weight", shape=(8, 8)), Tensor(name="norm.weight", shape=(8,)))
 SMALL = ModelShape(
     **{"model_type": "llama", "num_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2},

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.engines.planned import EngineBuffers
 from toolkit.models.job_weights import job_weights
+from toolkit.models.read_model import read_model
+from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_buffers import PROCESS_BYTES, HostMemory, engine_buffers
 from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.memory import plan_memory
+from toolkit.plan.memory import plan_engine_memory, plan_memory
 from toolkit.plan.methods import Method
 from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import PlannedJob
@@ -75,3 +81,29 @@ def test_host_memory_is_that_of_one_node() -> None:
 def test_a_background_save_copies_trained_weights_and_optimizer_states(job: dict[str, Any], copied: int) -> None:
     without, staged = (host("fsdp2", 8, async_save=on, **job).training_bytes for on in (False, True))
     assert staged - without == 12 * copied
+
+
+def planned_on_cpu(name: str, shape: ModelShape) -> dict[str, int]:
+    """Plan `zero3 128 lora`: a preset, tokens per sequence, and adapters. In fp32; all memory is the host's."""
+    preset, length, *extras = name.split()
+    ranks, lora_r = 1 if preset == "single" else 2, 16 if "lora" in extras else None
+    job = PlannedJob(max_seq_length=int(length), per_device_train_batch_size=1, loss="full", lora_r=lora_r)
+    sizes = {"world_size": ranks, "hidden_size": shape.hidden_size}
+    engine = engine_settings(load_preset(preset), **sizes, mixed_precision="no")
+    memory = plan_engine_memory(shape, replace(engine, pins_memory=False), job)
+    held = {phase.phase: ranks * phase.allocated_bytes for phase in memory.phases}
+    # Until FSDP2 wraps the model, rank 0 has the full model on the host next to all shards; other engines move it.
+    whole_first = memory.host.loading_bytes + (held["load"] if preset.startswith("fsdp2") else 0)
+    loading = max(whole_first, ranks * PROCESS_BYTES + held["load"] + memory.host.before_first_step_bytes)
+    return {"loading_bytes": loading, "run_bytes": max(loading, memory.host.training_bytes + max(held.values()))}
+
+
+def test_the_plan_beside_the_host_memory_that_was_measured_once_is_todays(tmp_path: Path) -> None:
+    """The table, and what was run, are in docs/evidence/plan-accuracy.md."""
+    facts, *rows = map(json.loads, (ROOT / "benchmarks/results/host_memory.jsonl").read_text().splitlines())
+    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
+    shape = read_model(str(tmp_path))
+    assert len(rows) == 15
+    for row in rows:
+        planned = {name: pytest.approx(size, rel=0.01) for name, size in row["planned"].items()}
+        assert planned_on_cpu(row["setting"], shape) == planned, row["setting"]

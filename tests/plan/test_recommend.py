@@ -1,6 +1,6 @@
 """Recommendations for GPUs of different sizes, their reasons, commands and scaling, and requests that are refused.
 
-PYTHONPATH=tests:. python tests/plan/test_recommend.py    # rewrites the table in docs/how-to/choose-a-preset.md
+PYTHONPATH=tests/support:tests/warm_starts:. python tests/plan/test_recommend.py    # rewrites the docs' table
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def by_memory() -> str:
 
 def test_the_table_in_the_docs_is_up_to_date() -> None:
     block = DOCS.read_text().split(BLOCK[0])[1].split(BLOCK[1])[0]
-    assert block == by_memory(), "rewrite it: PYTHONPATH=tests:. python tests/plan/test_recommend.py"
+    assert block == by_memory(), "rewrite it: the command is at the top of this file"
 
 
 def test_whole_gradients_are_recommended_only_where_a_slow_network_makes_them_clearly_faster() -> None:

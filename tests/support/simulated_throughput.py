@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, PipelineSize, chunks_of, simulate
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 MEASURED = {"1f1b": "measured_1f1b", "interleaved_1f1b": "measured_interleaved_1f1b", "zb_h1": "measured_zb_1p"}
 
 

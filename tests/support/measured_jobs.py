@@ -19,7 +19,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 # Width, MLP width, layers, heads, key and value heads, vocabulary, tied head. Qwen (1) is Qwen 2 without shared key and
 # value heads; PowerLM is a Llama with scaled logits, CodeLlama-34B is the shape of fms-fsdp's 34B.
 MODELS: dict[str, tuple[str, int, int, int, int, int, int, bool]] = {

@@ -20,11 +20,11 @@ from fork_server import SERVER_VARIABLE, fork_process
 
 from toolkit.cache import path_with_ninja, torch_extensions_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # This checkout, `tests/warm_starts`, and packages that the caller brought in a folder.
 PYTHON_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-SCRIPTS = Path(__file__).parent / "scripts"
-LLAMA_8B_CONFIG = Path(__file__).parent / "fixtures" / "llama-8b" / "config.json"
+SCRIPTS = ROOT / "tests" / "scripts"
+LLAMA_8B_CONFIG = ROOT / "tests" / "fixtures" / "llama-8b" / "config.json"
 # The fixture `tiny_model`: a Llama of 336,192 parameters, with a vocabulary of 4,096.
 TINY_SIZES = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

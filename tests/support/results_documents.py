@@ -13,8 +13,8 @@ from toolkit.compare.answer import answer
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.two_comparisons import BeforeAndAfter
 
-FIXTURES = Path(__file__).parent / "fixtures"
-ROOT = Path(__file__).parents[1]
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
 Document = dict[str, Any]
 Rendered = TypeVar("Rendered")

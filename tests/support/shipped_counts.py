@@ -1,6 +1,6 @@
 """What transformers counts of the architectures that a GPU measured, 12 s of a processor each: shipped, not counted.
 
-    python tests/shipped_counts.py    # count again what other code or other libraries counted
+    python tests/support/shipped_counts.py    # count again what other code or other libraries counted
 
 A shipped count is used only with the code and the libraries that counted it; otherwise it is counted.
 """
@@ -17,7 +17,7 @@ from toolkit.models import read_model
 from toolkit.models.read_model import COUNTING_LIBRARIES, COUNTING_MODULES, cached_count, count_shape
 from toolkit.versions import installed_version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "fixtures" / "counted_models.json"
 COUNTED = ("cohere2-2b", "deepseek-v3-2b", "falcon-1b", "glm4-2b", "starcoder2-3b")
 

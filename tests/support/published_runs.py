@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.models.shape import ModelShape, Tensor
 
-FIXTURE = Path(__file__).parent / "fixtures" / "mosaicml_a100_2048.csv"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "mosaicml_a100_2048.csv"
 # Width and layers of MosaicML's MPT models (llm-foundry, scripts/train/yamls/pretrain/mpt-*.yaml).
 MPT = {
     **{"125m": (768, 12), "350m": (1024, 24), "760m": (1536, 24), "1b": (2048, 24), "3b": (2560, 32)},
