@@ -56,53 +56,39 @@ def _saved(activations: Activations, mask: str) -> SavedActivations:
 
 def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weights: JobWeights) -> MicroBatch:
     """Return the bytes of one micro-batch."""
-    length, autocast, recomputes, hidden = (
-        job.tokens_per_row,
-        engine.autocasts,
-        job.activation_checkpointing,
-        shape.hidden_size,
-    )
+    length, hidden = job.tokens_per_row, shape.hidden_size
     # fp32 compute saves at most twice the bytes.
     tokens = -(-job.tokens_per_forward // engine.ranks_per_sequence) * (2 if engine.element_bytes == 4 else 1)
-    activations = Activations(
-        shape=shape,
-        autocast=autocast,
-        lora_r=job.lora_r,
-        fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and autocast,
-        lora_dropout=job.numerics.lora_dropout > 0,
-        liger=job.use_liger_kernel,
-        layout=engine.layout,
-    )
+    activations = _activations(shape, engine, job, weights)
     # Parts of a row are padded on the right, and causal attention needs no mask for that.
     # Packed rows with a mask too make SDPA repeat keys and values per head.
     varlen = job.packs_without_mask(shape)
     padded = engine.ranks_per_sequence == 1 and (job.is_padded or (job.packing and not varlen))
     saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
-    residual, width = (
-        tokens * activations.residual_bytes * hidden,
-        shape.intermediate_size * (shape.experts_per_token or 1),
-    )
+    residual = tokens * activations.residual_bytes * hidden
+    width = shape.intermediate_size * (shape.experts_per_token or 1)  # of the MLP
     layer_backward = tokens * max(0, saved.backward.token_bytes(length))
     if job.numerics.tiled_mlp:
         layer_backward = min(layer_backward, 2 * residual)
     # Autocast casts the inputs of peft's adapters, unless TRL made those bf16, as it does beside 4-bit weights. Their
     # gradients are fp32 too: of the last projection's input, and of its output.
-    of_trl, casts = job.method.method != SFT and job.numerics.program == TOOLKIT and not job.load_in_4bit, 0
-    if weights.adapters is not None and autocast and (of_trl or job.numerics.peft_input_cast):
+    of_trl = job.method.method != SFT and job.numerics.program == TOOLKIT and not job.load_in_4bit
+    casts = 0
+    if weights.adapters is not None and engine.autocasts and (of_trl or job.numerics.peft_input_cast):
         casts = tokens * adapter_input_bytes(shape)
         layer_backward += tokens * FP32_BYTES * (width + hidden)
-    by_layers, masks = tokens * saved.layers.token_bytes(length) + casts, 0
-    if recomputes:  # saves the inputs of layers, all but one in host memory if they are offloaded
+    by_layers = tokens * saved.layers.token_bytes(length) + casts
+    masks = 0
+    if job.activation_checkpointing:  # saves the inputs of layers, all but one in host memory if they are offloaded
         masks = activations.mask_bytes(rows=job.rows, seq_length=length, padded=padded, varlen=varlen)
         by_layers = residual * (1 if job.activation_checkpointing_offload else shape.num_layers) + masks
-    tower = 0  # a frozen encoder of images has no backward
-    if job.image_tokens and weights.trains_tower:
-        per_token = saved_per_token(shape, autocast=autocast, lora_r=job.lora_r, recomputes=recomputes)
-        tower = job.rows * job.image_tokens * per_token
     # Attention exchanges before its layer's MLP has saved anything, and in the backward after that is gone.
     of_attention, of_mlp = (tokens * each for each in activations.exchanged_bytes_per_token)
     of_attention -= tokens * activations.mlp_bytes_per_token
-    loss = _loss(shape, engine, job)
+    loss = job.method.spec.loss
+    if job.method.method == SFT:
+        splits_head = engine.layout is not None and engine.layout.splits_head
+        loss = loss_that_computes(job.loss, shape.model_type, splits_head=splits_head, has_liger=job.use_liger_kernel)
     in_loss = 2 if loss == "log_probs" and weights.adapters is None else 0  # the loss has the head's input
     forward_token_bytes = 2 * activations.residual_bytes * hidden + 6 * width
     return MicroBatch(
@@ -111,15 +97,35 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
         one_layer=tokens * saved.largest_layer.token_bytes(length) + casts // shape.num_layers,
         layer_backward=layer_backward,
         masks=masks,
-        tower=tower,
+        tower=_tower(shape, engine, job, weights),
         copies=_weight_copies(activations, saved, job, weights, loss),
         exchanged=of_mlp + max(0, of_attention),
         exchanged_in_backward=of_mlp + max(0, of_attention - layer_backward),
-        logits=_logits(activations, saved, engine, job, weights, loss, tokens),
+        logits=_logits(tokens, activations, saved, engine, job, loss),
         one_forward=tokens * forward_token_bytes,
         forward_token_bytes=forward_token_bytes,
         residual_bytes=activations.residual_bytes,
     )
+
+
+def _activations(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weights: JobWeights) -> Activations:
+    return Activations(
+        shape=shape,
+        autocast=engine.autocasts,
+        lora_r=job.lora_r,
+        fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
+        lora_dropout=job.numerics.lora_dropout > 0,
+        liger=job.use_liger_kernel,
+        layout=engine.layout,
+    )
+
+
+def _tower(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weights: JobWeights) -> int:
+    """The encoder of images; a frozen one has no backward."""
+    if not (job.image_tokens and weights.trains_tower):
+        return 0
+    options = {"autocast": engine.autocasts, "recomputes": job.activation_checkpointing}
+    return job.rows * job.image_tokens * saved_per_token(shape, lora_r=job.lora_r, **options)
 
 
 def _is_fp32(weights: JobWeights) -> bool:
@@ -148,22 +154,8 @@ def _weight_copies(
     )
 
 
-def _loss(shape: ModelShape, engine: EngineSettings, job: PlannedJob) -> str:
-    """The loss that computes, one of `LOSSES`."""
-    if job.method.method != SFT:
-        return job.method.spec.loss
-    splits_head = engine.layout is not None and engine.layout.splits_head
-    return loss_that_computes(job.loss, shape.model_type, splits_head=splits_head, has_liger=job.use_liger_kernel)
-
-
 def _logits(
-    activations: Activations,
-    saved: SavedActivations,
-    engine: EngineSettings,
-    job: PlannedJob,
-    weights: JobWeights,
-    loss: str,
-    tokens: int,
+    tokens: int, activations: Activations, saved: SavedActivations, engine: EngineSettings, job: PlannedJob, loss: str
 ) -> tuple[int, int]:
     element = FP32_BYTES if engine.autocasts else engine.element_bytes  # of the head's weights, and so its gradient
     in_micro_batch = -(-job.tokens_per_micro_batch // engine.ranks_per_sequence)
@@ -175,7 +167,7 @@ def _logits(
         vocab_size=activations.shape.vocab_size,
         hidden_size=activations.shape.hidden_size,
         saved_bytes=saved.logit_bytes,
-        head_bytes=element if weights.adapters is None else 0,
+        head_bytes=element if job.lora_r is None else 0,
         element_bytes=engine.element_bytes,
         chunk_tokens=job.loss_chunk_tokens,
     )

@@ -99,17 +99,15 @@ class Rank:
     @cached_property
     def reference(self) -> int:
         """The model that scores, where there are no adapters to switch off."""
-        is_held = self.job.method.scores_reference and self.weights.adapters is None
-        if not is_held or self.engine.offload_param is not None:
-            return 0
-        return reference_bytes(self.engine, self.shape, self.job.method)
+        is_loaded = self.job.method.scores_reference and self.weights.adapters is None
+        is_held = is_loaded and self.engine.offload_param is None
+        return reference_bytes(self.engine, self.shape, self.job.method) if is_held else 0
 
     @property
     def reference_buffers(self) -> int:
         """What its forward allocates."""
-        if not self.job.method.scores_reference or self.weights.adapters is not None:
-            return 0
-        return reference_buffer_bytes(self.engine, self.shape, self.job.method, self.buffers.forward_bytes)
+        gathered, is_held = self.buffers.forward_bytes, self.weights.adapters is None
+        return reference_buffer_bytes(self.engine, self.shape, self.job.method, gathered) if is_held else 0
 
 
 def peaks(rank: Rank) -> tuple[PhaseMemory, ...]:
