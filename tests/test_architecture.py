@@ -122,6 +122,30 @@ def test_the_observer_knows_two_words_of_the_toolkits_own_jobs() -> None:
     assert {name for name in imported if package_of(name) == "job"} == {"toolkit.job.accumulation"}
 
 
+ENGINE_WORDS = {"none", "ddp", "deepspeed", "fsdp2", "pipeline", "shard_optimizer", "shard_grad_op", "full_shard"}
+ENGINE_WORDS |= {"hybrid_shard", "replicate"}
+# What ranks read back, which another process wrote, is compared by its words; so is what two modules still plan.
+BRANCHES = {"observe": 5, "plan": 14, "checkpoint": 1}
+
+
+def branches_on_engines(tree: ast.AST) -> Iterator[str]:
+    """Yield comparisons of something called an engine or a sharding with a word for one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            text = ast.unparse(node)
+            if words & ENGINE_WORDS and ("engine" in text or "sharding" in text):
+                yield text
+
+
+def test_what_an_engine_does_is_asked_of_it_and_not_of_its_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        found.setdefault(package_of(name_of(path)), []).extend(branches_on_engines(parsed(path)))
+    others = {package: texts for package, texts in found.items() if texts and package != "engines"}
+    assert {package: texts for package, texts in others.items() if len(texts) > BRANCHES.get(package, 0)} == {}
+
+
 def test_every_module_has_a_docstring() -> None:
     assert [name_of(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
 
