@@ -118,6 +118,7 @@ def test_a_resampled_recorded_run_is_no_sign() -> None:
 
 
 def test_both_signs_are_named_with_their_figures() -> None:
+    assert signs_of_divergence(norms(0.0, 0.0, 0.0, 0.0), [1.0] * 4) == []  # as of rewards that are all equal
     assert signs_of_divergence(norms(13.3, 0.0, 0.0, 0.0), [4.35, 11.2, *[10.9, 10.8] * 3]) == [
         "the loss grew from 4.3500 to 10.9000",
         "grad_norm was exactly 0 in steps 2 to 4",

@@ -118,6 +118,7 @@ def signs_of_divergence(steps: list[list[StepRow]], losses: Sequence[float | Non
         signs.append(f"the last loss is {losses[-1]}")
     if grown := loss_growth(losses):
         signs.append(f"the loss grew from {number(grown[0], 4)} to {number(grown[1], 4)}")
-    if untrained := untrained_steps(steps):
+    # One that is 0 from the first step on never trained: rewards that are all equal have no gradient.
+    if (untrained := untrained_steps(steps)) and untrained[0] > steps[0][0].step:
         signs.append("grad_norm was exactly 0 in steps {} to {}".format(*untrained))
     return signs
