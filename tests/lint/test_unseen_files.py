@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.lint.check import lint_paths
+from toolkit.lint.check import fixed_text, lint_paths
+from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
@@ -134,3 +135,24 @@ def test_an_optimizer_among_settings_of_a_script_is_not_deepspeeds(tmp_path: Pat
 
 def test_a_script_with_a_template_is_not_of_a_program(tmp_path: Path) -> None:
     assert lint(tmp_path, a__sh="torchrun eval.py --template chat --ckpt_path a --result_dir b --config c\n") == []
+
+
+OWN_DATACLASS = "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\ntorch_dtype: bfloat16\nmy_reward_weight: 2\n"
+
+
+def test_a_file_of_a_script_with_dataclasses_of_its_own_is_warned_of_and_not_renamed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(OWN_DATACLASS)
+    levels = {each.key: each.level for each in lint_paths([file]).findings if each.rule == "unknown-trl-setting"}
+    assert levels["torch_dtype"] == "warning"
+    assert fixed_text(file) == OWN_DATACLASS
+
+
+def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
+    own = {"train_micro_batch_size_per_gpu": 4, "amp": True, "data_dir": "d", "vocab": "v", "depth": 12, "width": 768}
+    assert detect_kind(own) != "deepspeed"
+    assert detect_kind({"train_batch_size": 8, "gradient_clipping": 1.0}) == "deepspeed"
+    assert detect_kind({"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}) is None
+    script = tmp_path / "grpo.sh"
+    script.write_text("accelerate launch --num_processes 3 grpo.py --config r.yaml --num_generations 8 --beta 0.1\n")
+    assert "refused-by-grpo" not in [each.rule for each in lint_paths([script]).findings]

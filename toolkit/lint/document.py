@@ -426,7 +426,7 @@ SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
 # Keys that only one library has, each enough to decide.
 DECISIVE_KEYS = {
     ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
-    DEEPSPEED: {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"},
+    DEEPSPEED: {"zero_optimization"},
 }
 
 
@@ -442,6 +442,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     for kind, decisive in DECISIVE_KEYS.items():
         if keys & decisive:
             return kind
+    if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names
+        return None
     program = program_of(data)
     if program is not None or keys & FOREIGN_KEYS:
         return PROGRAM_KINDS.get(str(program))
@@ -453,7 +455,9 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
     if counts[best]:
-        return best if counts[best] * 8 >= len(keys) else None
+        # A script's own file has batch sizes by DeepSpeed's names too; DeepSpeed's has little else.
+        share = 2 if best == DEEPSPEED else 8
+        return best if counts[best] * share >= len(keys) else None
     for kind, decisive in () if (by_value := _kind_by_value(data)) else DECISIVE_KEYS.items():
         if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
             return kind

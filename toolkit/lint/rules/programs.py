@@ -32,6 +32,9 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
     strange = [key for key in unknown if schema.replacement(key) is None and key not in schema.renamed]
+    # A file with settings that no version of TRL had is read by a script with dataclasses of its own.
+    of_own_script = program == "trl" and not is_command
+    of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     for key in unknown:
         instead = schema.replacement(key)
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
@@ -45,8 +48,13 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
             message, level = f"{message}; a fork or another version may have it", WARNING
             fix = "the version that has it, or remove it"
+        if of_own_script and level is None:
+            message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
+            level = WARNING
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
-        yield Match(key, message, fix, rename=None if name is None or doc.has(name) else name, level=level)
+        yield Match(
+            key, message, fix, rename=None if name is None or of_own_script or doc.has(name) else name, level=level
+        )
 
 
 def _is_of_a_script(schema: ProgramSchema, key: str) -> bool:

@@ -95,7 +95,7 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
     if group is not None and group < 2:
         yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
-    elif group and per_gpu and accumulation and doc.is_complete and batch is None:
+    elif group and per_gpu and accumulation and doc.is_complete and batch is None and not doc.has("config"):
         each = per_gpu * (every or accumulation)
         needs = group // math.gcd(each, group)
         processes = _processes(doc)
