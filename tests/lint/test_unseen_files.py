@@ -137,7 +137,7 @@ def test_a_script_with_a_template_is_not_of_a_program(tmp_path: Path) -> None:
     assert lint(tmp_path, a__sh="torchrun eval.py --template chat --ckpt_path a --result_dir b --config c\n") == []
 
 
-OWN_DATACLASS = "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\ntorch_dtype: bfloat16\nmy_reward_weight: 2\n"
+OWN_DATACLASS = "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\ntorch_dtype: bfloat16\njudge_folder: x\n"
 
 
 def test_a_file_of_a_script_with_dataclasses_of_its_own_is_warned_of_and_not_renamed(tmp_path: Path) -> None:
