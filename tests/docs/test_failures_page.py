@@ -33,6 +33,7 @@ FROM_DEEPSPEED = {
     "batch": "Check batch related parameters. train_batch_size is not equal",
     "loss scale": "Current loss scale already at minimum",
     "cuda": "does not match the version torch was compiled with 13.0",
+    "cuda of torch": "The detected CUDA version",
     "world size": "The checkpoint being loaded used a DP world size of",
 }
 
@@ -126,6 +127,22 @@ def test_one_fsdp_unit_has_one_dtype() -> None:
         fsdp2(layers(torch.bfloat16, torch.float32))
     for shard in (fsdp1, fsdp2):
         shard(layers(torch.bfloat16, torch.float32).to(torch.bfloat16))
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+def test_4_bit_weights_join_an_fsdp_unit_once_they_are_stored_in_its_dtype() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def shard(storage: torch.dtype) -> None:
+        frozen = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_storage=storage, bias=False)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=torch.bfloat16), frozen).to("cpu")
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+    with raises_as_on_the_page("Must flatten tensors with uniform dtype but got torch.bfloat16 and torch"):
+        shard(torch.uint8)
+    shard(torch.bfloat16)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.utils.cpp_extension
 from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from torch.torch_version import TorchVersion
 
 RESULTS: dict[str, str | None] = {}
 
@@ -69,6 +70,8 @@ def on_one_rank(folder):
     torch.version.cuda = "13.0"
     with recorded("cuda"):
         assert_no_cuda_mismatch()
+    with recorded("cuda of torch"):
+        torch.utils.cpp_extension._check_cuda_version("g++", TorchVersion("12.0"))
     os.environ["DS_SKIP_CUDA_CHECK"] = "1"
     with recorded("cuda, unchecked"):
         assert_no_cuda_mismatch()
