@@ -74,12 +74,14 @@ def test_reentrant_checkpointing_and_unused_parameters_mark_a_variable_twice() -
     backward_under_ddp(use_reentrant=True, find_unused=False)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpointing_of_frozen_embeddings_drops_the_graph() -> None:
     frozen = torch.nn.Embedding(10, 4).requires_grad_(False)
     tokens = torch.tensor([1, 2])
     with raises_as_on_the_page("element 0 of tensors does not require grad and does not have a grad_fn"):
-        Checkpointed(use_reentrant=True)(frozen(tokens)).sum().backward()
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+            loss = Checkpointed(use_reentrant=True)(frozen(tokens)).sum()
+        loss.backward()
+    assert "None of the inputs have requires_grad=True" in PAGE
     Checkpointed(use_reentrant=False)(frozen(tokens)).sum().backward()
     Checkpointed(use_reentrant=True)(frozen(tokens).requires_grad_(True)).sum().backward()
 
@@ -127,6 +129,20 @@ def test_one_fsdp_unit_has_one_dtype() -> None:
         fsdp2(layers(torch.bfloat16, torch.float32))
     for shard in (fsdp1, fsdp2):
         shard(layers(torch.bfloat16, torch.float32).to(torch.bfloat16))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+def test_frozen_and_trained_weights_share_an_fsdp1_unit_only_with_their_original_parameters() -> None:
+    def shard(*, use_orig_params: bool) -> None:
+        model: Any = layers(torch.float32, torch.float32)
+        model[0].requires_grad_(False)
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+    assert "Must flatten tensors with uniform requires_grad" in PAGE
+    with pytest.raises(ValueError, match="Must flatten tensors with uniform `requires_grad`"):
+        shard(use_orig_params=False)
+    shard(use_orig_params=True)
 
 
 @pytest.mark.nightly
