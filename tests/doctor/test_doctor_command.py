@@ -209,6 +209,7 @@ def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:
         found = report("--port", str(port), NCCL_SOCKET_IFNAME="nosuchcard0", NCCL_P2P_DISABLE="1")
     assert (levels(found, "ports"), levels(found, "nccl-variables")) == (["warning"], ["error", "warning"])
     assert measured(found, "ports") == {"checked": [port], "taken": [port]}
+    assert "unset NCCL_P2P_DISABLE (not on consumer cards without P2P)" in {row["fix"] for row in found["findings"]}
 
 
 def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_found(tmp_path: Path) -> None:

@@ -230,7 +230,8 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
     outcome.measured["set"] = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
     for name, slow in SLOW_SETTINGS.items():
         if os.environ.get(name) == slow:
-            outcome.add(WARNING, f"{name}={slow} switches off a fast path", None, None, f"unset {name}")
+            fix = f"unset {name}" + (" (not on consumer cards without P2P)" if name == "NCCL_P2P_DISABLE" else "")
+            outcome.add(WARNING, f"{name}={slow} switches off a fast path", None, None, fix)
     interfaces = set(psutil.net_if_addrs())
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = os.environ.get(name, "")

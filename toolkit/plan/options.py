@@ -178,7 +178,7 @@ class PlanOptions(JobAndGpuOptions):
         bool | None,
         Option(
             "--expandable-segments/--no-expandable-segments",
-            help="PYTORCH_ALLOC_CONF=expandable_segments:True",
+            help="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             show_default=False,
         ),
     ] = None
