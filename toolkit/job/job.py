@@ -189,6 +189,8 @@ def _flag(name: str, value: Any) -> list[str]:
         words = [str(value).lower()]
     elif name == "lora_config":
         words = [f"{key}={json.dumps(each)}" for key, each in value.items()]
+    elif name == "column":
+        words = [f"{field}={column}" for field, column in value.items()]
     elif isinstance(value, Mapping):
         words = [json.dumps(value)]
     elif isinstance(value, list | tuple):
