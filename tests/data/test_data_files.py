@@ -243,7 +243,7 @@ def test_columns_of_another_name_are_read_from_every_kind_of_file(write: Write, 
         check_file(path)
     assert caught.value.hint == "did you mean `--column instruction=question output=answer`?"
     assert check_file(path, columns=COLUMNS) == FileCheck(format="alpaca", rows=2, complete=True)
-    check_columns(COLUMNS, resolve_sources([str(path)]))
+    check_columns(COLUMNS, [str(path)])
 
 
 def test_an_invalid_row_is_reported_with_the_field_and_its_column(write: Write) -> None:
@@ -257,17 +257,16 @@ def test_an_invalid_row_is_reported_with_the_field_and_its_column(write: Write) 
 def test_a_column_may_be_that_of_one_data_set_or_of_later_rows_but_not_of_none(write: Write) -> None:
     plain = write("plain.jsonl", '{"instruction": "Hej?", "output": "Hello"}\n')
     other = write("other.jsonl", '{"question": "a", "answer": "b"}\n{"question": "a", "answer": "b", "context": "c"}\n')
-    columns, sources = COLUMNS | {"input": "context"}, resolve_sources([str(plain), str(other)])
+    columns, names = COLUMNS | {"input": "context"}, [str(plain), str(other)]
     assert [check_file(path, columns=columns).format for path in (plain, other)] == ["alpaca", "alpaca"]
-    check_columns(columns, sources)
+    check_columns(columns, names)
     with pytest.raises(ToolkitError, match="--column input=contxt: the rows have no such column; theirs are") as caught:
-        check_columns(COLUMNS | {"input": "contxt"}, sources)
+        check_columns(COLUMNS | {"input": "contxt"}, names)
     assert caught.value.hint == "did you mean `--column instruction=question output=answer input=context`?"
-    hub = resolve_source("owner/name")
-    check_columns({"text": "content"}, [*sources, hub])  # its rows are not known before the ranks load them
-    check_columns({"text": "content"}, [*sources, hub], [{"content": "Hej"}])
+    check_columns({"text": "content"}, [*names, "owner/name"])  # its rows are not known before the ranks load them
+    check_columns({"text": "content"}, [*names, "owner/name"], [{"content": "Hej"}])
     with pytest.raises(ToolkitError, match="theirs are body, "):
-        check_columns({"text": "content"}, [*sources, hub], [{"body": "Hej"}])
+        check_columns({"text": "content"}, [*names, "owner/name"], [{"body": "Hej"}])
 
 
 def test_a_check_stops_after_its_byte_limit(write: Write) -> None:

@@ -190,15 +190,15 @@ def checked_rows(path: Path, columns: Columns = NO_COLUMNS) -> Iterator[tuple[st
         yield data_format, value
 
 
-def check_columns(columns: Columns, sources: Sequence[DataSource], hub_rows: Sequence[Row] = ()) -> None:
+def check_columns(columns: Columns, names: Sequence[str], hub_rows: Sequence[Row] = ()) -> None:
     """Raise ToolkitError for a column that neither the files have, in 32 MiB, nor the first rows from the hub."""
-    paths = [source.path for source in sources if source.path is not None]
+    paths = [path for name in names if (path := resolve_source(name).path) is not None]
     missing, seen = dict(columns), dict[str, Any]()
-    if len(paths) + len(hub_rows) < len(sources):  # the ranks, which load the others, check
+    if not columns or len(paths) + len(hub_rows) < len(names):  # the ranks, which load the others, check
         return
     read = (itertools.takewhile(lambda value: value.bytes_read < CHECKED_BYTES, _read_rows(path)) for path in paths)
     for row in itertools.chain(hub_rows, (value.value for each in read for value in each)):
-        missing = {field: name for field, name in missing.items() if not formats.has_column(row, name)}
+        missing = {f: name for f, name in missing.items() if name not in row and formats.value_at(row, name) is None}
         if not missing:
             return
         seen |= row

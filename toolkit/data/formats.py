@@ -34,12 +34,10 @@ REQUIRED_FIELDS = {
 OPTIONAL_FIELDS = dict.fromkeys(REQUIRED_FIELDS, ("tools",)) | {"alpaca": ("input", "system"), "text": ()}
 FORMATS = tuple(REQUIRED_FIELDS)
 FORMAT_FIELDS = {name: fields + OPTIONAL_FIELDS[name] for name, fields in REQUIRED_FIELDS.items()}
-FIELDS = tuple(dict.fromkeys(field for fields in FORMAT_FIELDS.values() for field in fields))
-
-# Names that other data sets give to the fields, and those of the text to learn.
+FIELDS = {field: field for fields in FORMAT_FIELDS.values() for field in fields}
+# Names that other data sets give to the fields, beside those of the answer.
 OTHER_NAMES = {"question": "instruction", "query": "instruction", "context": "input", "content": "text"}
-OTHER_NAMES |= {"system_prompt": "system", **{field: field for field in FIELDS}}
-ANSWERS = ("answer", "response", "target")
+OTHER_NAMES |= {"system_prompt": "system", **FIELDS}
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -70,14 +68,12 @@ def detect_format(row: Row, columns: Columns = NO_COLUMNS) -> str:
 
     Raises ToolkitError with the fields found and the fields expected.
     """
-    named = columns_of(row, columns)
-    present = _present(with_columns(row, named))
+    present = _present(with_columns(row, named := columns_of(row, columns)))
     for name in sorted(FORMATS, key=lambda name: not named.keys() & set(FORMAT_FIELDS[name])):
         if all(field in present for field in REQUIRED_FIELDS[name]):
             return name
-    missing = next((field for field, column in named.items() if column_value(row, column) is None), None)
-    if missing is not None:
-        raise no_column_error(missing, columns, row)
+    for field in (field for field, column in named.items() if value_at(row, column) is None):
+        raise no_column_error(field, columns, row)
     if {"chosen", "rejected"} <= present.keys():
         hint = (
             "`toolkit train --preset NAME --module trl.scripts.dpo -- --dataset_name FOLDER_OR_HUB_ID ...` trains on it"
@@ -93,8 +89,7 @@ def detect_format(row: Row, columns: Columns = NO_COLUMNS) -> str:
 def _suggested_columns(row: Row, columns: Columns) -> str | None:
     """The columns to name, if the row has the fields of a format under names that other data sets give to them."""
     for answer in ("output", "completion"):
-        known = OTHER_NAMES | dict.fromkeys(ANSWERS, answer)
-        found = dict(columns)
+        known, found = OTHER_NAMES | dict.fromkeys(("answer", "response", "target"), answer), dict(columns)
         for name, value in _present(row).items():
             field = known.get(nearest(name.lower(), known, cutoff=0.8) or "", name)
             if field not in row:
@@ -103,7 +98,7 @@ def _suggested_columns(row: Row, columns: Columns) -> str | None:
             named = {field: column for field, column in found.items() if field in FORMAT_FIELDS[name]}
             with contextlib.suppress(ToolkitError):
                 check_row(with_columns(row, named), name)
-                return f"did you mean `{column_words(named)}`?"
+                return f"did you mean `{_words(named)}`?"
     return None
 
 
@@ -122,7 +117,7 @@ def check_row(row: Row, data_format: str, columns: Columns = NO_COLUMNS) -> None
         if field not in present:
             expected = " + ".join(REQUIRED_FIELDS[data_format])
             raise ToolkitError(
-                f"no field {labels.get(field, f'`{field}`')}; fields found: {field_names(present)}",
+                f"no field {labels[field]}; fields found: {field_names(present)}",
                 hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
             )
     fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}
@@ -195,9 +190,6 @@ def _json_type(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-# -- columns of another name
-
-
 def read_columns(value: Any) -> dict[str, str]:
     """Return the columns of `--column`, words or a mapping. Raises ToolkitError for what is not a field of a format."""
     pairs = value.items() if isinstance(value, Mapping) else (str(word).partition("=")[::2] for word in value)
@@ -207,26 +199,20 @@ def read_columns(value: Any) -> dict[str, str]:
             close = OTHER_NAMES.get(field) or nearest(field.lower(), FIELDS) or "text"
             right = {column: field} if column in FIELDS else {close: column or field}
             what = f"--column {field[:80]}={column[:80]}: expected FIELD=COLUMN, and a field of {', '.join(FIELDS)}"
-            raise ToolkitError(what, hint=f"did you mean `{column_words(right)}`?")
+            raise ToolkitError(what, hint=f"did you mean `{_words(right)}`?")
     return columns
 
 
-def column_words(columns: Columns) -> str:
-    """Return the arguments that name columns, as they are typed."""
+def _words(columns: Columns) -> str:
     return " ".join(["--column", *(shlex.quote(f"{field}={column}") for field, column in columns.items())])
 
 
 def columns_of(row: Row, columns: Columns) -> Columns:
     """Return the columns that a data set is read with, by its first row: not those of another whose fields it has."""
-    return {field: name for field, name in columns.items() if field not in row or has_column(row, name)}
+    return {f: name for f, name in columns.items() if f not in row or name in row or value_at(row, name) is not None}
 
 
-def has_column(row: Row, column: str) -> bool:
-    """Return True if the row has the column, though it may be None, or a value at its path."""
-    return column in row or column_value(row, column) is not None
-
-
-def column_value(row: Row, column: str) -> Any:
+def value_at(row: Row, column: str) -> Any:
     """Return the value of a column, or at a path of keys and indices with dots between them; None for none."""
     value: Any = row
     for key in [column] if column in row else column.split("."):
@@ -235,7 +221,6 @@ def column_value(row: Row, column: str) -> Any:
 
 
 def _items(value: Any) -> Row:
-    """The parts of an object, or of a list by their index."""
     items = {str(index): item for index, item in enumerate(value)} if isinstance(value, list) else value
     return items if isinstance(items, Mapping) else {}
 
@@ -243,7 +228,7 @@ def _items(value: Any) -> Row:
 def with_columns(row: Row, columns: Columns) -> dict[str, Any]:
     """Return the row with each of the columns under the name of its field."""
     left = {name: value for name, value in row.items() if name not in columns.values()}
-    return left | {field: column_value(row, column) for field, column in columns.items()}
+    return left | {field: value_at(row, column) for field, column in columns.items()}
 
 
 def no_column_error(field: str, columns: Columns, row: Row) -> ToolkitError:
@@ -251,7 +236,7 @@ def no_column_error(field: str, columns: Columns, row: Row) -> ToolkitError:
     names, column = [*row, *(f"{name}.{key}" for name in row for key in _items(row[name]))], columns[field]
     close = nearest(column, names) or nearest(column.lower(), names) or "NAME"
     what = f"--column {field}={column[:80]}: the rows have no such column; theirs are {field_names(row)}"
-    return ToolkitError(what, hint=f"did you mean `{column_words({**columns, field: close})}`?")
+    return ToolkitError(what, hint=f"did you mean `{_words({**columns, field: close})}`?")
 
 
 # -- checks

@@ -268,8 +268,8 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
         alias = ALIASES.get(name)
         if alias is None:
             _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
-            value = _one_value(name, following)
-            values[name] = [*as_list(values[name]), *as_list(value)] if name == "column" and name in values else value
+            before = as_list(values.get(name)) if name == "column" else []
+            values[name] = _one_value(name, [*before, *following])
         elif alias.values is not None and not following:
             values[alias.name] = alias_value(name, alias, "true")
         else:

@@ -49,19 +49,18 @@ def load_data(
 
     `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
     """
-    columns = arguments.column
-    sources = data_files.resolve_sources(arguments.dataset, config=arguments.dataset_config, columns=columns)
+    sources = data_files.resolve_sources(arguments.dataset, config=arguments.dataset_config, columns=arguments.column)
     loader = _Loader(tokenizer, arguments, training)
     data = loader.open_streams(sources) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
         data = data or loader.load_all_rows(sources)
         if arguments.eval_dataset is not None:
-            config, name = arguments.eval_dataset_config, arguments.eval_dataset
-            [source] = data_files.resolve_sources([name], config=config, option="eval_dataset", columns=columns)
+            config, names = arguments.eval_dataset_config, [arguments.eval_dataset]
+            [source] = data_files.resolve_sources(names, option="eval_dataset", config=config, columns=arguments.column)
             encoded = loader.encode(source, arguments.eval_dataset_split, option="eval_dataset")
             data = loader.with_evaluation(data, *encoded.supervised())
             sources = [*sources, source]
-        data_files.check_columns(columns or {}, sources, loader.hub_rows)
+        data_files.check_columns(arguments.column or {}, [each.name for each in sources], loader.hub_rows)
     batch = training.train_batch_size * training.gradient_accumulation_steps
     batch *= data_parallel_size or training.world_size
     if arguments.packing and not arguments.streaming and len(data.train) < batch:
