@@ -103,8 +103,9 @@ def test_the_format_of_a_named_column_is_preferred() -> None:
         ("prompts=question", "prompt=question"),
         ("question=prompt", "prompt=question"),  # the other way round
         ("question", "instruction=question"),
-        ("input=", "input=input"),
+        ("input=", "input=NAME"),
         ("body=content", "text=content"),
+        ("=", "text=NAME"),
         ("txt=a b", "'text=a b'"),
     ],
 )
@@ -112,6 +113,9 @@ def test_what_is_not_a_field_of_a_format_is_refused_with_the_fields(words: str, 
     with pytest.raises(ToolkitError, match="expected FIELD=COLUMN, and a field of messages, tools, conv") as caught:
         read_columns([words])
     assert caught.value.hint == f"did you mean `--column {hint}`?"
+    with pytest.raises(ToolkitError) as caught:  # the whole line is the next thing to type
+        read_columns(["output=answer", words])
+    assert caught.value.hint == f"did you mean `--column output=answer {hint}`?"
 
 
 def test_a_column_that_the_rows_do_not_have_names_the_nearest() -> None:

@@ -194,12 +194,12 @@ def read_columns(value: Any) -> dict[str, str]:
     """Return the columns of `--column`, words or a mapping. Raises ToolkitError for what is not a field of a format."""
     pairs = value.items() if isinstance(value, Mapping) else (str(word).partition("=")[::2] for word in value)
     columns = {str(field): str(column or "") for field, column in pairs}
-    for field, column in columns.items():
-        if field not in FIELDS or not column:
-            close = OTHER_NAMES.get(field) or nearest(field.lower(), FIELDS) or "text"
-            right = {column: field} if column in FIELDS else {close: column or field}
-            what = f"--column {field[:80]}={column[:80]}: expected FIELD=COLUMN, and a field of {', '.join(FIELDS)}"
-            raise ToolkitError(what, hint=f"did you mean `{_words(right)}`?")
+    right = {field: column for field, column in columns.items() if field in FIELDS and column}
+    for field, column in sorted(columns.items() - right.items()):
+        close = OTHER_NAMES.get(field) or nearest(field.lower(), FIELDS) or "text"
+        right |= {column: field} if column in FIELDS else {close: column or (field not in FIELDS and field) or "NAME"}
+        what = f"--column {field[:80]}={column[:80]}: expected FIELD=COLUMN, and a field of {', '.join(FIELDS)}"
+        raise ToolkitError(what, hint=f"did you mean `{_words(right)}`?")
     return columns
 
 
