@@ -17,6 +17,8 @@ from pyarrow import parquet
 from toolkit.data import text_files
 from toolkit.data.data_files import (
     DataSource,
+    FileCheck,
+    check_columns,
     check_file,
     fractions,
     is_hub_id,
@@ -219,6 +221,52 @@ def test_a_data_set_card_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
 def test_the_real_files_are_valid(data_format: str, request: pytest.FixtureRequest) -> None:
     check = check_file(request.getfixturevalue(f"faq_{data_format}"))
     assert (check.format, check.rows, check.complete) == (data_format, 503, True)
+
+
+COLUMNS = {"instruction": "question", "output": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", '{"question": "Hej?", "answer": "Hello", "n": "1"}\n' * 2),
+        ("rows.json", '[{"question": "Hej?", "answer": "Hello"}, {"answer": "Hello", "question": "Hej?"}]'),
+        ("rows.csv", "question,answer\nHej?,Hello\nHej?,Hello\n"),
+        ("rows.parquet", ""),
+    ],
+)
+def test_columns_of_another_name_are_read_from_every_kind_of_file(write: Write, name: str, content: str) -> None:
+    path = write(name, content)
+    if not content:
+        parquet.write_table(pyarrow.Table.from_pylist([{"question": "Hej?", "answer": "Hello"}] * 2), path)
+    with pytest.raises(ToolkitError, match=r"row 1.*: fields found: question, answer") as caught:
+        check_file(path)
+    assert caught.value.hint == "did you mean `--column instruction=question output=answer`?"
+    assert check_file(path, columns=COLUMNS) == FileCheck(format="alpaca", rows=2, complete=True)
+    check_columns(COLUMNS, [str(path)])
+
+
+def test_an_invalid_row_is_reported_with_the_field_and_its_column(write: Write) -> None:
+    path = write("rows.jsonl", '{"question": "a", "answer": "b", "output": "c"}\n{"question": "a", "output": "c"}\n')
+    with pytest.raises(
+        ToolkitError, match=r"row 2, line 2: no field `output` \(column `answer`\); fields found: instr"
+    ):
+        check_file(path, columns=COLUMNS)
+
+
+def test_a_column_may_be_that_of_one_data_set_or_of_later_rows_but_not_of_none(write: Write) -> None:
+    plain = write("plain.jsonl", '{"instruction": "Hej?", "output": "Hello"}\n')
+    other = write("other.jsonl", '{"question": "a", "answer": "b"}\n{"question": "a", "answer": "b", "context": "c"}\n')
+    columns, names = COLUMNS | {"input": "context"}, [str(plain), str(other)]
+    assert [check_file(path, columns=columns).format for path in (plain, other)] == ["alpaca", "alpaca"]
+    check_columns(columns, names)
+    with pytest.raises(ToolkitError, match="--column input=contxt: the rows have no such column; theirs are") as caught:
+        check_columns(COLUMNS | {"input": "contxt"}, names)
+    assert caught.value.hint == "did you mean `--column instruction=question output=answer input=context`?"
+    check_columns({"text": "content"}, [*names, "owner/name"])  # its rows are not known before the ranks load them
+    check_columns({"text": "content"}, [*names, "owner/name"], [{"content": "Hej"}])
+    with pytest.raises(ToolkitError, match="theirs are body, "):
+        check_columns({"text": "content"}, [*names, "owner/name"], [{"body": "Hej"}])
 
 
 def test_a_check_stops_after_its_byte_limit(write: Write) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.data.formats import FORMATS, Sample, check_row, detect_format, to_sample
+from toolkit.data.formats import FORMATS, Sample, check_row, detect_format, read_columns, to_sample, with_columns
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 
 QUESTION = {"role": "user", "content": "Hej?"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -40,36 +39,91 @@ def test_an_unknown_row_is_refused_with_the_fields_found_and_expected() -> None:
     assert "instruction + output (alpaca)" in str(caught.value)
 
 
+TURNS = {"messages": ROWS["messages"]["messages"], "conversations": ROWS["sharegpt"]["conversations"]}
+
+
 @pytest.mark.parametrize(
-    ("fields", "renames"),
+    ("row", "words"),
     [
-        (("message",), {"message": "messages"}),
-        (("conversation", "id"), {"conversation": "conversations"}),
-        (("question", "answer"), {"question": "instruction", "answer": "output"}),
-        (("instruction", "response"), {"response": "output"}),
-        (("Instruction", "Output"), {"Instruction": "instruction", "Output": "output"}),
-        (("prompts", "completions"), {"prompts": "prompt", "completions": "completion"}),
-        (("title", "content"), {"content": "text"}),
-        (("prompt", "response"), {"response": "completion"}),
-        (("premise", "hypothesis"), None),
-        (("question",), None),  # without an answer
+        ({"message": TURNS["messages"]}, "messages=message"),
+        ({"conversation": TURNS["conversations"], "id": 7}, "conversations=conversation"),
+        ({"question": "Hej?", "answer": "Hello"}, "instruction=question output=answer"),
+        ({"instruction": "Hej?", "context": "sv", "response": "Hello"}, "input=context output=response"),
+        ({"Instruction": "Hej?", "Output": "Hello"}, "instruction=Instruction output=Output"),
+        ({"prompts": "Hej?", "completions": "Hello"}, "prompt=prompts completion=completions"),
+        ({"title": "Greetings", "content": "Hej"}, "text=content"),
+        ({"prompt": "Hej?", "response": "Hello"}, "completion=response"),
+        (
+            {"system_prompt": "", "query": "Hej?", "response": "Hello"},
+            "system=system_prompt instruction=query output=response",
+        ),
+        (
+            {"question": "Hej?", "answers": {"text": ["Hello"], "start": [0]}},
+            "instruction=question output=answers.text.0",
+        ),
+        ({"question": "Hej?", "answer": {"aliases": [], "value": "Hello"}}, "instruction=question output=answer.value"),
+        ({"premise": "Hej", "hypothesis": "Hello"}, None),
+        ({"question": "Hej?"}, None),  # without an answer
+        ({"message": "Hej"}, None),  # not a conversation
     ],
 )
-def test_fields_with_another_name_are_asked_about_and_the_renaming_runs(
-    fields: tuple[str, ...], renames: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_columns_of_another_name_are_asked_about_and_the_line_reads_them(
+    row: dict[str, Any], words: str | None
 ) -> None:
     with pytest.raises(ToolkitError) as caught:
-        detect_format(dict.fromkeys(fields, "Hej"))
+        detect_format(row)
     hint = str(caught.value.hint)
-    if renames is None:
+    if words is None:
         assert hint.startswith("expected one of: ")
         return
-    for name, field in renames.items():
-        assert f"`{field}` for `{name}`" in hint
-    monkeypatch.chdir(tmp_path)
-    Path("FILE").write_text(json.dumps(dict.fromkeys(fields, "Hej")) + "\n")
-    exec(hint.split("`")[-2])
-    assert detect_format(json.loads(Path("NEW.jsonl").read_text()))
+    assert hint == f"did you mean `--column {words}`?"
+    columns = Job.from_argv(["--column", *words.split()]).column or {}
+    data_format = detect_format(row, columns)
+    check_row(with_columns(row, columns), data_format)
+
+
+def test_columns_are_renamed_at_once_and_a_path_goes_into_objects_and_lists() -> None:
+    swapped = with_columns({"prompt": "b", "completion": "a"}, {"prompt": "completion", "completion": "prompt"})
+    assert swapped == {"prompt": "a", "completion": "b"}
+    row = {"a.b": "dotted", "qa": {"answers": [{"text": "Hej"}]}, "id": 7}
+    assert with_columns(row, {"text": "qa.answers.0.text"}) == {**row, "text": "Hej"}
+    assert with_columns(row, {"text": "a.b"})["text"] == "dotted"
+    assert with_columns(row, {"text": "qa.answers.1.text"})["text"] is None
+
+
+def test_the_format_of_a_named_column_is_preferred() -> None:
+    row = {**ROWS["messages"], "content": "Hello"}
+    assert (detect_format(row), detect_format(row, {"text": "content"})) == ("messages", "text")
+    assert detect_format(ROWS["messages"], {"instruction": "question"}) == "messages"  # of another data set
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("prompts=question", "prompt=question"),
+        ("question=prompt", "prompt=question"),  # the other way round
+        ("question", "instruction=question"),
+        ("input=", "input=NAME"),
+        ("body=content", "text=content"),
+        ("=", "text=NAME"),
+        ("txt=a b", "'text=a b'"),
+    ],
+)
+def test_what_is_not_a_field_of_a_format_is_refused_with_the_fields(words: str, hint: str) -> None:
+    with pytest.raises(ToolkitError, match="expected FIELD=COLUMN, and a field of messages, tools, conv") as caught:
+        read_columns([words])
+    assert caught.value.hint == f"did you mean `--column {hint}`?"
+    with pytest.raises(ToolkitError) as caught:  # the whole line is the next thing to type
+        read_columns(["output=answer", words])
+    assert caught.value.hint == f"did you mean `--column output=answer {hint}`?"
+
+
+def test_a_column_that_the_rows_do_not_have_names_the_nearest() -> None:
+    row = {"question": "Hej?", "answers": {"text": "Hello"}}
+    for column, close in (("answer.text", "answers.text"), ("zzz", "NAME")):
+        with pytest.raises(ToolkitError, match=f"--column output={column}: .* theirs are question, answers") as caught:
+            detect_format(row, {"instruction": "question", "output": column})
+        assert caught.value.hint == f"did you mean `--column instruction=question output={close}`?"
 
 
 def test_preference_data_is_told_the_module_that_trains_on_it() -> None:
@@ -82,9 +136,11 @@ def test_chat_formats_become_the_same_messages(data_format: str) -> None:
     assert to_sample(ROWS[data_format], data_format) == Sample(messages=[QUESTION, ANSWER])
 
 
-def test_alpaca_input_follows_the_instruction_and_sharegpt_names_map_to_roles() -> None:
+def test_alpaca_system_and_input_are_kept_and_sharegpt_names_map_to_roles() -> None:
     sample = to_sample({"instruction": "Translate", "input": "Hej", "output": "Hello"}, "alpaca")
     assert (sample.messages or [])[0] == {"role": "user", "content": "Translate\n\nHej"}
+    told = {"instruction": "Hej?", "output": "Hello", "system": "Be brief."}
+    assert (to_sample(told, "alpaca").messages or [])[0] == {"role": "system", "content": "Be brief."}
     names = ["system", "human", "model", "tool", "function_call", "observation"]
     row = {"conversations": [{"from": name, "value": "x"} for name in names]}
     check_row(row, "sharegpt")

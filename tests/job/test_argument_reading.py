@@ -90,6 +90,20 @@ def test_any_field_of_lora_config_passes_as_flag_or_mapping() -> None:
     assert lora_fields({"use_dora": True}) == lora_fields("use_dora=true")
 
 
+def test_columns_are_words_after_one_flag_or_several_or_a_mapping_or_a_list_of_a_file(tmp_path: Path) -> None:
+    expected = {"column": {"instruction": "question", "output": "my answer"}}
+    for words in (
+        ["instruction=question", "output=my answer"],
+        ["instruction=question", "--column", "output=my answer"],
+    ):
+        assert read_arguments(["--column", *words]) == expected
+    config = tmp_path / "job.yaml"
+    for text in ("{instruction: question, output: my answer}", "[instruction=question, output=my answer]"):
+        config.write_text(f"column: {text}\n")
+        assert read_arguments([str(config)]) == expected
+    assert read_arguments([str(config), "--column", "text=body"]) == {"column": {"text": "body"}}
+
+
 def test_an_invalid_field_is_named_in_the_error() -> None:
     for word, words in (
         ("use_dorra=true", "did you mean `use_dora`"),

@@ -25,6 +25,7 @@ VALUES = {
     "model_name_or_path": "owner/name",
     "dataset": ["a.jsonl", "b.jsonl"],
     "dataset_weights": [0.7, 0.3],
+    "column": {"instruction": "question", "output": "answers.text.0"},
     "system_prompt": "--answer in one word",
     "max_seq_length": 512,
     "learning_rate": 2e-5,

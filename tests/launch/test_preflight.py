@@ -110,6 +110,22 @@ def test_the_estimate_counts_the_checkpoints_on_disk_at_once(words: dict[str, st
     assert preflight.checkpoints_on_disk(Job.from_values(words)) == count
 
 
+def test_columns_are_checked_before_a_process_starts(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "Hej?", "answer": "Hello"}\n' * 16)
+    with pytest.raises(ToolkitError, match="fields found: question, answer") as caught:
+        check(model, rows)
+    words = str(caught.value.hint).split("`")[1].split()
+    assert check(model, rows, *words, "--eval_dataset", str(rows)).job.column == {
+        "instruction": "question",
+        "output": "answer",
+    }
+    for word, close in (("output=answr", "output=answer"), ("input=Question", "input=question")):
+        with pytest.raises(ToolkitError, match=f"--column {word}: the rows have no such column") as caught:
+            check(model, rows, *words, "--column", word)
+        assert close in str(caught.value.hint)
+
+
 def test_the_estimated_size_of_the_saved_files(model: Path) -> None:
     arguments = {"model_name_or_path": str(model), "max_steps": "4", "save_steps": "1"}
     assert preflight.saved_bytes(Job.from_values(arguments), engine="ddp") == 1000 + 4 * 3000

@@ -13,6 +13,7 @@ from command_line import json_of, run_command
 from launching import LLAMA_8B_CONFIG
 
 from toolkit.errors import ToolkitError
+from toolkit.plan.config_file import configured_plan
 from toolkit.plan.finish import Work, read_prices, work_of
 from toolkit.plan.methods import Method
 from toolkit.plan.options import PlanOptions
@@ -120,6 +121,22 @@ def test_the_rows_of_somebodys_preferences_are_counted_whatever_their_columns(tm
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"chosen": "a", "rejected": "b"}\n' * 7)
     assert work_of(PlanOptions(dataset=file), PlannedJob(method=Method(method="dpo")), "MODEL") == Work(rows=7)
+
+
+def test_rows_with_columns_of_another_name_are_counted(tmp_path: Path, tiny_model: Any) -> None:
+    file, config = tmp_path / "rows.jsonl", tmp_path / "job.yaml"
+    file.write_text('{"question": "a", "answer": "b"}\n' * 7)
+    options = PlanOptions(dataset=file, column=("instruction=question", "output=answer"))
+    assert work_of(options, PlannedJob(), "MODEL") == Work(rows=7)
+    packed = work_of(options, PlannedJob(packing=True), str(tiny_model))
+    assert packed is not None
+    assert packed.tokens == 14
+    with pytest.raises(ToolkitError, match="fields found: question, answer"):
+        work_of(PlanOptions(dataset=file), PlannedJob(), "MODEL")
+    config.write_text(
+        f"model_name_or_path: MODEL\ndataset: {file}\ncolumn: {{instruction: question, output: answer}}\n"
+    )
+    assert configured_plan(config, None, PlanOptions(), given=()).options.column == options.column
 
 
 def test_tokens_do_not_say_how_many_prompts_there_are() -> None:

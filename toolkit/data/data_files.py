@@ -11,15 +11,17 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import itertools
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.data.formats import check_row, detect_format, field_names
+from toolkit.data import formats
+from toolkit.data.formats import NO_COLUMNS, Columns, Row, check_row, detect_format, field_names
 from toolkit.data.text_files import MAX_ROW_BYTES, JsonList, Lines, ReadValue, describe_json_error, error_at, over_limit
 from toolkit.errors import OverLimit, ToolkitError, nearest, shown
 from toolkit.files.documents import Limits, open_file, parse_yaml, read_text
@@ -36,6 +38,7 @@ CARD = Limits(values=200_000, depth=40)  # a data set in 2,000 languages has 20,
 # One JSON object around all rows is in memory as a whole.
 MAX_OBJECT_BYTES = GIB
 PARQUET_BATCH_ROWS = 32
+CHECKED_BYTES = 32 * MIB  # of a file, before a run
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -48,6 +51,7 @@ class DataSource:
     name: str
     path: Path | None = None
     config: str | None = None  # configuration of a hub data set; None for its only one
+    columns: Columns = field(default_factory=dict, hash=False)  # what `--column` names; not all may be its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +68,15 @@ def is_hub_id(source: str) -> bool:
     return _HUB_ID.fullmatch(source) is not None and not source.lower().endswith(SUFFIXES)
 
 
-def resolve_sources(names: Sequence[str], *, config: str | None = None, option: str = "dataset") -> list[DataSource]:
-    """Return what `--dataset` names, with the configuration of those from the hub. Downloads nothing.
+def resolve_sources(
+    names: Sequence[str], *, config: str | None = None, option: str = "dataset", columns: Columns | None = None
+) -> list[DataSource]:
+    """Return what `--dataset` names, with `--column` and the configuration of those from the hub. Downloads nothing.
 
     Raises ToolkitError for what `resolve_source` refuses, for the same data twice, and for a configuration that a copy
     of a hub data set does not have or that only files are given with.
     """
-    sources = [resolve_source(name) for name in names]
+    sources = [replace(resolve_source(name), columns=columns or {}) for name in names]
     seen: dict[str, str] = {}
     for source in sources:
         key = source.name if source.path is None else str(source.path.resolve())
@@ -155,31 +161,48 @@ def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((place, row) for place, row, _ in _read_rows(path))
 
 
-def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
+def check_file(path: Path, *, max_bytes: int | None = CHECKED_BYTES, columns: Columns = NO_COLUMNS) -> FileCheck:
     """Check every row against the format of the first, up to about `max_bytes` (None: the whole file).
 
     Raises ToolkitError with file and place for the first invalid row.
     """
     data_format, rows = "", 0
-    for data_format, (_, _, bytes_read) in checked_rows(path):
+    for data_format, (_, _, bytes_read) in checked_rows(path, columns):
         rows += 1
         if max_bytes is not None and bytes_read >= max_bytes:
             return FileCheck(format=data_format, rows=rows, complete=False)
     return FileCheck(format=data_format, rows=rows, complete=True)
 
 
-def checked_rows(path: Path) -> Iterator[tuple[str, ReadValue]]:
-    """Yield the format of the first row, and each row that has it. Raises ToolkitError as `check_file` does."""
+def checked_rows(path: Path, columns: Columns = NO_COLUMNS) -> Iterator[tuple[str, ReadValue]]:
+    """Yield the format of the first row, and each row, with columns renamed. Raises ToolkitError as `check_file`."""
     data_format = ""
     for value in _read_rows(path):
         try:
-            data_format = data_format or detect_format(value.value)
-            check_row(value.value, data_format)
+            if not data_format:
+                data_format, columns = detect_format(value.value, columns), formats.columns_of(value.value, columns)
+            value = value._replace(value=formats.with_columns(value.value, columns))
+            check_row(value.value, data_format, columns)
         except ToolkitError as error:
             raise error_at(path, value.place, error.message, hint=error.hint) from None
         except RecursionError:
             raise error_at(path, value.place, "nested too deeply") from None
         yield data_format, value
+
+
+def check_columns(columns: Columns, names: Sequence[str], hub_rows: Sequence[Row] = ()) -> None:
+    """Raise ToolkitError for a column that neither the files have, in 32 MiB, nor the first rows from the hub."""
+    paths = [path for name in names if (path := resolve_source(name).path) is not None]
+    missing, seen = dict(columns), dict[str, Any]()
+    if not columns or len(paths) + len(hub_rows) < len(names):  # the ranks, which load the others, check
+        return
+    read = (itertools.takewhile(lambda value: value.bytes_read < CHECKED_BYTES, _read_rows(path)) for path in paths)
+    for row in itertools.chain(hub_rows, (value.value for each in read for value in each)):
+        missing = {f: name for f, name in missing.items() if name not in row and formats.value_at(row, name) is None}
+        if not missing:
+            return
+        seen |= row
+    raise formats.no_column_error(next(iter(missing)), columns, seen)
 
 
 def _read_rows(path: Path) -> Iterator[ReadValue]:

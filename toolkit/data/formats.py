@@ -9,7 +9,9 @@ A key whose value is None counts as missing, because Arrow adds such keys to row
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +20,8 @@ from toolkit.errors import ToolkitError, did_you_mean, nearest
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
+Columns = Mapping[str, str]  # field of a format -> column of the data that holds it
+NO_COLUMNS: Columns = {}
 
 # In order of preference: a row with both `messages` and `prompt` (UltraChat) is a conversation.
 REQUIRED_FIELDS = {
@@ -27,10 +31,13 @@ REQUIRED_FIELDS = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-OPTIONAL_FIELDS = {"alpaca": ("input",), **dict.fromkeys(("messages", "sharegpt", "prompt_completion"), ("tools",))}
+OPTIONAL_FIELDS = dict.fromkeys(REQUIRED_FIELDS, ("tools",)) | {"alpaca": ("input", "system"), "text": ()}
 FORMATS = tuple(REQUIRED_FIELDS)
-
-ANSWERS = ("answer", "response", "target")  # names that other data sets give to the text to learn
+FORMAT_FIELDS = {name: fields + OPTIONAL_FIELDS[name] for name, fields in REQUIRED_FIELDS.items()}
+FIELDS = {field: field for fields in FORMAT_FIELDS.values() for field in fields}
+# Names that other data sets give to the fields, beside those of the answer.
+OTHER_NAMES = {"question": "instruction", "query": "instruction", "context": "input", "content": "text"}
+OTHER_NAMES |= {"system_prompt": "system", **FIELDS}
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -56,15 +63,17 @@ class Sample:
     text: str | None = None
 
 
-def detect_format(row: Row) -> str:
-    """Return the first format of `FORMATS` whose required fields are all in the row.
+def detect_format(row: Row, columns: Columns = NO_COLUMNS) -> str:
+    """Return the first format of `FORMATS` whose required fields are all in the row, those of a named column first.
 
     Raises ToolkitError with the fields found and the fields expected.
     """
-    present = _present(row)
-    for name, fields in REQUIRED_FIELDS.items():
-        if all(field in present for field in fields):
+    present = _present(with_columns(row, named := columns_of(row, columns)))
+    for name in sorted(FORMATS, key=lambda name: not named.keys() & set(FORMAT_FIELDS[name])):
+        if all(field in present for field in REQUIRED_FIELDS[name]):
             return name
+    for field in (field for field, column in named.items() if value_at(row, column) is None):
+        raise no_column_error(field, columns, row)
     if {"chosen", "rejected"} <= present.keys():
         hint = (
             "`toolkit train --preset NAME --module trl.scripts.dpo -- --dataset_name FOLDER_OR_HUB_ID ...` trains on it"
@@ -73,32 +82,42 @@ def detect_format(row: Row) -> str:
     expected = "; ".join(f"{' + '.join(fields)} ({name})" for name, fields in REQUIRED_FIELDS.items())
     raise ToolkitError(
         f"fields found: {field_names(present)}",
-        hint=_renaming(present) or f"expected one of: {expected}; `datasets.Dataset.rename_columns` renames yours",
+        hint=_suggested_columns(row, columns) or f"expected one of: {expected}; `--column text=NAME` names a column",
     )
 
 
-def _renaming(present: Row) -> str | None:
-    """How to rename the fields, if they are those of a format under names that other data sets give to them."""
+def _suggested_columns(row: Row, columns: Columns) -> str | None:
+    """The columns to name, if the row has the fields of a format under names that other data sets give to them."""
     for answer in ("output", "completion"):
-        known = {"question": "instruction", "query": "instruction", "content": "text", **dict.fromkeys(ANSWERS, answer)}
-        known |= {field: field for fields in REQUIRED_FIELDS.values() for field in fields}
-        close = {name: known.get(nearest(name.lower(), known, cutoff=0.8) or "", name) for name in present}
-        renames = {name: field for name, field in close.items() if name != field}
-        if any(set(fields) <= set(close.values()) for fields in REQUIRED_FIELDS.values()):
-            asked = ", ".join(f"`{field}` for `{name}`" for name, field in renames.items())
-            code = f"load_dataset('json', data_files='FILE')['train'].rename_columns({renames}).to_json('NEW.jsonl')"
-            return f"did you mean {asked}? To rename: `from datasets import load_dataset; {code}`"
+        known, found = OTHER_NAMES | dict.fromkeys(("answer", "response", "target"), answer), dict(columns)
+        for name, value in _present(row).items():
+            field = known.get(nearest(name.lower(), known, cutoff=0.8) or "", name)
+            if field not in row:
+                found.setdefault(field, name + ((field == answer and _path_of_text(value)) or ""))
+        for name in FORMATS:
+            named = {field: column for field, column in found.items() if field in FORMAT_FIELDS[name]}
+            with contextlib.suppress(ToolkitError):
+                check_row(with_columns(row, named), name)
+                return f"did you mean `{_words(named)}`?"
     return None
 
 
-def check_row(row: Row, data_format: str) -> None:
-    """Raise ToolkitError with the name of a field that is missing or has the wrong type."""
-    present = _present(row)
+def _path_of_text(value: object) -> str | None:
+    """The path to a text, if there is one: `.text.0` in `{"text": ["Lund"], "answer_start": [3]}`."""
+    items = sorted(_items(value).items(), key=lambda item: item[0] not in ("text", "value"))
+    paths = ((key, _path_of_text(item)) for key, item in items)
+    return "" if isinstance(value, str) else next((f".{key}{path}" for key, path in paths if path is not None), None)
+
+
+def check_row(row: Row, data_format: str, columns: Columns = NO_COLUMNS) -> None:
+    """Raise ToolkitError with the name of a field that is missing or has the wrong type, and of its column."""
+    present, labels = _present(row), {field: f"`{field}`" for field in FORMAT_FIELDS[data_format]}
+    labels |= {field: f"`{field}` (column `{name[:80]}`)" for field, name in columns.items()}
     for field in REQUIRED_FIELDS[data_format]:
         if field not in present:
             expected = " + ".join(REQUIRED_FIELDS[data_format])
             raise ToolkitError(
-                f"no field `{field}`; fields found: {field_names(present)}",
+                f"no field {labels[field]}; fields found: {field_names(present)}",
                 hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
             )
     fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}
@@ -108,7 +127,7 @@ def check_row(row: Row, data_format: str) -> None:
         if has_turns:
             _check_turns(value, field)
         else:
-            _check_text(value, f"`{field}`")
+            _check_text(value, labels[field])
     _tools(present)
 
 
@@ -118,11 +137,12 @@ def to_sample(row: Row, data_format: str) -> Sample:
     if data_format == "messages":
         return Sample(messages=_messages(row["messages"]), tools=_tools(row))
     if data_format == "sharegpt":
-        turns = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-        return Sample(messages=turns, tools=_tools(row))
+        messages = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+        return Sample(messages=messages, tools=_tools(row))
     if data_format == "alpaca":
         user = "\n\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
-        return Sample(messages=[{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}])
+        turns = [("system", row.get("system")), ("user", user), ("assistant", row["output"])]
+        return Sample(messages=[{"role": role, "content": text} for role, text in turns if text or role != "system"])
     if data_format == "text":
         return Sample(text=row["text"])
     prompt, completion = row["prompt"], row["completion"]
@@ -144,8 +164,7 @@ def with_system_prompt(sample: Sample, system_prompt: str | None) -> Sample:
 
 def format_fields(row: Row, data_format: str) -> dict[str, Any]:
     """Return the fields that the format reads; others (ids, dates, scores) are dropped."""
-    names = REQUIRED_FIELDS[data_format] + OPTIONAL_FIELDS.get(data_format, ())
-    return {name: row[name] for name in names if row.get(name) is not None}
+    return {name: row[name] for name in FORMAT_FIELDS[data_format] if row.get(name) is not None}
 
 
 def field_names(fields: Iterable[str], *, at_most: int = 12) -> str:
@@ -169,6 +188,55 @@ def _without_none(value: Any) -> Any:
 def _json_type(value: object) -> str:
     names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", dict: "object"}
     return names.get(type(value), type(value).__name__)
+
+
+def read_columns(value: Any) -> dict[str, str]:
+    """Return the columns of `--column`, words or a mapping. Raises ToolkitError for what is not a field of a format."""
+    pairs = value.items() if isinstance(value, Mapping) else (str(word).partition("=")[::2] for word in value)
+    columns = {str(field): str(column or "") for field, column in pairs}
+    right = {field: column for field, column in columns.items() if field in FIELDS and column}
+    for field, column in sorted(columns.items() - right.items()):
+        close = OTHER_NAMES.get(field) or nearest(field.lower(), FIELDS) or "text"
+        right |= {column: field} if column in FIELDS else {close: column or (field not in FIELDS and field) or "NAME"}
+        what = f"--column {field[:80]}={column[:80]}: expected FIELD=COLUMN, and a field of {', '.join(FIELDS)}"
+        raise ToolkitError(what, hint=f"did you mean `{_words(right)}`?")
+    return columns
+
+
+def _words(columns: Columns) -> str:
+    return " ".join(["--column", *(shlex.quote(f"{field}={column}") for field, column in columns.items())])
+
+
+def columns_of(row: Row, columns: Columns) -> Columns:
+    """Return the columns that a data set is read with, by its first row: not those of another whose fields it has."""
+    return {f: name for f, name in columns.items() if f not in row or name in row or value_at(row, name) is not None}
+
+
+def value_at(row: Row, column: str) -> Any:
+    """Return the value of a column, or at a path of keys and indices with dots between them; None for none."""
+    value: Any = row
+    for key in [column] if column in row else column.split("."):
+        value = _items(value).get(key)
+    return value
+
+
+def _items(value: Any) -> Row:
+    items = {str(index): item for index, item in enumerate(value)} if isinstance(value, list) else value
+    return items if isinstance(items, Mapping) else {}
+
+
+def with_columns(row: Row, columns: Columns) -> dict[str, Any]:
+    """Return the row with each of the columns under the name of its field."""
+    left = {name: value for name, value in row.items() if name not in columns.values()}
+    return left | {field: value_at(row, column) for field, column in columns.items()}
+
+
+def no_column_error(field: str, columns: Columns, row: Row) -> ToolkitError:
+    """Return the error for a column that no row has, with the nearest of those that there are: the keys of `row`."""
+    names, column = [*row, *(f"{name}.{key}" for name in row for key in _items(row[name]))], columns[field]
+    close = nearest(column, names) or nearest(column.lower(), names) or "NAME"
+    what = f"--column {field}={column[:80]}: the rows have no such column; theirs are {field_names(row)}"
+    return ToolkitError(what, hint=f"did you mean `{_words({**columns, field: close})}`?")
 
 
 # -- checks

@@ -162,6 +162,9 @@ class DataArguments:
     dataset_weights: tuple[float, ...] = _argument(
         (), "each data set's share of the rows of an epoch: `0.7 0.3`; default: every row once"
     )
+    column: Mapping[str, Any] | None = _mapping(
+        "columns that hold the fields of a row's format: instruction=question output=answer, or output=answers.text.0"
+    )
     max_seq_length: int = _argument(
         MAX_SEQ_LENGTH,
         "longer rows are truncated to this many tokens",

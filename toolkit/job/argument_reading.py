@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.formats import read_columns
 from toolkit.errors import ToolkitError, did_you_mean, nearest, shown
 from toolkit.files.documents import (
     CONFIGURATION,
@@ -124,7 +125,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     for name, value in content.items():
         _check_name(name, where=f"{path}: unknown key {shown(name)}", prefix="")
         annotation = argument_types()[name]
-        if isinstance(value, dict) and "dict" not in annotation and name != "lora_config":
+        if isinstance(value, dict) and "dict" not in annotation and name not in ("lora_config", "column"):
             raise unexpected(path, name, value, "a value without keys")
         if value is not None:
             check_type(f"{path}: {name}", value, annotation)
@@ -164,6 +165,8 @@ def _typed(name: str, value: Any) -> Any:
         value = [_expanded(each) for each in value] if isinstance(value, list) else _expanded(value)
     if name == "lora_config":
         return lora_fields(value)
+    if name == "column":
+        return read_columns(value if isinstance(value, dict) else as_list(value))
     if name in JSON_ARGUMENTS or name == "liger_kernel_config":
         return _json_object(name, value)
     if name == "debug" and isinstance(value, list):
@@ -265,7 +268,8 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
         alias = ALIASES.get(name)
         if alias is None:
             _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
-            values[name] = _one_value(name, following)
+            before = as_list(values.get(name)) if name == "column" else []
+            values[name] = _one_value(name, [*before, *following])
         elif alias.values is not None and not following:
             values[alias.name] = alias_value(name, alias, "true")
         else:

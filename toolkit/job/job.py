@@ -187,8 +187,8 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
 def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         words = [str(value).lower()]
-    elif name == "lora_config":
-        words = [f"{key}={json.dumps(each)}" for key, each in value.items()]
+    elif name in ("lora_config", "column"):
+        words = [f"{key}={each if name == 'column' else json.dumps(each)}" for key, each in value.items()]
     elif isinstance(value, Mapping):
         words = [json.dumps(value)]
     elif isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.data_files import check_file, is_hub_id, resolve_sources, rows_per_epoch
+from toolkit.data.data_files import check_columns, check_file, is_hub_id, resolve_sources, rows_per_epoch
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_text
 from toolkit.files.model_weights import check_weights
@@ -86,7 +86,8 @@ def check_job(
         held_out = check_val_size(job.val_size, rows=rows)
         rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
     if job.eval_dataset is not None:
-        _rows_of([job.eval_dataset], job.eval_dataset_config, "eval_dataset")
+        _rows_of(job, "eval_dataset")
+    check_columns(job.column or {}, [*job.dataset, *as_list(job.eval_dataset)])
     check_chat_template(job)
     run = TrainingRun(preset=preset, job=job, num_processes=num_processes, warnings=tuple(warnings))
     groups = run.data_parallel_size
@@ -160,7 +161,7 @@ def check_dataset(job: Job) -> int | None:
 
     None where that is not known: with a hub id, or a very long file.
     """
-    rows = _rows_of(job.dataset, job.dataset_config, "dataset")
+    rows = _rows_of(job, "dataset")
     known = [count for count in rows if count is not None]
     return sum(rows_per_epoch(known, job.dataset_weights or None)) if len(known) == len(rows) else None
 
@@ -182,9 +183,9 @@ def check_chat_template(job: Job) -> None:
         raise ToolkitError(why, hint="fix it, or leave out `--chat_template`: the model has its own") from None
 
 
-def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:
-    paths = [source.path for source in resolve_sources(names, config=config, option=option)]
-    checked = [None if path is None else check_file(path) for path in paths]
+def _rows_of(job: Job, option: str) -> list[int | None]:
+    sources = resolve_sources(as_list(job.value(option)), config=job.value(f"{option}_config"), option=option)
+    checked = [None if each.path is None else check_file(each.path, columns=job.column or {}) for each in sources]
     return [each.rows if each is not None and each.complete else None for each in checked]
 
 

@@ -120,7 +120,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             found["max_seq_length"] = int(prompt or PROMPT_TOKENS) + int(found["max_completion_length"])
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
-        found["dataset"] = data[0]
+        found |= {"dataset": data[0], "column": tuple("=".join(each) for each in (job.column or {}).items())}
     described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
     found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.data_files import check_file, iter_rows
-from toolkit.data.formats import detect_format, to_sample
+from toolkit.data.data_files import checked_rows, iter_rows
+from toolkit.data.formats import Columns, read_columns, to_sample
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.hardware.gpu_table import find_gpu
@@ -120,17 +120,16 @@ def work_of(options: JobAndGpuOptions, job: PlannedJob, model: str) -> Work | No
         return Work(epochs=options.num_train_epochs, max_steps=max_steps, tokens=options.dataset_tokens)
     if options.dataset is None:
         return None
-    data, epochs = options.dataset, options.num_train_epochs
+    data, epochs, columns = options.dataset, options.num_train_epochs, read_columns(options.column)
     if job.packing:
-        return Work(epochs=epochs, tokens=_count_tokens(data, model))
+        return Work(epochs=epochs, tokens=_count_tokens(data, model, columns))
     # TRL's other methods have formats of their own
     is_sft = job.method.method == SFT
-    return Work(
-        epochs=epochs, rows=check_file(data, max_bytes=None).rows if is_sft else sum(1 for _ in iter_rows(data))
-    )
+    rows = checked_rows(data, columns) if is_sft else iter_rows(data)
+    return Work(epochs=epochs, rows=sum(1 for _ in rows))
 
 
-def _count_tokens(data: Path, model: str) -> int:
+def _count_tokens(data: Path, model: str, columns: Columns) -> int:
     """The tokens of all texts and messages, without those that a chat template adds."""
     from tokenizers import Tokenizer
 
@@ -138,8 +137,8 @@ def _count_tokens(data: Path, model: str) -> int:
     if not is_file(file):
         raise ToolkitError(f"{model} has no tokenizer.json to count packed rows with", hint="`--dataset-tokens N`")
     tokenizer, count = Tokenizer.from_file(str(file)), 0
-    for _, row in iter_rows(data):
-        sample = to_sample(row, detect_format(row))
+    for data_format, (_, row, _) in checked_rows(data, columns):
+        sample = to_sample(row, data_format)
         texts = [sample.text, sample.prompt, sample.completion, *(each["content"] for each in sample.messages or ())]
         count += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if isinstance(text, str))
     return count

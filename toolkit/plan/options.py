@@ -79,6 +79,7 @@ class JobAndGpuOptions:
     dataset: Annotated[
         Path | None, Option(help="a data file whose rows are counted, for the time and the cost to finish")
     ] = None
+    column: Annotated[tuple[str, ...], Option(help="as in training: instruction=question; repeatable")] = ()
     dataset_tokens: Annotated[int | None, Option(help="tokens of an epoch, instead of --dataset")] = None
     num_train_epochs: Annotated[float, Option(help="epochs of the data", min=0)] = 1.0
     max_steps: Annotated[int | None, Option(help="optimizer steps, instead of epochs")] = None

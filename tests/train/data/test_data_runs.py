@@ -26,9 +26,10 @@ def test_weighted_streams_resume_equal(tmp_path: Path, tiny_model: Path, faq_sha
     chats, rows, held_out = (tmp_path / f"{name}.jsonl" for name in ("chats", "rows", "eval"))
     parts = {chats: (faq_sharegpt, slice(60)), rows: (faq_alpaca, slice(70, 90)), held_out: (faq_alpaca, slice(60, 70))}
     for file, (source, lines) in parts.items():
-        file.write_text("\n".join(source.read_text().splitlines()[lines]) + "\n")
+        text = "\n".join(source.read_text().splitlines()[lines]) + "\n"
+        file.write_text(text.replace('"output"', '"answer"') if file == rows else text)  # `--column` reads it
     job = ["--model_name_or_path", str(tiny_model), "--dataset", str(chats), str(rows), "--max_seq_length", "256"]
-    job += ["--dataset_weights", "0.5", "0.5", "--system_prompt", "Be brief."]
+    job += ["--dataset_weights", "0.5", "0.5", "--system_prompt", "Be brief.", "--column", "output=answer"]
     job += ["--streaming", "true", "--streaming_buffer_size", "16", "--packing", "true"]
     job += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", "--max_steps", "5"]
     job += ["--lora_r", "4", "--lora_dropout", "0.1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
+from toolkit.data.formats import read_columns
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.record.folder import RunFolder
@@ -126,6 +127,31 @@ def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: P
     places = [f"{chats}: row 6, line 6", f"{texts}: row 11, line 11"]
     assert row_places(last_of_each, [str(chats), str(texts)]) == {"rows": [6, 11], "places": places}
     assert row_places((3, 1), [str(chats)]) == {"rows": [2, 4], "places": ["row 2, line 2", "row 4, line 4"]}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_files_and_of_a_hub_data_set_are_renamed(
+    load: Load, chats: Path, tokenizer: Any, tmp_path: Path, streaming: bool
+) -> None:
+    asked = written(tmp_path / "asked.jsonl", ({"q": "Count.", "a": f"file {n}"} for n in range(3)))
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    rows = [{"q": "Count.", "answers": {"text": [f"hub {n}"]}} for n in range(3)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"streaming": streaming, "training": {"max_steps": 5}}
+
+    def answers(*names: Path, **column: str) -> set[str]:
+        data = load(*names, column=column, **how)
+        return set(sources_of(replace(data, train=islice(data.train, 60)), tokenizer))
+
+    numbers = {word: {f"{word} {n}" for n in range(6 if word == "chat" else 3)} for word in ("chat", "file", "hub")}
+    assert answers(chats, asked, instruction="q", output="a") == numbers["chat"] | numbers["file"]
+    assert answers(folder, instruction="q", output="answers.text.0") == numbers["hub"]
+    for words in ("output=answers.txt", "output=answers.text.0 input=contxt"):
+        column = read_columns(["instruction=q", *words.split()])
+        with pytest.raises(ToolkitError, match=f"--column {words.split()[-1]}: the rows have no such column"):
+            load(folder, column=column, **how)
 
 
 def mixed(*paths: Path, weights: tuple[float, ...] | None) -> MixedRows:

@@ -226,6 +226,16 @@ def test_an_edited_file_and_a_changed_template_or_length_are_tokenised_again(tok
     assert len(tokens(path, tokenizer, 128)) < len(complete)
 
 
+def test_another_column_of_the_same_file_is_tokenised_again(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"title": "Greetings", "body": "Hej"}))
+    for column, text in (("title", "Greetings"), ("body", "Hej"), ("title", "Greetings")):
+        [source] = resolve_sources([str(path)], columns={"text": column})
+        rows, data_format = load_rows(source, "train")
+        found, _ = tokenized(rows, tokenizer, data_format)
+        assert tokenizer.decode(found[0]["input_ids"], skip_special_tokens=True) == text
+
+
 def test_configurations_of_a_hub_data_set_have_their_own_rows_and_tokens(tokenizer: Any, tmp_path: Path) -> None:
     folder = write_dataset_folder(tmp_path / "greetings")
 

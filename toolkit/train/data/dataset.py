@@ -49,16 +49,18 @@ def load_data(
 
     `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
     """
-    sources = data_files.resolve_sources(arguments.dataset, config=arguments.dataset_config)
+    sources = data_files.resolve_sources(arguments.dataset, config=arguments.dataset_config, columns=arguments.column)
     loader = _Loader(tokenizer, arguments, training)
     data = loader.open_streams(sources) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
         data = data or loader.load_all_rows(sources)
         if arguments.eval_dataset is not None:
-            config, name = arguments.eval_dataset_config, arguments.eval_dataset
-            [source] = data_files.resolve_sources([name], config=config, option="eval_dataset")
+            config, names = arguments.eval_dataset_config, [arguments.eval_dataset]
+            [source] = data_files.resolve_sources(names, option="eval_dataset", config=config, columns=arguments.column)
             encoded = loader.encode(source, arguments.eval_dataset_split, option="eval_dataset")
             data = loader.with_evaluation(data, *encoded.supervised())
+            sources = [*sources, source]
+        data_files.check_columns(arguments.column or {}, [each.name for each in sources], loader.hub_rows)
     batch = training.train_batch_size * training.gradient_accumulation_steps
     batch *= data_parallel_size or training.world_size
     if arguments.packing and not arguments.streaming and len(data.train) < batch:
@@ -84,6 +86,7 @@ class _Loader:
     def __init__(self, tokenizer: Any, arguments: DataArguments, training: Any) -> None:
         self.tokenizer, self.arguments, self.training = tokenizer, arguments, training
         self.seed = int(training.seed if training.data_seed is None else training.data_seed)
+        self.hub_rows: list[dict[str, Any]] = []  # the first of each data set of the hub
         self.weights = tuple(arguments.dataset_weights) or None
         self.shares = data_files.fractions(self.weights) if self.weights else [None] * len(arguments.dataset)
 
@@ -109,6 +112,7 @@ class _Loader:
         """Tokenise rows during training; the statistics are of the first rows."""
         split, size = self.arguments.dataset_split, self.arguments.streaming_buffer_size
         streams = [open_stream(source, split, buffer_size=size, seed=self.seed) for source in sources]
+        self.hub_rows += [next(iter(stream.rows)) for stream in streams if stream.source.path is None]
         first = []
         for source, stream in zip(sources, streams, strict=True):
             encoder = row_encoder(self.tokenizer, stream.data_format, self.arguments)
@@ -170,6 +174,7 @@ class _Loader:
     def encode(self, source: data_files.DataSource, split: str, *, option: str = "dataset") -> EncodedSource:
         """Tokenise every row of a data set."""
         rows, data_format = load_rows(source, split, option=option)
+        self.hub_rows += [rows[0]] if source.path is None else []
         encoder = row_encoder(self.tokenizer, data_format, self.arguments)
         encoded = encode_rows(rows, encoder, num_proc=self.arguments.preprocessing_num_workers)
         return EncodedSource(name=source.name, rows=encoded, encoder=encoder)

@@ -17,7 +17,7 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from toolkit.data.data_files import DataSource, iter_rows, numbered, resolve_source
+from toolkit.data.formats import columns_of, with_columns
 from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.documents import read_json_object
@@ -75,7 +76,8 @@ class RowStream:
         shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size, **shards)
         for batch in shuffled.iter(batch_size=1):
             row = {name: values[0] for name, values in batch.items()}
-            yield StreamedRow(**row) if is_file else StreamedRow(row)
+            streamed = StreamedRow(**row) if is_file else StreamedRow(row)
+            yield streamed._replace(fields=with_columns(streamed.fields, self.source.columns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +131,8 @@ def open_stream(source: str | DataSource, split: str, *, buffer_size: int, seed:
     else:
         rows = load_hub(source, split, streaming=True)
         first = next(iter(rows), None)
-    data_format = format_of_first_row(source.name, split, first)
+    data_format = format_of_first_row(source, split, first)
+    source = replace(source, columns=columns_of(first or {}, source.columns))
     return RowStream(source=source, data_format=data_format, rows=rows, buffer_size=buffer_size, seed=seed)
 
 

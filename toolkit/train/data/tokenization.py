@@ -39,13 +39,13 @@ def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") 
     resolved = resolve_source(source) if isinstance(source, str) else source
     if (path := resolved.path) is None:
         dataset = load_hub(resolved, split, option=option)
-        return dataset, format_of_first_row(resolved.name, split, dataset[0] if len(dataset) else None)
-    data_format = check_file(path, max_bytes=0).format
-    fingerprint = _fingerprint(file_sha256(path), data_format)  # an edited file has another content
+        return dataset, format_of_first_row(resolved, split, dataset[0] if len(dataset) else None)
+    data_format = check_file(path, max_bytes=0, columns=resolved.columns).format
+    fingerprint = _fingerprint(file_sha256(path), data_format, resolved.columns)  # an edited file has another content
     try:
         rows = datasets.Dataset.from_generator(
             _json_rows,
-            gen_kwargs={"path": str(path), "data_format": data_format, "content": fingerprint},
+            gen_kwargs={"source": resolved, "data_format": data_format, "content": fingerprint},
             features=datasets.Features({_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}),
             fingerprint=fingerprint,
         )
@@ -57,9 +57,9 @@ def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") 
     return rows, data_format
 
 
-def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, str]]:  # noqa: ARG001
+def _json_rows(source: DataSource, data_format: str, content: str) -> Iterator[dict[str, str]]:  # noqa: ARG001
     """`content` identifies the version of the file in the cache of `datasets`."""
-    for _, (place, row, _) in checked_rows(Path(path)):
+    for _, (place, row, _) in checked_rows(Path(str(source.path)), source.columns):
         yield {_PLACE: place, _JSON_ROW: json.dumps(formats.format_fields(row, data_format))}
 
 
@@ -90,14 +90,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
+def format_of_first_row(source: DataSource, split: str, first_row: dict[str, Any] | None) -> str:
     """Detect the format of a data set from its first row. Raises ToolkitError for an unknown format or no rows."""
     if first_row is None:
-        raise ToolkitError(f"{name}: split {split!r} has no rows")
+        raise ToolkitError(f"{source.name}: split {split!r} has no rows")
     try:
-        return detect_format(first_row)
+        return detect_format(first_row, source.columns)
     except ToolkitError as error:
-        raise ToolkitError(f"{name}: row 1: {error.message}", hint=error.hint) from None
+        raise ToolkitError(f"{source.name}: row 1: {error.message}", hint=error.hint) from None
 
 
 def _fingerprint(*parts: object) -> str:
@@ -130,10 +130,12 @@ class RowEncoder:
     tokens_per_row: int
     supervise_all: bool
     system_prompt: str | None
+    columns: formats.Columns
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         if _JSON_ROW in row:
             return self.encode_row(json.loads(row[_JSON_ROW]), number=index, place=row[_PLACE])
+        row = formats.with_columns(row, formats.columns_of(row, self.columns))  # Arrow gives all rows the same columns
         return self.encode_row(row, number=index, place=f"row {index + 1}")
 
     def encode_row(self, row: dict[str, Any], *, number: int | None, place: str) -> dict[str, Any]:
@@ -173,6 +175,7 @@ def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> R
         tokens_per_row=arguments.tokens_per_row,
         supervise_all=arguments.loss_on == "all" or data_format == "text",
         system_prompt=arguments.system_prompt,
+        columns=arguments.column or {},
     )
 
 
