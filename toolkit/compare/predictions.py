@@ -62,24 +62,33 @@ def read_shape(job: Job | None) -> ModelShape | None:
     return None
 
 
-def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> MemoryPlan | None:
-    """Return the row's plan on GPUs, for sequences of full length; None without a shape, or for what is not planned."""
+def planned_memory(
+    spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None, gpu: Gpu | None = None
+) -> MemoryPlan | None:
+    """Return the row's plan, for sequences of full length; None without a shape, or for what is not planned.
+
+    It is of a `gpu` that a dry run names, or of those of this node.
+    """
     if shape is None:
         return None
     with contextlib.suppress(ToolkitError):
         job, preset = spec.job(row), spec.preset(row.preset)
         planned_job = PlannedJob.of(job)
         check_planned_job(planned_job, shape)
-        if (gpu := None if spec.cpu else common_gpu(gpu_names())) is not None:
+        if gpu is None and not spec.cpu:
+            gpu = common_gpu(gpu_names())
+        if gpu is not None:
             planned_job = with_workspaces(planned_job, gpu)
         mixed_precision = "no" if "bf16" in job.given and not job.bf16 else None
         return plan_memory(shape, preset, world_size=row.world_size, job=planned_job, mixed_precision=mixed_precision)
     return None
 
 
-def planned_columns(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> dict[str, int]:
+def planned_columns(
+    spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None, gpu: Gpu | None = None
+) -> dict[str, int]:
     """Return the row's columns that the planner knows: on a CPU, which has no such peak, the model states of a GPU."""
-    if (plan := planned_memory(spec, row, shape=shape)) is None:
+    if (plan := planned_memory(spec, row, shape=shape, gpu=gpu)) is None:
         return {}
     states = {f"planned_gpu_{part}": int(getattr(plan.states, part)) for part in MODEL_STATES}
     peak = {"planned_peak_bytes": plan.planned_peak_bytes, "planned_allocated_bytes": plan.peak.allocated_bytes}
@@ -156,7 +165,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
         outlook = _reason_to_skip(trial, records, unsupported)
         if outlook is None:
             durations[trial] = duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
-            planned = planned_columns(at_largest, trial.row, shape=shape)
+            planned = planned_columns(at_largest, trial.row, shape=shape, gpu=named)
             memory = f"predicted memory {gib(planned.get('planned_peak_bytes'))}"
             outlook = f"duration {NOT_AVAILABLE}, {memory}"
             if duration is not None:
