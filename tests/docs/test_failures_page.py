@@ -102,7 +102,7 @@ def test_a_random_state_of_numpy_is_loaded_once_its_classes_are_allowed(tmp_path
     torch.save({"numpy": np.random.get_state()}, tmp_path / "rng_state.pth")  # as the Trainer does
     with raises_as_on_the_page("Weights only load failed"):
         torch.load(tmp_path / "rng_state.pth")
-    example = re.search(r"add_safe_globals\((\[.*?\])\)", PAGE)
+    example = re.search(r"add_safe_globals\(\s*(\[.*?\])\s*\)", PAGE)
     assert example
     with torch.serialization.safe_globals(eval(example[1], {"numpy": np})):
         assert set(torch.load(tmp_path / "rng_state.pth")) == {"numpy"}
