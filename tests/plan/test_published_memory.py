@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from published_runs import MPT
 
-from toolkit.engines.planned import EngineSettings
+from toolkit.engines.engine import EngineSettings
 from toolkit.engines.registry import ENGINES
 from toolkit.engines.zero import Zero
 from toolkit.models.config_fields import ConfigFields

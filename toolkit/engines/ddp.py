@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from toolkit.engines.engine import Engine, Sharding
+from toolkit.engines.engine import Engine, EngineSettings, Sharding
 from toolkit.engines.fsdp2 import ShardedAtLoad
+from toolkit.engines.planned import EngineBuffers, ModelStates, PlannedBatch
+from toolkit.models.job_weights import JobWeights
+from toolkit.units import MIB
+
+# DDP first broadcasts all parameters through flat copies of this size, two at a time (torch, `distributed.py`,
+# `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
+BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
 
 
 class Ddp(Engine):
@@ -34,6 +42,26 @@ class Ddp(Engine):
         """Return what keeps DDP from the Trainer's default, which traverses the graph again in every step."""
         del config, deepspeed_config
         return {"ddp_find_unused_parameters": False}
+
+    def buffers(
+        self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
+    ) -> EngineBuffers:
+        """Return the same with DDP's buckets, and the copies through which it first broadcasts all parameters."""
+        buckets = settings.trained_bytes * weights.num_trained
+        # As views of them, gradients take nothing of their own, but for those of earlier accumulation steps.
+        views, accumulates = job.has_bucket_views, job.gradient_accumulation_steps > 1
+        # A tied head's gradient waits outside of its bucket until the embedding's is added.
+        tied = views and weights.shape.tied_embeddings and not weights.adapters
+        head = settings.trained_bytes * weights.embedding if tied else 0
+        alone = super().buffers(settings, weights, states, job)
+        return replace(
+            alone,
+            lasting_bytes=0 if views else buckets,
+            waiting_bytes=buckets if views and accumulates else 0,
+            backward_bytes=alone.backward_bytes + head,
+            first_layer_bytes=alone.first_layer_bytes + head,
+            load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES),
+        )
 
 
 class Pipeline(Engine):

@@ -6,13 +6,15 @@ transformers 5.23, torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates, PlannedBatch, state_bytes
+from toolkit.engines.planned import EngineBuffers, ModelStates, PlannedBatch
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of
-from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
-from toolkit.units import MIB
+from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
+from toolkit.models.shape import Tensor
+from toolkit.parallel.layout import ParallelLayout
 
 Values = dict[str, Any]
 """Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
@@ -21,9 +23,7 @@ One rank's reading lacks a key where the engine or the run has no such thing. `b
 bytes that the preset's sharding allows this rank, by part of the model states; `whole_bytes` those of the unsharded
 part.
 """
-# DDP first broadcasts all parameters through flat copies of this size, two at a time (torch, `distributed.py`,
-# `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
-BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
+SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's default
 PARTS = ("parameter", "gradient", "optimizer")
 
 
@@ -204,23 +204,14 @@ class Engine:
     def buffers(
         self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
     ) -> EngineBuffers:
-        """Return what is allocated beside model states and activations."""
-        trained_bytes = settings.trained_bytes
-        buckets = trained_bytes * weights.num_trained if self.uses_ddp else 0
-        # As views of them, gradients take nothing of their own, but for those of earlier accumulation steps.
-        views, accumulates = self.uses_ddp and job.has_bucket_views, job.gradient_accumulation_steps > 1
+        """Return what is allocated beside model states and activations: two weights that are cast, and the step."""
+        del states
         casts = settings.trained_bytes == FP32_BYTES  # weights that are held in bf16 are not cast
         cast_weight = 2 * (weights.largest_trained if weights.adapters else weights.largest_linear) * casts
-        # A tied head's gradient waits outside of its bucket until the embedding's is added.
-        tied = views and weights.shape.tied_embeddings and not weights.adapters
-        head = trained_bytes * weights.embedding if tied else 0
         return EngineBuffers(
-            lasting_bytes=0 if views else buckets,
-            waiting_bytes=buckets if views and accumulates else 0,
-            step_bytes=OPTIMIZERS[job.optim].step_copies * trained_bytes * weights.num_trained,
-            backward_bytes=cast_weight + head,
-            first_layer_bytes=cast_weight + head,
-            load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES) if self.uses_ddp else 0,
+            step_bytes=OPTIMIZERS[job.optim].step_copies * settings.trained_bytes * weights.num_trained,
+            backward_bytes=cast_weight,
+            first_layer_bytes=cast_weight,
         )
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
@@ -237,3 +228,97 @@ class Engine:
         """Return True if only the first rank of a node has the weights on the host before they are on the GPU."""
         del settings, weights
         return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """Everything about an engine that decides bytes, once the world size is known. Bucket sizes are in elements."""
+
+    traits: Engine
+    """What wraps the model; that of one process where DDP has nothing to reduce."""
+    sharding: str
+    shards_parameters: bool
+    world_size: int
+    shard_ranks: int  # ranks that share one copy of the model
+    rank: int = 0
+    element_bytes: int = 2  # bytes per element of a parameter in the compute dtype
+    trained_bytes: int = 4  # per element of a trained weight and its gradient, outside of DeepSpeed
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    reduce_bucket: int = 0  # size of each buffer that gradients are reduced in
+    num_reduce_buckets: int = 1
+    prefetch_bucket: int = 0
+    persistence_threshold: int = 0
+    reuse_distance: int = 0
+    live_parameters: int = 0  # gathered ones, above which ZeRO-3 prefetches nothing
+    sub_group: int = SUB_GROUP
+    secondary_partition: int = 1
+    """ZeRO++ (hpZ): ranks of one node that share a second copy of the parameters; 1 if there is none."""
+    pins_memory: bool = True  # true if offloaded tensors are in page-locked memory
+    layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
+    sharded_at_load: bool = False  # transformers shards the model while it loads it, and reduces gradients in fp32
+
+    def ranks_sharing(self, tensor: Tensor) -> int:
+        """Return how many ranks share a tensor, which tensor and expert parallelism have split already.
+
+        Experts have a mesh of their own, and adapters are attached after transformers sharded the model.
+        """
+        if self.layout is None or not self.sharded_at_load:
+            return self.shard_ranks
+        if ".lora_" in tensor.name:
+            return 1
+        return self.layout.expert_shard if self.layout.ep > 1 and tensor.is_expert else self.shard_ranks
+
+    @property
+    def tp(self) -> int:
+        """Ranks that each layer is split over."""
+        return 1 if self.layout is None else self.layout.tp
+
+    @property
+    def unties_head(self) -> bool:
+        """True if a tied head is gathered and reduced beside its embedding: transformers splits the two one by one."""
+        return self.sharded_at_load and self.tp > 1 and self.traits.gathers_layers
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that hold a part of each sequence."""
+        return 1 if self.layout is None else self.layout.cp * self.layout.sp
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per element of a gradient while it is reduced."""
+        return 4 if self.sharded_at_load else self.element_bytes
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks that communicate, each with a communicator of its own."""
+        if self.world_size == 1:
+            return 0
+        if self.layout is None:
+            return 2 if self.sharding == "hybrid_shard" else 1
+        if not self.sharded_at_load and self.layout.pp == 1:  # model states are shared among all, sequences among some
+            return 2
+        return sum(degree > 1 for degree in self.layout.degrees().values())
+
+    @property
+    def autocasts(self) -> bool:
+        """True if fp32 weights are cast where they are used; those of DeepSpeed and FSDP2 are bf16 by then."""
+        return self.traits.autocasts and self.element_bytes < self.trained_bytes
+
+
+def state_bytes(
+    optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], engine: EngineSettings
+) -> int:
+    """States of the rows of each tensor that a rank holds. torch's have the dtype of what they update."""
+
+    def held(tensor: Tensor, count: int) -> UpdatedTensor:
+        first, *others = tensor.shape or (1,)
+        return UpdatedTensor(
+            shape=(first * share(tensor) // max(tensor.num_elements, 1), *others),
+            count=count,
+            is_embedding=tensor.is_embedding,
+            is_hidden_matrix=tensor.is_linear_weight and tensor not in weights.shape.outer,
+        )
+
+    held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
+    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.class_name.startswith("torch.") else held_bytes

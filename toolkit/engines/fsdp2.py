@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.engines.engine import PARTS, Engine, Sharding
-from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates, PlannedBatch, state_bytes
+from toolkit.engines.engine import PARTS, Engine, EngineSettings, Sharding, state_bytes
+from toolkit.engines.planned import EngineBuffers, ModelStates, PlannedBatch
 from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, rows_share, total
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
 from toolkit.models.shape import Tensor
@@ -29,8 +29,8 @@ FSDP_CONFIG_KEYS = {
 } | {"fsdp_offload_params": "cpu_offload"}
 
 
-class Fsdp2(Engine):
-    """accelerate's FSDP plugin, version 2. Between accumulation steps gradients stay sharded, if the user agrees."""
+class FullyShard(Engine):
+    """torch's `fully_shard`, whoever calls it. Gradients stay sharded between accumulation steps, or wait whole."""
 
     name = "fsdp2"
     shardings: Mapping[str, Sharding] = {
@@ -43,9 +43,7 @@ class Fsdp2(Engine):
         ),
         "replicate": Sharding("2 P/T between replicas per accumulation step", None, None),
     }
-    dimensions: tuple[str, ...] = ("dp_shard", "cp")
     is_loaded_whole = False
-    uses_fsdp_plugin = True
     chooses_accumulation = True
     gathers_layers = True
     autocasts = False  # the weights are bf16 where they are used
@@ -68,33 +66,9 @@ class Fsdp2(Engine):
         "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
     }
 
-    def preset_fields(
-        self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
-    ) -> dict[str, Any]:
-        """Return the fields; the replicas of a hybrid mesh are in `parallelism_config`."""
-        block = config.get("fsdp_config") or {}
-        replicas = int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
-        sharding = "full_shard" if block.get("fsdp_reshard_after_forward", True) else "shard_grad_op"
-        offload = "cpu" if block.get("fsdp_offload_params") else None
-        return super().preset_fields(config, settings, parallel) | {
-            "sharding": "hybrid_shard" if replicas > 1 else sharding,
-            "replicas": replicas,
-            "min_world_size": 2 * replicas,
-            "world_size_multiple": replicas,
-            "offload_optimizer": offload,
-            "offload_param": offload,
-        }
-
     def sharded_parts(self, sharding: str) -> tuple[str, ...]:
         """Return all parts, also without resharding: gathered parameters live from forward to backward only."""
         return PARTS if sharding == "shard_grad_op" else super().sharded_parts(sharding)
-
-    def gradient_facts(
-        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
-    ) -> dict[str, str]:
-        """Return fp32 gradients, which are reduced in the compute dtype."""
-        del deepspeed_config, splits_sequences
-        return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
 
     def largest_shard(self, shapes: Sequence[tuple[int, ...]], *, ranks: int) -> int:
         """Return the elements of the first rank's rows.
@@ -103,24 +77,6 @@ class Fsdp2(Engine):
         6
         """
         return sum(rows_share(shape, ranks=ranks) for shape in shapes)
-
-    def training_arguments(
-        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        """Return `fsdp` and `fsdp_config`."""
-        del deepspeed_config
-        block = config["fsdp_config"]
-        given = {FSDP_CONFIG_KEYS[key]: value for key, value in block.items() if key in FSDP_CONFIG_KEYS}
-        return {"fsdp": True, "fsdp_config": given}
-
-    def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return accelerate's `FSDP_*` variables."""
-        environment = {"ACCELERATE_USE_FSDP": "true"}
-        for key, value in config["fsdp_config"].items():
-            if key != PARALLEL_KEY:
-                name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
-                environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
-        return environment
 
     # -- what a plan asks
 
@@ -192,12 +148,63 @@ class Fsdp2(Engine):
         return True
 
 
-class ShardedAtLoad(Fsdp2):
-    """transformers shards the model while it loads it (`DistributedConfig`); accelerate only starts the ranks."""
+class Fsdp2(FullyShard):
+    """accelerate's FSDP plugin, version 2."""
+
+    dimensions: tuple[str, ...] = ("dp_shard", "cp")
+    uses_fsdp_plugin = True
+
+    def preset_fields(
+        self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the fields; the replicas of a hybrid mesh are in `parallelism_config`."""
+        block = config.get("fsdp_config") or {}
+        replicas = int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
+        sharding = "full_shard" if block.get("fsdp_reshard_after_forward", True) else "shard_grad_op"
+        offload = "cpu" if block.get("fsdp_offload_params") else None
+        return super().preset_fields(config, settings, parallel) | {
+            "sharding": "hybrid_shard" if replicas > 1 else sharding,
+            "replicas": replicas,
+            "min_world_size": 2 * replicas,
+            "world_size_multiple": replicas,
+            "offload_optimizer": offload,
+            "offload_param": offload,
+        }
+
+    def gradient_facts(
+        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+    ) -> dict[str, str]:
+        """Return fp32 gradients, which are reduced in the compute dtype."""
+        del deepspeed_config, splits_sequences
+        return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
+
+    def training_arguments(
+        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return `fsdp` and `fsdp_config`."""
+        del deepspeed_config
+        block = config["fsdp_config"]
+        given = {FSDP_CONFIG_KEYS[key]: value for key, value in block.items() if key in FSDP_CONFIG_KEYS}
+        return {"fsdp": True, "fsdp_config": given}
+
+    def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return accelerate's `FSDP_*` variables."""
+        environment = {"ACCELERATE_USE_FSDP": "true"}
+        for key, value in config["fsdp_config"].items():
+            if key != PARALLEL_KEY:
+                name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
+                environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        return environment
+
+
+class ShardedAtLoad(FullyShard):
+    """transformers shards the model while it loads it (`DistributedConfig`); accelerate only starts the ranks.
+
+    The model's `distributed_config` says all, and gradients are reduced in fp32.
+    """
 
     dimensions: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp", "ep")
     keeps_empty_groups = False
-    uses_fsdp_plugin = False
 
     def preset_fields(
         self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
@@ -206,27 +213,7 @@ class ShardedAtLoad(Fsdp2):
         sharding = "full_shard" if "dp_shard" in parallel else "replicate"
         if {"dp_replicate", "dp_shard"} <= set(parallel):
             sharding = "hybrid_shard"
-        fields = Engine.preset_fields(self, config, settings, parallel)
-        return fields | {"sharding": sharding, "sharded_at_load": True}
-
-    def gradient_facts(
-        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
-    ) -> dict[str, str]:
-        """Return fp32 gradients, reduced as they are."""
-        del compute_dtype, deepspeed_config, splits_sequences
-        return {"gradient_dtype": "float32", "reduce_dtype": "float32"}
-
-    def training_arguments(
-        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        """Return nothing: the model's `distributed_config` says all."""
-        del config, deepspeed_config
-        return {}
-
-    def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return nothing."""
-        del config
-        return {}
+        return super().preset_fields(config, settings, parallel) | {"sharding": sharding, "sharded_at_load": True}
 
 
 def uses_fsdp() -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import NamedTuple
 
 from toolkit.errors import ToolkitError
+from toolkit.versions import installed_version
 
 KNOWN_IN: Mapping[str, str] = {
     "transformers": "5.23.0",
@@ -184,22 +184,15 @@ SEAMS: tuple[Seam, ...] = (
 
 def missing() -> Iterator[Seam]:
     """Yield the rows that the installed versions lack, of libraries that are installed."""
-    absent = {name for name in KNOWN_IN if _version(name) is None}
+    absent = {name for name in KNOWN_IN if installed_version(name) is None}
     yield from (seam for seam in SEAMS if seam.library not in absent and not seam.is_there())
-
-
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_methods(trainer: object) -> None:
     """Raise ToolkitError where a Trainer lacks a method that the observer stands for."""
     lacking = [name for name in OBSERVED_METHODS if not hasattr(trainer, name)]
     if lacking:
-        known, here = KNOWN_IN["transformers"], _version("transformers")
+        known, here = KNOWN_IN["transformers"], installed_version("transformers")
         raise ToolkitError(
             f"the Trainer of transformers {here} has no `{lacking[0]}`, by which runs are observed",
             hint=f'`pip install "transformers=={known}"`, in which it is known',

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.engines.engine import Engine, Sharding
-from toolkit.engines.planned import ADAM_BYTES, EngineBuffers, EngineSettings, ModelStates, PlannedBatch
+from toolkit.engines.engine import Engine, EngineSettings, Sharding
+from toolkit.engines.planned import ADAM_BYTES, EngineBuffers, ModelStates, PlannedBatch
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of, total
 from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Tensor

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates
+from toolkit.engines.engine import EngineSettings
+from toolkit.engines.planned import EngineBuffers, ModelStates
 from toolkit.engines.zero import optimizer_elements
 from toolkit.models.job_weights import FP32_BYTES, JobWeights
 from toolkit.plan.planned_job import PlannedJob

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.engines.planned import SUB_GROUP, EngineSettings
+from toolkit.engines.engine import SUB_GROUP, EngineSettings
 from toolkit.engines.registry import ENGINES
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.shard_bytes import persistence_threshold, zero_block

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from toolkit.engines.planned import EngineSettings, ModelStates
+from toolkit.engines.engine import EngineSettings
+from toolkit.engines.planned import ModelStates
 from toolkit.models.job_weights import job_weights
 from toolkit.models.shape import ModelShape
 from toolkit.models.split import part_of_rank

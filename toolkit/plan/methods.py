@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from toolkit.engines.planned import EngineSettings
+from toolkit.engines.engine import EngineSettings
 from toolkit.engines.zero import PERSISTENCE_THRESHOLD, partition_share
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word

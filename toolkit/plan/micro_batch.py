@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.engines.planned import EngineSettings
+from toolkit.engines.engine import EngineSettings
 from toolkit.models.activations import Activations
 from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights
 from toolkit.models.shape import ModelShape, SavedActivations

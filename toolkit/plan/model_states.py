@@ -5,7 +5,8 @@ Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.p
 
 from __future__ import annotations
 
-from toolkit.engines.planned import EngineSettings, ModelStates
+from toolkit.engines.engine import EngineSettings
+from toolkit.engines.planned import ModelStates
 from toolkit.models.job_weights import JobWeights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 

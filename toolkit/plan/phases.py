@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from toolkit.engines.planned import EngineBuffers, EngineSettings, ModelStates
+from toolkit.engines.engine import EngineSettings
+from toolkit.engines.planned import EngineBuffers, ModelStates
 from toolkit.models.job_weights import JobWeights
 from toolkit.models.shape import ModelShape
 from toolkit.plan.methods import reference_buffer_bytes, reference_bytes

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
-from toolkit.engines.planned import EngineSettings
+from toolkit.engines.engine import EngineSettings
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.hardware.gpus import count_gpus

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from toolkit.engines.planned import EngineSettings
+from toolkit.engines.engine import EngineSettings
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, chosen_gpu
 from toolkit.models.flops import flops_of
