@@ -71,6 +71,16 @@ def test_the_comment_and_the_json_say_the_same(diff: Diff) -> None:
     assert "- **configs/new.yaml** (added)\n  - error `unknown-nested-key`, line 4: " in comment
 
 
+def test_a_link_out_of_the_repository_is_no_obstacle(diff: Diff) -> None:
+    Path("configs/link.yaml").symlink_to("/etc/no-such.yaml")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["add", "-A"], ["commit", "-q", "-m", "second"]):
+        subprocess.run([*git, *words], check=True)
+    Path("configs/acc.yaml").write_text("distributed_type: MULTI_CPU\n")
+    code, out, _ = diff()
+    assert (code, out.splitlines()[0]) == (1, "configs/acc.yaml (changed)")
+
+
 def test_a_commit_that_is_not_there_and_a_wrong_format_are_invalid_input(
     diff: Diff, capsys: pytest.CaptureFixture[str]
 ) -> None:

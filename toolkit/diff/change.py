@@ -85,9 +85,12 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
     words = {"A": "added", "D": "removed"}
     status = {name: words.get(letter, "changed") for letter, name in zip(listed[::2], listed[1::2], strict=False)}
     status |= {name: "added" for name in untracked if name}
+    names = sorted(name for name in status if name.endswith(LINTED_SUFFIXES))
+    if not names:
+        return []
     found = []
     with files_of(ancestor) as old:
-        for name in sorted(name for name in status if name.endswith(LINTED_SUFFIXES)):
+        for name in names:
             before, now = _linted(old / name, old), _linted(Path(name), Path())
             if before is None and now is None:
                 continue
@@ -113,14 +116,23 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
 def files_of(commit: str) -> Iterator[Path]:
     """Give a folder with the configuration files of a commit, for as long as the context lasts."""
     tracked = _git("ls-tree", "-r", "-z", "--name-only", commit).split("\0")
-    names = [name for name in tracked if name.endswith(LINTED_SUFFIXES)]
+    # Patterns, not names: a repository may have more of them than a command line takes.
+    patterns = [f":(glob)**/*{suffix}" for suffix in LINTED_SUFFIXES if any(name.endswith(suffix) for name in tracked)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as packed:
-        if names:
-            subprocess.run(["git", "archive", commit, "--", *names], stdout=packed, check=True)
+        if patterns:
+            subprocess.run(["git", "archive", commit, "--", *patterns], stdout=packed, check=True)
             packed.seek(0)
             with tarfile.open(fileobj=packed) as archive:
-                archive.extractall(folder, filter="data")
+                archive.extractall(folder, filter=_inside)
         yield Path(folder)
+
+
+def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    """Leave out a link that leads out of the folder."""
+    try:
+        return tarfile.data_filter(member, folder)
+    except tarfile.FilterError:
+        return None
 
 
 def _linted(file: Path, root: Path) -> list[Finding] | None:
