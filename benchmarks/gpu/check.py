@@ -30,8 +30,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "warm_starts"))
 
 from first_parts import FIRST_PARTS
+from fork_server import HERE as WARM_STARTS
+from fork_server import SERVER_VARIABLE, fork_server
 from hot_kernels import table_lines
 from parts import LATER_PARTS, Check, Row, Step, unmeasured
 from record import ROOT, append_line, circumstances, print_table, read_lines, write_lines
@@ -50,6 +53,8 @@ SEND_TO = "Attach it to an issue of the repository: docs/evidence/gpu.md."
 HEARTBEAT_SECONDS, END_SECONDS = 30, 20
 # No hub, and no index of packages.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PIP_NO_INDEX": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
+ON_A_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 KEPT_OF_NODE = ("cpu", "cpu_count", "host_memory_bytes", "python", "gpus")
 TINY_MINUTES = 10  # of each part on a CPU
 
@@ -103,8 +108,7 @@ def run_until(command: list[str], log: Path, deadline: float, what: str, left: C
     """Run a command with its output in a log; return its exit code, or None where its time was over."""
     if time.monotonic() >= deadline:
         return None
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | OFFLINE | python_path(str(ROOT))
     streams: Row = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, **streams)
@@ -117,6 +121,16 @@ def run_until(command: list[str], log: Path, deadline: float, what: str, left: C
             return None
         finally:
             end(process)
+
+
+def python_path(*folders: str) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def fork_runs_of_steps() -> None:
+    """Let what the steps train be forked from a process with all imports: on a CPU they take most of the time."""
+    os.environ |= OFFLINE | ON_A_CPU | python_path(str(ROOT), WARM_STARTS)
+    os.environ[SERVER_VARIABLE] = fork_server(os.environ)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -264,6 +278,8 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended too
     check = open_folder(given)
+    if given.tiny:
+        fork_runs_of_steps()
     ledger, file = check.output / "parts.jsonl", check.output / FILE
     ended = read_lines(ledger)
     write_lines(ledger, ended)  # without an incomplete last line
