@@ -394,6 +394,10 @@ def found(run: Run, folder: Path, message: str) -> str | None:
         return isolated[0] if isolated else None
     if run.field == "world_size" and (started := re.search(r"asked for 2 ranks .*?, and 1 were started", message)):
         return started[0]  # the check at a rank's start comes first
+    if run.field in ("master_dtype", "gradient_dtype"):  # and a 16-bit model is refused when `train()` begins
+        refused = re.match(r"the weights to train are bfloat16, and '\w+' trains float32 master weights", message)
+        if refused:
+            return refused[0]
     attestation = read_json(folder / "attestation.json") or {}
     if attestation.get("verdict") != "attestation_failed" or not message.startswith(
         "the run does not match its preset"

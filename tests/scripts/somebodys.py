@@ -90,6 +90,8 @@ def main(mode, output_dir, *more):
     if mode == "evaluates":
         saves = {"kind": EvaluatesSlowly, "save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 2}
         saves |= {"per_device_eval_batch_size": 1}
+    if mode == "tracked":
+        saves = {"report_to": more[0], "max_steps": 2}
     if mode == "prepares":  # its data, for a minute
         signal_last_rank()
         time.sleep(60)

@@ -50,6 +50,7 @@ from toolkit.observe.profiler import DATA_WAIT_EVENT
 from toolkit.observe.progress import STEP_PHASES, Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
+from toolkit.observe.trackers import tell_peaks
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start
 from toolkit.record.folder import RunFolder
@@ -238,6 +239,7 @@ class TrainerHooks:
             self.observer.progress.enter("save")
             self.observer.saver.finish()
             self.observer.progress.enter("train")
+        tell_peaks(self.trainer, self.observer.timer)
         if (stops := self.observer.stop_on_signal) is not None and stops.stopped:
             # the Trainer would load its best checkpoint, and with `--save_total_limit 1` remove the one just saved
             trainer = self.trainer

@@ -49,6 +49,7 @@ from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.script_file import bf16_switched_off
 from toolkit.observe.timer import StepTimer
+from toolkit.observe.trackers import tell_verdict
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, readings, row, table_lines
@@ -217,7 +218,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
             readings = [reading | clipped for reading in ranks]
-            write_json(path, attestation_json(preset, expected, readings, found, of_script))
+            attestation = attestation_json(preset, expected, readings, found, of_script)
+            write_json(path, attestation)
+            tell_verdict(self.trainer, self.run.folder, attestation)
             lines = [verified_line(preset, ranks[0])] if preset is None or not found else []
             sharding = None if preset is None else preset.sharding
             others = ranks[0].get("other_models", {})
