@@ -6,6 +6,7 @@ into their configuration and summary, with names that begin with `toolkit/`. Not
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,10 +56,9 @@ def tell(trainer: Any, values: Values) -> None:
     for callback in callbacks:
         for each in type(callback).__mro__:
             if each.__name__ in SENDERS:
-                send = SENDERS[each.__name__]
-                senders.append((each.__name__, lambda send=send, callback=callback: send(callback, named)))
+                senders.append((each.__name__, functools.partial(SENDERS[each.__name__], callback, named)))
     for tracker in getattr(trainer.accelerator, "trackers", ()):
-        senders.append((tracker.name, lambda tracker=tracker: tracker.store_init_configuration(named)))
+        senders.append((tracker.name, functools.partial(tracker.store_init_configuration, named)))
     for name, send_to in senders:
         try:
             send_to()
