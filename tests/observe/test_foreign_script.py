@@ -163,6 +163,13 @@ def launched(
 
 
 @pytest.mark.launch
+def test_a_parameter_that_the_trainers_own_optimizer_leaves_out_is_no_choice_of_the_script(tmp_path: Path) -> None:
+    ended = launched(tmp_path, "forgets", preset="ddp")
+    assert ended.returncode == 1, ended.stdout
+    assert "the run does not match its preset and arguments: optimizer_bytes" in ended.stderr
+
+
+@pytest.mark.launch
 def test_a_script_whose_rank_is_killed_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     ended = launched(tmp_path, "lost", str(tmp_path / "mark"), options=("--max-restarts", "1"))
     assert ended.returncode == 0, ended.stderr[-3000:]

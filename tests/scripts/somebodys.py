@@ -3,6 +3,7 @@
 python somebodys.py MODE OUTPUT_DIR [MORE]
 """
 
+import functools
 import json
 import os
 import signal
@@ -71,6 +72,18 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+def without_a_matrix(create_optimizer):
+    """A library whose optimizer forgets a parameter."""
+
+    @functools.wraps(create_optimizer)
+    def create(trainer, *args):
+        optimizer = create_optimizer(trainer, *args)
+        optimizer.param_groups[0]["params"].pop()
+        return optimizer
+
+    return create
+
+
 def main(mode, output_dir, *more):
     if mode == "facts":  # what Python gives a script
         facts = {"file": __file__, "argv": sys.argv, "path": sys.path[0], "folder": str(Path.cwd()), "name": __name__}
@@ -92,6 +105,8 @@ def main(mode, output_dir, *more):
         saves |= {"per_device_eval_batch_size": 1}
     if mode == "tracked":
         saves = {"report_to": more[0], "max_steps": 2}
+    if mode == "forgets":
+        Trainer.create_optimizer = without_a_matrix(Trainer.create_optimizer)
     if mode == "prepares":  # its data, for a minute
         signal_last_rank()
         time.sleep(60)

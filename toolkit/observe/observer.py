@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from toolkit.engines.seams import OBSERVED_METHODS, check_methods
 from toolkit.engines.tensors import innermost_optimizer
@@ -309,7 +309,7 @@ def with_optimizer(expected: ExpectedRun, trainer: Any) -> ExpectedRun:
     if not expected.of_script:
         return expected
     made = trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None
-    makes = made or type(trainer).create_optimizer is not Trainer.create_optimizer
+    makes = made or not type(trainer).create_optimizer.__module__.startswith("transformers.")
     # an earlier training has left its optimizer, which may be an engine's
     is_given = trainer.optimizer is not None and trainer.state.global_step == 0
     given = optimizer_class(innermost_optimizer(trainer.optimizer)) if is_given else None

@@ -69,7 +69,8 @@ def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> V
 def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradient: Container[int] = ()) -> Values:
     """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes.
 
-    Somebody's script may leave parameters unused, or out of its optimizer: `with_gradient` are those that have one.
+    Somebody's script may leave parameters unused, or out of an optimizer that it makes itself. `with_gradient` are
+    those that have a gradient, and the Trainer's own optimizer updates them all.
     """
     preset = run.preset
     if preset is None:
@@ -83,7 +84,7 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradien
     if run.of_script and not deepspeed:
         states = innermost_optimizer(trainer.optimizer).state
         used = [p for p in trained if id(p) in with_gradient]
-        stepped = [p for p in trained if p in states]
+        stepped = [p for p in trained if p in states] if run.own_optimizer or not states else used
     parts = {
         "parameter": [
             (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
