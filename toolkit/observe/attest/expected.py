@@ -109,6 +109,11 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradien
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
         if run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
             allowed[part] = (0, whole[part] - (not hasattr(trainer.model, "peft_config")))
+    if run.of_script and deepspeed:  # it does not show what has no gradient, and its optimizer may have a part of them
+        partial = {"gradient"} | ({"optimizer"} if run.own_optimizer else set())
+        for part in partial & allowed.keys():
+            allowed[part] = (0, allowed[part][1])
+            whole[part] = 0
     if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
         states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
         whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
