@@ -57,7 +57,7 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 
 # Table of a page of evidence -> the benchmark that recorded it.
 RECORDED = {"overhead": "overhead", "traced_grid": "plan_errors"}
-RECORDED |= dict.fromkeys(("observed", "observed_pages_kept", "overhead_pages_kept", "first_step"), "overhead")
+RECORDED |= dict.fromkeys(("observed_pages_kept", "first_step"), "overhead")
 # Record of `benchmarks/peers.py` -> the figure that evidence/peers.md shows of it.
 PEERS = dict.fromkeys(("peers_in_turns", "peers_two_ranks_in_turns"), "tokens_per_cpu_second")
 PEERS["peers_one_process"] = "peak_pss_bytes"
@@ -236,7 +236,8 @@ def verified_fields() -> str:
     deviating = [row for row in rows if row["field"]]
     runs = Counter(row["field"] for row in deviating)
     missed = Counter(row["field"] for row in deviating if not row["found"])
-    return ", ".join(f"`{field}` {runs[field] - missed[field]} of {runs[field]}" for field in runs)
+    shown = {field: f" ({missed[field]} missed)" if missed[field] else "" for field in runs}
+    return ", ".join(f"`{field}` {runs[field]}{shown[field]}" for field in runs)
 
 
 def measured_fits(record: Path = GPU_CHECK) -> list[dict[str, Any]]:
