@@ -76,7 +76,7 @@ presets: setup  ## write the settings in ds_configs into accelerate_configs, aft
 	@$(BIN)/python tests/scripts/write_presets.py
 
 docs: setup  ## build the documentation into build/docs; open build/docs/index.html
-	@$(BIN)/properdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	@$(BIN)/properdocs build --strict --config-file docs/site/mkdocs.yml
 	@$(BIN)/python docs/site/page/planner_page.py build/docs/planner --docs ../ || echo "left out: the planner page" >&2
 	@echo "build/docs/index.html"
 
