@@ -75,10 +75,8 @@ demo: assets  ## compare one fine-tuning job under six presets; resumes where it
 presets: setup  ## write the settings in ds_configs into accelerate_configs, after a change
 	@$(BIN)/python tests/scripts/write_presets.py
 
-# The variables turn off notices about the future of MkDocs.
 docs: setup  ## build the documentation into build/docs; open build/docs/index.html
-	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict \
-		--config-file docs/site/mkdocs.yml
+	@$(BIN)/properdocs build --strict --config-file docs/site/mkdocs.yml
 	@$(BIN)/python docs/site/page/planner_page.py build/docs/planner --docs ../ || echo "left out: the planner page" >&2
 	@echo "build/docs/index.html"
 

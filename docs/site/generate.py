@@ -1,4 +1,4 @@
-"""Pages of the docs site that are generated when it is built, run by MkDocs (plugin gen-files).
+"""Pages of the docs site that are generated when it is built, run by its plugin gen-files.
 
 docs/index.md is the home page, to which links to README.md lead. A table of benchmarks/results is shown, folded, at its
 `<!-- table: NAME -->`. Links to files of the repository become links to copies of them; the navigation has every page.

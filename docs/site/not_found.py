@@ -1,6 +1,6 @@
-"""Hook of MkDocs: the page of a wrong address works wherever the site is served.
+"""Hook of the docs builder: the page of a wrong address works wherever the site is served.
 
-A server sends 404.html for an address in any folder, so its links cannot be relative to itself; MkDocs makes them
+A server sends 404.html for an address in any folder, so its links cannot be relative to itself; ProperDocs makes them
 absolute, which is wrong under a path such as /finetune-toolkit/. A script finds the site's folder: the nearest one
 above the wrong address that has the search index.
 """

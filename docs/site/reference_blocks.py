@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -55,11 +56,11 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 }
 
 # Table of a page of evidence -> the benchmark that recorded it.
-RECORDED = {name: name for name in ("overhead", "peers", "verification")}
-RECORDED |= {"traced_grid": "plan_errors"}
-RECORDED |= dict.fromkeys(("observed", "observed_pages_kept", "overhead_pages_kept", "first_step"), "overhead")
-RECORDED |= dict.fromkeys(("peers_in_turns", "peers_one_process"), "peers")
-RECORDED |= dict.fromkeys(("peers_two_ranks", "peers_two_ranks_in_turns"), "peers")
+RECORDED = {"overhead": "overhead", "traced_grid": "plan_errors"}
+RECORDED |= dict.fromkeys(("observed_pages_kept", "first_step"), "overhead")
+# Record of `benchmarks/peers.py` -> the figure that evidence/peers.md shows of it.
+PEERS = dict.fromkeys(("peers_in_turns", "peers_two_ranks_in_turns"), "tokens_per_cpu_second")
+PEERS["peers_one_process"] = "peak_pss_bytes"
 
 UNFOLDED_ROWS = 10
 
@@ -194,13 +195,49 @@ def _file_links(preset: Preset) -> str:
 
 def recorded_table(name: str) -> str:
     """Return the table of a benchmark's recorded results."""
-    for folder in ("benchmarks", "benchmarks/gpu"):
-        if str(ROOT / folder) not in sys.path:
-            sys.path.append(str(ROOT / folder))
-    benchmark, record = import_module(RECORDED[name]), import_module("record")
+    benchmark, record = _benchmark(RECORDED[name]), _benchmark("record")
     header, rows_of = getattr(benchmark, "TABLES", {}).get(name) or (benchmark.HEADER, benchmark.table_rows)
     rows = [[*map(str, cells)] for cells in rows_of(*record.read_result(name))]
     return folded(markdown_table(header, rows)) if len(rows) > UNFOLDED_ROWS else markdown_table(header, rows)
+
+
+def _benchmark(name: str) -> Any:
+    for folder in ("benchmarks", "benchmarks/gpu"):
+        if str(ROOT / folder) not in sys.path:
+            sys.path.append(str(ROOT / folder))
+    return import_module(name)
+
+
+def peers_table(name: str) -> str:
+    """Return one row per job, one column per program: our figure, then the ratio to each program's with its 95 % CI."""
+    peers, figure = _benchmark("peers"), PEERS[name]
+    _, rows = _benchmark("record").read_result(name)
+    programs = dict.fromkeys(row["program"] for row in rows if row["program"] != peers.OURS)
+    cells = {(row["job"], row["program"]): _peer_cell(row, figure) for row in rows}
+    lines = [
+        [f"`{job}`", cells[job, peers.OURS], *(cells.get((job, program), "not run") for program in programs)]
+        for job in dict.fromkeys(row["job"] for row in rows)
+    ]
+    return markdown_table(["job", "toolkit", *programs], lines)
+
+
+def _peer_cell(row: dict[str, Any], figure: str) -> str:
+    peers = _benchmark("peers")
+    if "error" in row:
+        return "error"
+    if row["program"] == peers.OURS:
+        return str(peers.format_figure(figure, row["medians"][figure]))
+    return "another job" if row.get("differences") else str(peers.shown(row["ours_over_theirs"].get(figure)))
+
+
+def verified_fields() -> str:
+    """Return each verified field with the number of runs in which it deviated, and was found."""
+    _, rows = _benchmark("record").read_result("verification")
+    deviating = [row for row in rows if row["field"]]
+    runs = Counter(row["field"] for row in deviating)
+    missed = Counter(row["field"] for row in deviating if not row["found"])
+    shown = {field: f" ({missed[field]} missed)" if missed[field] else "" for field in runs}
+    return ", ".join(f"`{field}` {runs[field]}{shown[field]}" for field in runs)
 
 
 def measured_fits(record: Path = GPU_CHECK) -> list[dict[str, Any]]:
@@ -380,6 +417,8 @@ BUILT: dict[str, Callable[[], str]] = {
     "python_names": python_names,
     "run_measured": measured_table,
     **{f"recorded_{name}": functools.partial(recorded_table, name) for name in RECORDED},
+    **{f"recorded_{name}": functools.partial(peers_table, name) for name in PEERS},
+    "recorded_verification": verified_fields,
     **{f"results_{name}": functools.partial(results_table, name) for name in RESULTS_MODELS},
 }
 # Blocks that the site shows in another form.
