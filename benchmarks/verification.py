@@ -317,7 +317,6 @@ ON_FOUR_RANKS = (
 MORE_UPDATES = (
     *(("ddp", f"--ddp_comm_hook {hook}") for hook in ("power_sgd", "int8", "top_k")),
     ("ddp", "--optim adafactor"),
-    ("zero2", "--optim adafactor"),
     ("fsdp2", "--optim sgd"),
     ("zero3", "--weight_decay 0.1"),
 )

@@ -52,3 +52,12 @@ def test_the_compute_dtype_is_that_of_linear_layers_whatever_is_configured(autoc
 
 def test_the_compute_dtype_is_the_configured_one_where_no_linear_layer_ran() -> None:
     assert ForwardDetector().compute_dtype("bfloat16") == "bfloat16"
+
+
+def test_a_module_of_a_communication_hook_that_runs_in_the_backward_is_no_recomputation() -> None:
+    block, of_hook, detector = Block(checkpointed=False, flagged=False), torch.nn.Identity(), ForwardDetector()
+    detector.start(block)
+    block.inner.weight.register_hook(of_hook)
+    block(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    detector.stop()
+    assert detector.recomputes is False

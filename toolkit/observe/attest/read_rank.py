@@ -145,16 +145,17 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
 
 
 class ForwardDetector:
-    """Detects recomputation and the dtype of linear layers, in the forwards of any module between `start` and `stop`.
+    """Detects recomputation and the dtype of linear layers, in the forwards of a model between `start` and `stop`.
 
     A flag on a module, or an accelerator's precision, only shows what was requested. `recomputes` is None if it was
-    never started.
+    never started. Modules that are not the model's may run in the backward: torch's quantizing communication hooks.
     """
 
     recomputes: bool | None = None
 
     def __init__(self) -> None:
         self.linear_dtypes: set[str] = set()
+        self.of_model: set[int] = set()
         self.blocks_of: dict[int, set[int]] = {}
         """The layers that a module is in, by id, of those that transformers can checkpoint."""
         self.reached: set[int] = set()
@@ -163,6 +164,7 @@ class ForwardDetector:
 
     def start(self, model: Any) -> None:
         self.recomputes = False
+        self.of_model = {id(module) for module in model.modules()}
         for block in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
             for module in block.modules():
                 self.blocks_of.setdefault(id(module), set()).add(id(block))
@@ -179,7 +181,7 @@ class ForwardDetector:
         return configured if is_used else "+".join(sorted(self.linear_dtypes))
 
     def _before_forward(self, module: Any, *_: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD
+        in_backward = torch._C._current_graph_task_id() != _OUTSIDE_BACKWARD and id(module) in self.of_model
         self.recomputes = self.recomputes or (in_backward and not getattr(module, "only_decodes", False))
         if in_backward:
             self.recomputed |= self.blocks_of.get(id(module), set())
