@@ -205,12 +205,12 @@ def _lint_rule(rule: LintRule) -> str:
 
 
 def doctor_table() -> str:
-    """Return one row per check of `toolkit doctor`; its name links to the source of its threshold."""
-    rows = [
-        [_check_name(check.name, check.source), check.looks_at, check.threshold + (" (`--long`)" if check.long else "")]
+    """Return the checks of `toolkit doctor`; a name links to the source of the threshold."""
+    return "\n".join(
+        f"- {_check_name(check.name, check.source)}: {check.looks_at}. *Finding*: {check.threshold}"
+        + (" (`--long`)." if check.long else ".")
         for check in all_checks()
-    ]
-    return markdown_table(["check", "what it looks at", "when it is a finding"], rows)
+    )
 
 
 def _check_name(name: str, source: str) -> str:
@@ -281,9 +281,7 @@ def printed(command: str, paragraphs: int) -> str:
 def argument_table() -> str:
     """Return the arguments that the training script has beside those of `TrainingArguments`."""
     fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
-    return markdown_table(
-        ["argument", "what it is"], [[f"`--{field.name}`", _argument_help(field)] for field in fields]
-    )
+    return definitions({f"--{field.name}": _argument_help(field) for field in fields})
 
 
 def _argument_help(field: dataclasses.Field[Any]) -> str:
@@ -292,22 +290,20 @@ def _argument_help(field: dataclasses.Field[Any]) -> str:
 
 def alias_table() -> str:
     """Return the arguments of TRL, axolotl and LLaMA-Factory that are accepted, and what they become."""
-    return markdown_table(
-        ["accepted", "becomes"], [row for word, alias in ALIASES.items() for row in _alias_rows(word, alias)]
-    )
+    return "\n".join(f"- {row}" for word, alias in ALIASES.items() for row in _alias_rows(word, alias))
 
 
-def _alias_rows(word: str, alias: Alias) -> Iterator[list[str]]:
+def _alias_rows(word: str, alias: Alias) -> Iterator[str]:
     if alias.values is None:
-        yield [f"`--{word}`", f"`--{alias.name}`"]
+        yield f"`--{word}`: `--{alias.name}`"
         return
     for theirs, ours in alias.values.items():
-        yield [f"`--{word} {theirs}`", f"`--{alias.name} {ours}`"]
+        yield f"`--{word} {theirs}`: `--{alias.name} {ours}`"
 
 
 def hint_table() -> str:
     """Return the arguments of other tools that mean something else here, with what to type instead."""
-    return markdown_table(["not accepted", "instead"], [[f"`--{word}`", hint] for word, hint in HINTS.items()])
+    return definitions({f"--{word}": hint for word, hint in HINTS.items()})
 
 
 SHARED = "Options of several commands"
