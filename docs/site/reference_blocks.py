@@ -120,25 +120,26 @@ def definitions(meanings: Mapping[str, str]) -> str:
 
 def preset_table() -> str:
     """Return one row per preset: what it does and when to choose it."""
-    head = ["preset", "when to choose it", "engine", "sharding", "processes"]
+    head = ["preset", "when to choose it", "engine, sharding", "processes"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
-    return [f"`{preset.name}`", preset.summary, f"`{preset.engine}`", f"`{preset.sharding}`", processes]
+    return [f"`{preset.name}`", preset.summary, f"`{preset.engine}`, `{preset.sharding}`", processes]
 
 
 def characteristics_table() -> str:
     """Return one row per preset: bytes, communication volume and equivalents."""
-    head = ["preset", "GPU bytes per parameter", "host bytes", "communication", "FSDP1", "equivalent"]
+    head = ["preset", "GPU bytes per parameter", "host bytes", "communication", "equivalent"]
     return markdown_table(head, [_characteristics_row(preset) for preset in list_presets()])
 
 
 def _characteristics_row(preset: Preset) -> list[str]:
     traits = characteristics(preset)
     cells = [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), traits.communication]
-    return [*cells, traits.fsdp1_name or "–", traits.other_name or "–"]
+    names = [traits.fsdp1_name and f"FSDP1's {traits.fsdp1_name}", traits.other_name]
+    return [*cells, ", ".join(name for name in names if name) or "–"]
 
 
 def needs_table() -> str:

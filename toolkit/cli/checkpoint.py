@@ -43,7 +43,7 @@ def inspect(
 ) -> None:
     """Show engine, preset, step, world size, parameters and bytes, and whether the checkpoint is complete.
 
-    Exit code 1 if it is damaged; the damaged file is named.
+    Exit code 1 if it is damaged, with the name of the damaged file.
     """
     from toolkit.checkpoint.inspect import inspect_all
 
