@@ -138,7 +138,7 @@ def characteristics_table() -> str:
 def _characteristics_row(preset: Preset) -> list[str]:
     traits = characteristics(preset)
     cells = [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), traits.communication]
-    names = [traits.fsdp1_name and f"FSDP1's {traits.fsdp1_name}", traits.other_name]
+    names = [traits.fsdp1_name and f"FSDP1: {traits.fsdp1_name}", traits.other_name]
     return [*cells, ", ".join(name for name in names if name) or "–"]
 
 
