@@ -378,7 +378,18 @@ def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequen
 
 
 def _option_list(records: Sequence[Record]) -> str:
-    return "\n".join(f"- `{_metavar(first)}`: {_cell(text)}" for first, text in records)
+    """Return the options with their help texts; names alone of those that are training arguments."""
+    fields = {field.name for each in (ModelArguments, DataArguments) for field in dataclasses.fields(each)}
+    in_training = [
+        (first, text)
+        for first, text in records
+        if first.lstrip("-").split(" ")[0].replace("-", "_") in fields and "default" not in text
+    ]
+    lines = [f"- `{_metavar(first)}`: {_cell(text)}" for first, text in records if (first, text) not in in_training]
+    if in_training:
+        names = ", ".join(f"`{_metavar(first)}`" for first, _ in in_training)
+        lines.append(f"- as in [training](arguments.md): {names}")
+    return "\n".join(lines)
 
 
 def _metavar(option: str) -> str:
