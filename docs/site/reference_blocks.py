@@ -137,9 +137,10 @@ def characteristics_table() -> str:
 
 def _characteristics_row(preset: Preset) -> list[str]:
     traits = characteristics(preset)
-    cells = [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), traits.communication]
-    names = [traits.fsdp1_name and f"FSDP1: {traits.fsdp1_name}", traits.other_name]
-    return [*cells, ", ".join(name for name in names if name) or "–"]
+    volume = re.sub(",? per accumulation step", "", traits.communication)  # the page says so once
+    cells = [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
+    fsdp1 = f" (FSDP1: {traits.fsdp1_name})" if traits.fsdp1_name else ""
+    return [*cells, (traits.other_name or "–") + fsdp1]
 
 
 def needs_table() -> str:
